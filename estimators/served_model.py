@@ -53,7 +53,7 @@ def load_stage(model_uri: str) -> Any:
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
-    """MLflow's entry point."""
+    """Loads the files of `save`; MLflow calls this function by its name."""
     return ServedModel(_stage(data_path))
 
 

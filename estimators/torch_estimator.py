@@ -124,7 +124,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnDelta(self, uri: str, version: int | None = None) -> M:
         """Trains on one version of a Delta table, by default the newest, without a copy of its files.
 
-        A resumed run reads its first version. Tables with deletion vectors or column mapping are refused.
+        A resume reads the first start's version. Tables with deletion vectors or column mapping are refused.
         """
         spark = active_session()
         if version is None:

@@ -45,8 +45,8 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
     def evaluate(self, dataset: DataFrame) -> dict[str, float]:
         """Returns the `metrics` over the rows of a DataFrame, by name. Runs one Spark job.
 
-        Rows that `handleInvalid` leaves without a prediction do not count. The class is the largest logit,
-        without `thresholds`. Each row has weight 1.
+        Rows that `handleInvalid` leaves without a prediction do not count. The predicted class has the
+        largest logit; `thresholds` are ignored. Each row has weight 1.
         """
         check_frame(dataset, "evaluate")
         exact = is_case_sensitive(dataset.sparkSession)

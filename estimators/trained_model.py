@@ -126,7 +126,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return module.eval()
 
     def adapter(self) -> dict[str, Tensor]:
-        """Returns the adapter weights that a fit with `lora` trained, also merged into the network's weights.
+        """Returns the adapter weights that a fit with `lora` trained; the network's weights include them.
 
         Layer x has "x.lora_A", (rank, in), and "x.lora_B", (out, rank).
         """

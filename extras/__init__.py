@@ -1,4 +1,4 @@
 """Techniques that few trainings use.
 
-The core's registries name them by import path, so they are imported on use.
+The core's registries hold their import paths, and import a technique when a training first uses it.
 """

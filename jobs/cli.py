@@ -58,7 +58,7 @@ def add_master(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master",
         metavar="URL",
-        help=f"Spark master; default: spark-submit's, the running session's, or {DEFAULT_MASTER}",
+        help=f"Spark master; default: master of spark-submit or a running session, else {DEFAULT_MASTER}",
     )
 
 
@@ -99,7 +99,7 @@ def option_name(setting: Setting[Any]) -> str:
 def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None:
     """Adds an option for an estimator's setting.
 
-    The job may have its own `default`; None takes the setting's.
+    The job may have its own `default`; None means the default of the setting.
     """
     kwargs: dict[str, Any] = {
         "dest": setting.name,

@@ -86,7 +86,7 @@ class JobFile:
                 inner[key] = {}
             inner = inner[key]
             if not isinstance(inner, dict):
-                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} has no keys, but is {inner!r}")
+                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} is {inner!r} and has no keys")
         inner[keys[-1]] = _parse_value(text)
         path = tuple(keys)
         kept = {place: line for place, line in self.lines.items() if place[: len(path)] != path}

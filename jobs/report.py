@@ -91,8 +91,8 @@ def read_history(uri: str) -> list[Epoch]:
         ]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{uri} must be a training history, a JSON list with {', '.join(Epoch.__annotations__)}: "
-            f"{error!r}"
+            f"{uri} must be a training history, a JSON list of objects with "
+            f"{', '.join(Epoch.__annotations__)}: {error!r}"
         ) from error
     return kept
 

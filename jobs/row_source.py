@@ -59,20 +59,20 @@ class RowSource:
         """
         given = [name for name in _LOCATIONS if getattr(self, name) is not None]
         if len(given) != 1:
-            return f"must have one of the keys {', '.join(_LOCATIONS)}, got {' and '.join(given) or 'none'}"
+            return f"needs just one of the keys {', '.join(_LOCATIONS)}, got {' and '.join(given) or 'none'}"
         kind, uri = self.location
         if kind != "table":
             from ringspark.pipelines import storage  # late, because `--help` needs no storage client
 
             storage.refuse_secrets(uri)
         if not trains and (kind == "shards" or self.inPlace):
-            return f"must be rows that Spark reads, not {'shards' if kind == 'shards' else 'inPlace'}"
+            return f"cannot be {'shards' if kind == 'shards' else 'read inPlace'}, since Spark reads the rows"
         if self.inPlace and kind not in ("parquet", "delta"):
             return f"can be read inPlace only from parquet or delta, got {kind}"
         if kind == "shards" or self.inPlace:
             unused = [name for name in ("where", "options") if getattr(self, name)]
             if unused:
-                subject = "shards are" if kind == "shards" else "a table inPlace is"
+                subject = "shards are" if kind == "shards" else "rows with inPlace are"
                 return f"cannot have {unused[0]!r}, because {subject} read without Spark; remove it"
         if self.version is not None and kind != "delta":
             return "can have a version only with delta"

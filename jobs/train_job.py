@@ -147,7 +147,7 @@ def _wants_table(file: JobFile, job: TrainJob, estimator: Any) -> bool:
     if estimator._task == "any" or not wants_table(estimator):
         return False
     if job.data.shards is not None or (job.data.inPlace and job.data.delta is not None):
-        rows = "shards" if job.data.shards is not None else "a Delta table inPlace"
+        rows = "shards" if job.data.shards is not None else "Delta tables with inPlace"
         raise file.error(
             ("data",),
             f"data: {rows} need params.model, because a network for a table is made from rows that Spark "
@@ -199,9 +199,9 @@ def _check(file: JobFile, job: TrainJob) -> None:
         if problem:
             raise file.error(path, f"{'.'.join(path)} {problem}")
     if job.features and (job.data.shards is not None or job.data.inPlace):
-        subject = "shards are" if job.data.shards is not None else "a table inPlace is"
+        subject = "shards are" if job.data.shards is not None else "rows with inPlace are"
         raise file.error(
-            ("features",), f"features cannot be computed, because {subject} read without Spark; remove them"
+            ("features",), f"features cannot be used, because {subject} read without Spark; remove features"
         )
     for name, expression in job.features.items():
         if not isinstance(expression, str):
@@ -320,7 +320,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
-    """Raises ValueError if the training would refuse the rows; reads them only as `prepare_fit` does."""
+    """Raises ValueError if the training would refuse the rows. Reads no rows except in `prepare_fit`."""
     from ringspark.estimators.checked_fit import CheckedFit
     from ringspark.estimators.table_fit import prepare_fit
     from ringspark.pipelines import ShardManifest

@@ -58,8 +58,8 @@ def links_of(network: nn.Module) -> list[Link]:
         links = _items(network, "")
     else:
         raise ValueError(
-            f"a pipeline needs a chain, and {type(network).__name__} has no method links(); add it as "
-            "ringspark.models.chain describes, or use an nn.Sequential"
+            f"a pipeline needs a chain of links, but {type(network).__name__} has no method links(); add it "
+            "as ringspark.models.chain describes, or use an nn.Sequential"
         )
     _check(network, links)
     return links

@@ -3,8 +3,8 @@
 Initializing a parameter replays the constructor's operations on it, from the recorded state of the random
 generator. The values are therefore bitwise the same as in a network built at once.
 
-The replay misses some effects of a constructor: hooks on parameters, its own seed or default dtype, and
-changes of tensors outside of the module or of tensors that it has already read.
+The replay misses some effects of a constructor: hooks on parameters, a seed or default dtype that it
+sets, and changes to tensors outside of the module or to tensors that the constructor has already read.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def replay(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the initialized tensor.
 
-        The caller must restore the random generator, which this changes.
+        The caller must restore the random generator, which this method changes.
         """
         storages: dict[int, torch.UntypedStorage] = {}
 

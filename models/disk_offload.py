@@ -86,8 +86,8 @@ def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.devic
                     continue
                 if id(tensor) not in names:
                     raise ValueError(
-                        f"the state dict of {type(module).__name__} does not hold {key!r} of its "
-                        f"{type(owner).__name__} unchanged, so it cannot be fetched; set "
+                        f"the state dict of {type(module).__name__} omits or changes {key!r} of its "
+                        f"{type(owner).__name__}, so disk offload cannot read this tensor; set "
                         "inferenceOffload='none'"
                     )
                 name = names[id(tensor)]
@@ -128,8 +128,8 @@ class _Barred:
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
         raise ValueError(
-            "the network uses a weight from a list or a plain attribute, where inferenceOffload='disk' "
-            "cannot fetch it; set inferenceOffload='none', or use the parameter's own attribute in forward"
+            "the network uses a weight from a list or a plain attribute, but inferenceOffload='disk' reads a "
+            "weight only through its module's attribute; set inferenceOffload='none', or use that attribute"
         )
 
 
@@ -142,7 +142,7 @@ class _BarredParameter(_Barred, nn.Parameter):
 
 
 class _Prefetcher:
-    """Prefetches each tensor at its use, and the tensor that was used next after it the last time.
+    """Prefetches a tensor when it is used, and with it the tensor that followed it the last time.
 
     Without prefetching, a memory mapping reads one page at a time, and each read waits. Embedding tables are
     not prefetched, because a batch uses few of their rows.

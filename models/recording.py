@@ -193,7 +193,7 @@ def _steps(
             entries[node.name] = ValueRef(next_entry)
             next_entry += 1
         elif node.op not in ("placeholder", "call_function"):
-            raise NoProgramError(f"it holds an operation of another kind ({node.name})")
+            raise NoProgramError(f"it holds an operation that a program cannot hold ({node.name})")
     raise NoProgramError("it has no output")
 
 

@@ -111,7 +111,7 @@ class ModelSpec:
             package = found.submodule_search_locations
             # `ringspark` itself is a namespace package; its subpackages are not.
             if package is not None and not found.has_location and name != "ringspark":
-                raise refusal(f"{name} is a namespace package, which any folder on sys.path can be")
+                raise refusal(f"{name} is a namespace package, which may be any folder on sys.path")
             files = [os.path.realpath(file) for file in (found.origin or "", *(package or ())) if file]
             if any(_is_inside(file, folder) for file in files):
                 raise refusal(f"{name} lies in {folder!r}, next to the weights")

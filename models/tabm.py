@@ -1,4 +1,4 @@
-"""TabM: an ensemble of networks for a table that share their matrices.
+"""TabM: an ensemble of networks for tables, which share their weight matrices.
 
 Gorishniy, Kotelnikov and Babenko 2024, "TabM: Advancing Tabular Deep Learning with Parameter-Efficient
 Ensembling". Numbers go through piecewise-linear embeddings (Gorishniy, Rubachev and Babenko 2022, "On
@@ -21,7 +21,7 @@ RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3
 
 
 class NumberBins(nn.Module):
-    """How far each number fills each of its bins, with its rank among the bins, itself, and if it is missing.
+    """Computes features of each number: the fill of its bins, its rank, its value, and a flag if missing.
 
     Args:
         edges: For each number, the ascending edges of its bins: at least two.
@@ -81,9 +81,9 @@ class NumberEmbedding(nn.Module):
 
 
 def check_table(edges: Sequence[Sequence[float]], cardinalities: Sequence[int], averages: str) -> None:
-    """Raises ValueError for arguments that no network for tables takes."""
+    """Raises ValueError if there is no input column, or if `averages` is unknown."""
     if not edges and not cardinalities:
-        raise ValueError("there must be a number or a category")
+        raise ValueError("edges and cardinalities are both empty; give a number or a category")
     if averages not in ("values", "probabilities"):
         raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
 
@@ -102,7 +102,7 @@ class MemberBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, effect: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps (batch, members or 1, in_dim) to (batch, members, out_dim); passes `effect` on."""
+        """Maps (batch, members or 1, in_dim) to (batch, members, out_dim); returns `effect` unchanged."""
         out = self.linear(x * self.inputs) * self.outputs + self.bias
         return self.dropout(torch.relu(out)), effect
 
@@ -122,8 +122,8 @@ class TabM(nn.Module):
         dropout: Probability of zeroing a hidden unit in training.
         unknown: Probability of training a category as unknown, so that id 0 is learned.
         center: Mean of a regression's label.
-        scale: Deviation of a regression's label. Outputs are `center + scale * value`.
-        averages: "values", or "probabilities" for classes: the logits of the members' mean probability.
+        scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
+        averages: "values" averages the outputs; "probabilities" averages class probabilities, as logits.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -193,7 +193,7 @@ class TabM(nn.Module):
         return [inputs, *blocks, Link("head", self._predict, parts)]
 
     def _embed(self, numbers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the inputs of the first block (batch, 1, in_dim), and the effects (batch, 1, outputs)."""
+        """Returns the inputs of the first block (batch, 1, in_dim), and output shifts (batch, 1, outputs)."""
         if self.training and self.unknown:
             ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
         vectors = [self.numbers(numbers)] if numbers.shape[1] else []

@@ -1,7 +1,7 @@
 """TabPack: a pack of networks for a table that train side by side, each with its own hyperparameters.
 
 The members share nothing. After each epoch the training calls `choose_members`: every member keeps its best
-weights so far, and those that predict held-out rows best together get the most weight, as in "TabPack" (2026)
+weights so far, and members that together predict held-out rows best get larger shares, as in "TabPack" (2026)
 and in Caruana et al. 2004, "Ensemble Selection from Libraries of Models". Numbers go through piecewise-linear
 embeddings (Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in Tabular Deep
 Learning").
@@ -26,10 +26,10 @@ _RARE_STD, _STD = 0.05, 0.3
 
 
 class Packed(nn.Module):
-    """Weights of all members, (members, ...), each with its own learning rate, and the best ones so far.
+    """Weights of all members, (members, ...): present and best. Each member has its own learning rate.
 
-    Adam's step does not depend on the gradient's scale, so a member's parameter divided by its rate, and
-    multiplied again in use, steps by that rate.
+    A member's weights are stored divided by its rate, and multiplied by it in use. Adam's step does not
+    depend on the gradient's scale, so the step of a weight is proportional to the rate.
     """
 
     def __init__(self, rates: torch.Tensor, **values: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Packed(nn.Module):
         return rates.view(-1, *[1] * (value.dim() - 1))
 
     def get(self, name: str) -> torch.Tensor:
-        """Returns one weight: the present one in training, else the best of each member."""
+        """Returns the weight `name`: the present values in training, else the best values of each member."""
         value: torch.Tensor = getattr(self, name)
         present = value * self._spread(self.rates, value)  # type: ignore[arg-type]
         if self.training or self.is_live:
@@ -57,7 +57,7 @@ class Packed(nn.Module):
 
     @torch.no_grad()
     def keep(self, better: torch.Tensor) -> None:
-        """Makes the present weights of some members, (members,) booleans, their best ones."""
+        """Stores present weights as best weights, for each member whose entry in `better` is True."""
         for name in self.names:
             value, best = getattr(self, name), getattr(self, f"best_{name}")
             present = value * self._spread(self.rates, value)  # type: ignore[arg-type]
@@ -130,15 +130,15 @@ class TabPack(nn.Module):
         cardinalities: Number of ids of each category; id 0 stands for a category that the training lacks.
         out_features: Outputs per row: classes, or one for a regression.
         dropouts: For each member, the probability of zeroing a hidden unit in training.
-        rates: For each member, its share of the learning rate, above 0.
+        rates: For each member, a factor of the learning rate, above 0.
         width: Width of each hidden layer.
         depth: Number of hidden layers.
         number_width: Width of a number's embedding.
         category_width: Greatest width of a category's embedding.
         unknown: Probability of training a category as unknown, so that id 0 is learned.
         center: Mean of a regression's label.
-        scale: Deviation of a regression's label. Outputs are `center + scale * value`.
-        averages: "values", or "probabilities" for classes: the logits of the members' mean probability.
+        scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
+        averages: "values" averages the outputs; "probabilities" averages class probabilities, as logits.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -166,7 +166,7 @@ class TabPack(nn.Module):
         for dropout in (*dropouts, unknown):
             check_dropout("dropouts and unknown", dropout)
         if len(dropouts) != len(rates) or min(rates) <= 0:
-            raise ValueError("dropouts and rates must have one number per member, and rates lie above 0")
+            raise ValueError("dropouts and rates must have one number per member, and rates must be above 0")
         check_table(edges, cardinalities, averages)
         self.unknown, self.averages, self.center, self.scale = unknown, averages, center, scale
         shares = torch.tensor(rates)
@@ -216,7 +216,7 @@ class TabPack(nn.Module):
 
     @torch.no_grad()
     def candidates(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the predictions of each member by its best and by its present weights.
+        """Returns each member's predictions, first with its best weights, then with its present weights.
 
         Returns:
             (2 * members, batch, out_features): probabilities, or standardized values of a regression.
@@ -233,7 +233,7 @@ class TabPack(nn.Module):
 
     @torch.no_grad()
     def choose_members(self, products: torch.Tensor) -> None:
-        """Keeps the better weights of each member, and weighs the members.
+        """Keeps the better weights of each member, and sets the members' shares in the mean.
 
         Args:
             products: Sums over held-out rows of the products of two candidates' errors, in the order of
@@ -275,7 +275,7 @@ class TabPack(nn.Module):
 def choose_greedily(products: torch.Tensor, rounds: int = 50) -> torch.Tensor:
     """Returns each member's share in the mean of members with the smallest squared error.
 
-    Adds one member per round, the same one several times if need be, until the error stops falling (Caruana
+    Adds one member per round, possibly one that was added before, until the error stops falling (Caruana
     et al. 2004).
 
     Args:

@@ -74,15 +74,15 @@ def columns_from_spark(schema: StructType, choices: Mapping[str, Kind] | None = 
         choices: Column types that the user chose, by column name.
 
     Raises:
-        ValueError: A type cannot be used or needs a choice, a choice does not fit or names no column, or two
-            columns have the same name.
+        ValueError: A Spark type cannot be used, or needs an entry in `choices`. An entry does not fit its
+            column, or the column does not exist. Or two columns have the same name.
     """
     choices = dict(choices or {})
     for name, kind in choices.items():
         if name not in schema.names:
             near = get_close_matches(name, schema.names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the DataFrame has {schema.names}"
-            raise ValueError(f"columns names {name!r}, which the DataFrame lacks; {hint}")
+            raise ValueError(f"columns has the key {name!r}, but the DataFrame has no such column; {hint}")
         if not isinstance(kind, Kind):
             raise ValueError(
                 f"columns[{name!r}] must be a column type such as Vocabulary() or Sparse(), got {kind!r}"
@@ -127,7 +127,7 @@ def check_frame(value: Any, subject: str) -> None:
 
 
 def quote(name: str) -> str:
-    """Quotes a column name for Spark, because Spark takes a dot for access to a struct field."""
+    """Quotes a column name for Spark, which would read a dot in it as access to a struct field."""
     return "`" + name.replace("`", "``") + "`"
 
 
@@ -143,17 +143,17 @@ def _default_kind(name: str, data_type: DataType) -> Kind:
         return Array()
     if family in ("string", "varchar", "char"):
         remedy = (
-            "index it with StringIndexer first, or choose in write_shards: "
-            f"columns={{{name!r}: Vocabulary()}} gives each string its own id, "
-            f"columns={{{name!r}: HashBuckets(1024)}} hashes it, Tokens.of(tokenizer) turns words into ids"
+            "index it with StringIndexer first, or pass one of these to write_shards: "
+            f"columns={{{name!r}: Vocabulary()}} gives each string its own id, columns={{{name!r}: "
+            f"HashBuckets(1024)}} hashes it, Tokens.of(tokenizer) splits it into token ids"
         )
     elif family == "binary":
         remedy = (
-            "decode it into an array of numbers first, or choose in write_shards: "
+            "decode it into an array of numbers first, or pass to write_shards: "
             f"columns={{{name!r}: Image(height, width)}} for encoded images, or Binary('npy', shape=...)"
         )
     elif is_spark_image(data_type):
-        remedy = f"give its images a size with columns={{{name!r}: Image(height, width)}} of write_shards"
+        remedy = f"set its image size: pass columns={{{name!r}: Image(height, width)}} to write_shards"
     elif family == "struct":
         return Struct()
     elif family == "map":
@@ -161,6 +161,6 @@ def _default_kind(name: str, data_type: DataType) -> Kind:
     else:
         remedy = "turn it into numbers first, or drop it with df.drop"
     raise ValueError(
-        f"column {name!r} has type {simple}, which cannot be trained on unchanged "
-        f"(numbers, booleans, dates, structs of these, arrays and vectors can); {remedy}"
+        f"column {name!r} has type {simple}, which networks cannot take as it is "
+        f"(they take numbers, booleans, dates, structs of these, arrays and vectors); {remedy}"
     )

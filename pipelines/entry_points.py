@@ -33,8 +33,8 @@ def load_entry_point(
     if not found:
         names = [*known, *list_entry_points(group)]
         raise ValueError(
-            f"{setting} must be one of {', '.join(sorted(names))}, got {name!r}; a package that declares "
-            f"other names in {group!r} must be installed on the driver and on the executors"
+            f"{setting} must be one of {', '.join(sorted(names))}, got {name!r}; to use another "
+            f"name, install the package that declares it in {group!r} on the driver and on the executors"
         )
     if len(found) > 1:
         raise ValueError(

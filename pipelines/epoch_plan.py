@@ -28,7 +28,7 @@ _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 @dataclass(frozen=True)
 class StreamSlice:
-    """A shard's own rows in a stream, counted from `start` to `stop`, that come from one row group."""
+    """Rows of a stream that one shard owns, from one row group: local rows `start` to `stop` (see `Deal`)."""
 
     stream: int
     start: int
@@ -109,7 +109,7 @@ class EpochPlan:
 
     @cached_property
     def group_starts(self) -> Int64Array:
-        """Position in the sequence of each row group of `group_order`, and at the end the number of rows."""
+        """Position of the first row of each row group, in `group_order`; the last entry is `num_rows`."""
         starts = np.zeros(len(self.row_groups) + 1, dtype=np.int64)
         np.cumsum(self.row_groups[self.group_order], out=starts[1:])
         return _read_only(starts)
@@ -184,7 +184,7 @@ class ShardPlan:
         return kept + low, positions, starts, stops[kept]
 
     def bounds(self, start_step: int, stop_step: int) -> list[int]:
-        """Returns how many of the shard's rows come before each of the steps, and after the last step."""
+        """Returns how many of the shard's rows come before each step from `start_step` to `stop_step`."""
         size, total = self.plan.batch_size, self.plan.num_rows
         return [self.deal.rank(min(step * size, total)) for step in range(start_step, stop_step + 1)]
 

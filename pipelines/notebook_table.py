@@ -14,7 +14,7 @@ def notebook_table(
 ) -> str:
     """Returns a table as HTML, for a `_repr_html_`.
 
-    Beyond `MOST_ROWS` rows it shows only how many there are.
+    Shows the first `MOST_ROWS` rows, and then the number of the remaining rows.
     """
     body = "".join(_row(map(str, row), "td") for row in rows[:MOST_ROWS])
     more = len(rows) - MOST_ROWS

@@ -55,17 +55,17 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
         return storage.normalize(text)
     if not default:
         raise ValueError(
-            f"the Spark Connect server does not report where {text!r} is; pass a URI with its store"
+            f"the Spark Connect server does not report the store of {text!r}; pass a complete URI"
         )
     if text.startswith("~"):
         raise ValueError(
-            f"{text!r} is a folder named '~' in {default} to Spark; pass the whole path, or "
+            f"to Spark, {text!r} is in a folder named '~' in {default}; pass the whole path, or "
             f"{'file:' + os.path.expanduser(text)!r} for the local disk"
         )
     found = _reachable(text, _by_hadoop(spark, text) if not is_remote(spark) else _below(default, text))
     if text.startswith("/") and os.path.isdir(text) and not _may_be_there(found):
         _logger.warning(
-            "%r is %r to Spark, which does not exist, but a local folder does: pass %r to use it",
+            "Spark resolves %r to %r, which does not exist; pass %r to use the local folder",
             text, found, f"file:{text}",
         )  # fmt: skip
     return to_spark_uri(spark, found)
@@ -84,14 +84,14 @@ def _reachable(path: str, found: str) -> str:
         mounted = storage.mount_of(found)
         if not os.path.isdir("/" + mounted.split("/")[1]):
             raise ValueError(
-                f"{path!r} is {found} to Spark, but it is not mounted on this machine; pass a folder in "
+                f"Spark resolves {path!r} to {found}, which is not mounted on this machine; pass a folder in "
                 "/Volumes, or a URI of the cloud's store"
             )
         return storage.normalize(mounted)
     if found.startswith("viewfs:"):
         raise ValueError(
-            f"{path!r} is {found!r} to Spark, a mount that only Hadoop knows; pass the URI of the store "
-            "behind it"
+            f"Spark resolves {path!r} to {found!r}, a mount that only Hadoop knows; pass the URI of the "
+            "mounted store"
         )
     return storage.normalize(found)
 
@@ -144,4 +144,4 @@ def _by_hadoop(spark: Any, path: str) -> str:
     except Exception as error:  # from Hadoop, through py4j
         # The first line names a variable of py4j, the second line has the cause.
         reason = str(error).strip().splitlines()[:2][-1].strip(": ")
-        raise ValueError(f"Spark cannot resolve {path!r} ({reason}); pass a URI with its store") from error
+        raise ValueError(f"Spark cannot resolve {path!r} ({reason}); pass a complete URI") from error

@@ -79,7 +79,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     if is_local(text):
         if scheme := _HOSTLESS.match(text):
             raise ValueError(
-                f"{text!r} does not name the host of its store, which only Hadoop knows; add it, as in "
+                f"{text!r} does not name the host of its store, which only Hadoop knows; add the host: "
                 f"{scheme[1] + '//host' + text[len(scheme[1]) :]!r}, or pass a folder that is mounted here"
             )
         return os.path.abspath(os.path.expanduser(text))
@@ -110,8 +110,8 @@ def check_inside(folder: str, name: str) -> None:
         raise ValueError(f"{name!r} is not a file name: {error}") from error
     if os.path.commonpath([root, target]) != root or target == root:
         raise ValueError(
-            f"{join(folder, name)!r} is a link out of its folder; put the file itself there, or pass the "
-            "folder that holds it"
+            f"{join(folder, name)!r} is a link that leads out of its folder; put the file itself there, or "
+            "pass the folder that holds it"
         )
 
 
@@ -288,8 +288,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
 
     Raises:
         FileExistsError: The file exists and `overwrite` is false. If several processes write at the same
-            time, one of them succeeds: the first, or the last on a store without conditional puts. If the
-            file already has this writer's bytes, the writer has succeeded.
+            time, one of them succeeds: the first, or the last on a store without conditional puts. There
+            is no error if the file already has this writer's bytes.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")
@@ -324,8 +324,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
                 fs.mv(temporary, path)
             except Exception as error:
                 raise BrokenOffError(
-                    f"{path!r} was being replaced, and its new content is in {temporary!r}; rename that file "
-                    f"({error})"
+                    f"the old {path!r} is removed, but the new file could not be renamed ({error}); rename "
+                    f"{temporary!r} to {path!r}"
                 ) from error
         else:
             fs.mv(temporary, path)

@@ -37,7 +37,7 @@ class TableFile:
     Attributes:
         state: Time, version or checksum of the file, as its store reports it.
         window_rows: Rows per window; 0 reads every row group whole.
-        values: The file's value of each partition column, by the column's name.
+        values: Value of each partition column for this file, by column name.
     """
 
     state: str

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def added(default: T) -> T:
-    """Declares a dataclass field that is missing in older files of the same format; gives its default."""
+    """Declares a dataclass field with the value that it has if an older file of this format lacks it."""
     return field(default=default, metadata={"added": True})
 
 
@@ -52,11 +52,13 @@ def versioned(text: str | bytes, known: int, *, allow_nan: bool = False) -> dict
     if type(version) is not int:
         raise ValueError(f"format_version must be a whole number, got {_kind(version)}")
     if version > known:
-        raise OtherFormatError(f"its format is {version}, this ringspark reads {known}; upgrade ringspark")
+        raise OtherFormatError(
+            f"its format is {version}, but this ringspark reads {known}; upgrade ringspark"
+        )
     if version < known:
         raise OtherFormatError(
-            f"its format is {version}, from before the first release, this ringspark reads {known}; write it "
-            "again, or read it with the ringspark that wrote it"
+            f"its format is {version}, from before the first release, but this ringspark reads {known}; "
+            "write it again, or read it with the ringspark that wrote it"
         )
     return values
 

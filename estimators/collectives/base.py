@@ -1,7 +1,7 @@
 """Operations between ranks, independent of the library that sends the bytes.
 
-`open_rendezvous` runs on rank 0 and returns the address that all ranks get; `connect` joins. A rank that
-fails calls `abort`, so that pending calls of its peers raise `CollectiveError` instead of hanging.
+Rank 0 calls `open_rendezvous`, which returns a server with an address. Every rank joins the gang by
+`connect`. A rank that fails calls `abort`, so that pending calls of its peers raise `CollectiveError`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RendezvousInfo:
 
 
 class Collective(Protocol):
-    """The operations of training. All of them block, and run on every rank.
+    """Collective operations of a training; every rank calls each one. All except `start_*` block.
 
     Attributes:
         traffic: Counter of bytes sent; a strategy that sends by another library adds its bytes.
@@ -240,5 +240,5 @@ def backward_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if any(sign in str(error).lower() for sign in PEER_SIGNS):
-            raise CollectiveError(f"the gradient exchange failed: {error}") from error
+            raise CollectiveError(f"the gradient synchronization failed: {error}") from error
         raise

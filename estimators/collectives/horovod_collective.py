@@ -287,9 +287,9 @@ def check_nccl() -> None:
 
     if not hvd.nccl_built():
         raise ValueError(
-            "useGpu=True with collective 'horovod' needs a Horovod that is built with NCCL, and this one "
-            "would send gradients through host memory; set collective='torch', or build Horovod with CUDA "
-            "and HOROVOD_GPU_OPERATIONS=NCCL"
+            "useGpu=True with collective='horovod' needs a Horovod that is built with NCCL, but the "
+            "installed one would send gradients through host memory; set collective='torch', or build "
+            "Horovod with CUDA and HOROVOD_GPU_OPERATIONS=NCCL"
         )
 
 
@@ -301,7 +301,7 @@ def _check_name(member: Member) -> None:
     if problem := name_problem(member.host):
         raise ValueError(
             f"Horovod {version} listens at the address to which the host's name resolves, but {problem}; "
-            "enter name and address in /etc/hosts, build Horovod as ringspark's set-up does, or set "
+            "add name and address to /etc/hosts there, build Horovod as ringspark's set-up does, or set "
             "collective='torch'"
         )
 
@@ -318,8 +318,8 @@ def _cycle(*, is_rare: bool) -> dict[str, str | None]:
         # Other builds end the process at their second start with a cycle time and a fusion threshold.
         if chosen is not None:
             _logger.warning(
-                "%s=%s is not used: Horovod %s cannot set it twice in a process, as Spark's reused workers "
-                "would; build Horovod as ringspark's set-up does",
+                "%s=%s is not used: Horovod %s cannot set it twice in a process, and Spark reuses worker "
+                "processes; build Horovod as ringspark's set-up does",
                 _CYCLE_TIME,
                 chosen,
                 version,

@@ -35,13 +35,13 @@ def own_address(host: str, towards: str) -> str:
 
 
 def name_problem(address: str) -> str:
-    """Returns why a library that binds to this host's name would not listen at `address`; "" if it would."""
+    """Explains why a library that binds to this host's name does not listen at `address`; "" if it does."""
     name = socket.gethostname()
     found = _resolve(name)
     if found and found == _resolve(address):
         return ""
     resolved = f"resolves to {found}" if found else "does not resolve"
-    return f"{name} {resolved} on that host, which has the address {address}"
+    return f"{name} {resolved} on the host with the address {address}"
 
 
 def _resolve(host: str) -> str:

@@ -108,8 +108,8 @@ class NetworkCollective(ConnectedMember, ABC):
                     sent = memory.all_gather(flat if self.rank == root else flat[:0])[root]
                     if len(sent) != len(flat):
                         raise ValueError(
-                            f"rank {root} sends a tensor of {len(sent)} elements, rank {self.rank} has one "
-                            f"of {len(flat)}; {REMEDY}"
+                            f"rank {root} sends a tensor of {len(sent)} elements, but rank {self.rank} "
+                            f"expects {len(flat)} elements; {REMEDY}"
                         )
                     flat.copy_(sent)
             else:

@@ -1,7 +1,7 @@
 """Records when a rank's operations were ready, started and done, in the steps for which it is enabled.
 
 Libraries only answer whether an operation has ended, so a thread polls them. The thread holds references to
-operations, so it drops them before the rank leaves.
+operations until `drop` releases them, before the rank leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncOperation(Generic[T]):
-    """An asynchronous operation of a library; `is_done` answers at once, from any thread."""
+    """An asynchronous operation of a library; any thread may call `is_done`, which does not block."""
 
     wait: Callable[[], T]
     is_done: Callable[[], bool]

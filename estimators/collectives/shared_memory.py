@@ -116,7 +116,7 @@ class SharedMemory:
             lengths = self._lengths(_REDUCE)
             if min(lengths) < max(lengths):
                 sizes = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
-                raise ValueError(f"the ranks sum tensors of different sizes in bytes: {sizes}; {REMEDY}")
+                raise ValueError(f"the ranks reduce tensors of different sizes, in bytes: {sizes}; {REMEDY}")
             yield part, [place[: len(part)] for place in places]
 
     def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
@@ -142,7 +142,7 @@ class SharedMemory:
     def _lengths(self, kind: int) -> list[int]:
         heads = [_HEAD.unpack_from(self._memory, self._head(rank)) for rank in range(self.size)]
         if any(head[0] != kind for head in heads):
-            raise ValueError(f"some ranks sum while others gather; {REMEDY}")
+            raise ValueError(f"some ranks reduce a tensor while other ranks gather one; {REMEDY}")
         return [length for _, length in heads]
 
     def _head(self, rank: int) -> int:
@@ -196,7 +196,7 @@ def shared_bytes(num_ranks: int) -> int:
 
 
 def may_share(member: Member) -> bool:
-    """Whether the ranks are on one host, few enough, on a system with shared memory.
+    """Whether 2 to `MOST_RANKS` ranks are all on one host, on a system with shared memory.
 
     `RINGSPARK_SHARED_MEMORY=0` in the environment of all ranks disables it.
     """
@@ -264,7 +264,7 @@ def connect_to_listener(
 
 
 def open_listener(stack: ExitStack) -> socket.socket | None:
-    """Returns a listening socket without a file, so a killed rank leaves nothing; None if that fails."""
+    """Returns a listening socket without a file, so a killed rank leaves no file; None if that fails."""
     with suppress(OSError):
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
         # For an empty address Linux picks a unique abstract name.
@@ -284,7 +284,7 @@ def _leads_to_own_user(link: socket.socket) -> bool:
 def _send_endpoints(
     door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack
 ) -> Endpoint:
-    """Makes the memory and a socket pair for each two ranks; sends each rank its endpoint. Runs on rank 0.
+    """Makes the memory and a socket pair per pair of ranks; sends each rank its endpoint. Runs on rank 0.
 
     `meeting` will close the descriptor of the memory. `kept` will close this rank's sockets if the ranks do
     not share memory in the end.

@@ -41,7 +41,7 @@ _TURN_BYTES = 512 << 10
 
 
 class MemberStore(Store):
-    """Replaces `TCPStore`, which serves any client; each process group guards its own open ports."""
+    """Replaces `TCPStore`, which serves any client; `guard` protects the ports of a new process group."""
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class MemberStore(Store):
         self._seconds = timeout.total_seconds()
 
     def clone(self) -> MemberStore:
-        """Returns this same store, because the server accepts one connection per rank."""
+        """Returns a store on the same connection, because the server accepts one connection per rank."""
         return MemberStore(self._client, self.guard, self._seconds)
 
 
 def _no_keys(keys: list[str], seconds: float) -> CollectiveError:
     return CollectiveError(
-        f"the other ranks did not come to the rendezvous within {seconds:g} s: no {', '.join(keys)}"
+        f"the other ranks did not set {', '.join(keys)} at the rendezvous within {seconds:g} s"
     )
 
 
@@ -143,7 +143,7 @@ class TorchCollective(NetworkCollective):
         return collective
 
     def part(self, groups: Sequence[Sequence[int]]) -> Collective | None:
-        """Makes a collective for each group of ranks; returns this rank's, or None. Runs on every rank.
+        """Makes a collective per group of ranks; returns this rank's collective or None. Runs on every rank.
 
         The groups are ascending and disjoint, and equal on all ranks.
         """
@@ -155,7 +155,7 @@ class TorchCollective(NetworkCollective):
         guard = self._store.guard = PortGuard(self._machines)
         mine = next((list(ranks) for ranks in groups if self.rank in ranks), None)
         made: TorchCollective | None = None
-        with environment(_gloo_settings(self.member)), peer_errors("joining a part of the gang"):
+        with environment(_gloo_settings(self.member)), peer_errors("connecting a group of ranks"):
             for ranks in groups:
                 # Every rank makes every group in the same order, so that torch names them alike.
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))

@@ -22,7 +22,7 @@ class Feed:
     Attributes:
         shape: Shape of one row; None accepts any.
         kind: Column type whose code makes the array; None for numbers.
-        part: Suffix of this array among the column type's arrays, as in `ModelInput`.
+        part: Suffix that selects one of the column type's arrays; see `ModelInput`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Feed:
         return (column, {}) if self.kind is None else self.kind.read(column)
 
     def __call__(self, column: pa.Array) -> Array:
-        """Returns an array of shape (rows, ...), fp32 or int64, from a column after `read`."""
+        """Returns an array of shape (rows, ...), fp32 or int64, from a column that `read` returned."""
         if self.kind is None:
             values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
             return values.astype(self.dtype, copy=False) if self.dtype else values
@@ -79,8 +79,8 @@ class Feed:
             (longest,) = encoded.shapes[1]
             if longest > (kind.length or 0):
                 raise ValueError(
-                    f"column {self.name!r} has an array of {longest} elements, the model was trained on "
-                    f"up to {kind.length}; shorten it with F.slice"
+                    f"column {self.name!r} has an array of {longest} elements, but the model was trained "
+                    f"on at most {kind.length}; shorten the array with F.slice"
                 )
         return {part.removeprefix(self.name): made for part, made in kind.finish(self.name, rows).items()}
 
@@ -108,8 +108,8 @@ def _check_vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> Non
     wrong = found[(found != kind.size) & (True if valid is None else valid)]
     if len(wrong):
         raise ValueError(
-            f"column {name!r} has a vector of size {wrong[0]} in transform, the model was trained on "
-            f"{kind.size}; give a column that was made in the same way"
+            f"column {name!r} has a vector of size {wrong[0]} in transform, but the model was trained "
+            f"on size {kind.size}; give a column that was made as in the training"
         )
 
 
@@ -147,7 +147,7 @@ def to_input(
                 where = "" if len(shape) == 1 else f" in dimension {len(shape) - 1}"
                 raise ValueError(
                     f"column {name!r} has arrays of {low} to {high} elements{where} in transform; every row "
-                    "needs the number that the model was trained on, pad or cut them first"
+                    "needs as many elements as in the training; pad or cut the arrays first"
                 )
             shape.append(low)
         leaf = leaf.flatten()
@@ -157,8 +157,8 @@ def to_input(
         shape += row_shape or ()
     if row_shape is not None and tuple(shape[1:]) != tuple(row_shape):
         raise ValueError(
-            f"column {name!r} has {_describe(shape[1:])}, the model was trained on {_describe(row_shape)}; "
-            "give a column that was made in the same way"
+            f"column {name!r} has {_describe(shape[1:])}, but the model was trained on "
+            f"{_describe(row_shape)}; give a column that was made as in the training"
         )
     return to_network_input(_numbers(leaf).reshape(shape))
 

@@ -1,4 +1,4 @@
-"""Turns the columns of any DataFrame into the numbers that `fit` saw.
+"""Turns the columns of any DataFrame into a network's inputs, in the same way as `fit`.
 
 On the driver, `bind` matches a model's input (`ModelInput`) with a DataFrame's column. In the Python worker,
 a `Feed` makes the array.
@@ -53,13 +53,13 @@ from ringspark.pipelines.typed_json import added
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """One argument of `forward`, in the form of the shards.
+    """One argument of `forward`, and the shard column that it comes from.
 
     Attributes:
         column: The column of the shards that the model was trained on; None if it is not known.
         part: Suffix that follows the column's name in a batch: "" or e.g. ".length" and ".isnull".
         fills_nulls: Whether the shards hold nulls as zeros, so that such rows are valid.
-        place: Index in `inputCols` of the column that the input comes from; None if each has one input.
+        place: Index in `inputCols` of the column that gives the input; None if each column gives one input.
     """
 
     column: ShardColumn | None = None
@@ -113,7 +113,7 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
 
 
 def shared_columns(inputs: Sequence[ModelInput]) -> tuple[ModelInput, ...]:
-    """Returns the inputs with one object per column, so that `make_inputs` makes no array twice."""
+    """Makes inputs of equal columns share one column object, so that `make_inputs` makes no array twice."""
     known: dict[ShardColumn, ShardColumn] = {}
     return tuple(
         item if item.column is None else replace(item, column=known.setdefault(item.column, item.column))
@@ -125,7 +125,7 @@ def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str
     places = [number if item.place is None else item.place for number, item in enumerate(inputs)]
     wanted = max(places, default=-1) + 1
     if wanted != len(names):
-        raise ValueError(f"the model has {wanted} inputs, inputCols names {len(names)} columns: {names}")
+        raise ValueError(f"the model takes {wanted} columns, but inputCols names {len(names)}: {names}")
     # "tokens.length" is made from "tokens", unless the model got another column of that type. A name with
     # several inputs is the name of a column.
     return [
@@ -147,7 +147,7 @@ def source_columns(
 
 
 def _table_field(name: str, kind: TableRow, schema: StructType, exact: bool) -> StructField:
-    """Returns the struct of a table's columns, with their names in the training."""
+    """Returns a struct field of a table's columns, which have the names of the training."""
     fields = [
         StructField(column, find_field(column, "the model's column", schema, exact).dataType)
         for column in kind.sources
@@ -304,8 +304,8 @@ def _check_same(trained: ShardColumn, given: ShardColumn, data_type: DataType) -
         wrong |= _dtype(given) != "bool"
     if wrong:
         raise ValueError(
-            f"column {given.name!r} has type {given.source}, the model was trained on "
-            f"{trained.source or trained.kind} ({trained.kind}); cast it, or give the column of that type"
+            f"column {given.name!r} has type {given.source}, but the model was trained on "
+            f"{trained.source or trained.kind} ({trained.kind}); cast it, or give a column of this type"
         )
 
 

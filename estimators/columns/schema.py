@@ -11,12 +11,12 @@ from ringspark.pipelines.columns import Column, columns_from_spark
 from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.kinds.image import is_spark_image
 
-_IMAGES = "have fit decode it, by columns={{{name!r}: Image(height, width)}} of ringspark.pipelines"
+_IMAGES = "in fit, set columns={{{name!r}: Image(height, width)}} of ringspark.pipelines"
 
 # Remedies for columns that are no numbers; ids of strings go into an nn.Embedding.
 _REMEDIES: dict[type[DataType], str] = {
-    StringType: "for ids of strings set columns={{{name!r}: Vocabulary(max_size=1000)}} or "
-    "HashBuckets(1024) in fit, for ids of tokens Tokens.of(tokenizer), all of ringspark.pipelines",
+    StringType: "in fit, set columns={{{name!r}: Vocabulary(max_size=1000)}} or HashBuckets(1024) for "
+    "ids of strings, or Tokens.of(tokenizer) for ids of tokens, all of ringspark.pipelines",
     BinaryType: _IMAGES + " for encoded images, or Binary('npy', shape=...)",
 }
 
@@ -63,12 +63,12 @@ def input_names(
 
 
 def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) -> dict[str, Kind]:
-    """Returns the column types that a user chose, by the DataFrame's names."""
+    """Returns the column types that a user chose, by column name as the DataFrame spells it."""
     kinds: dict[str, Kind] = {}
     for name, kind in given.items():
         found = find_field(name, "columns", schema, exact).name
         if found in kinds:
-            raise ValueError(f"columns names {found!r} twice, in different case; keep one of the two")
+            raise ValueError(f"the setting columns names {found!r} twice, in different case; keep only one")
         kinds[found] = kind
     return kinds
 

@@ -43,7 +43,7 @@ class Evaluation:
     own: bytes = b""
 
     def with_own(self, metrics: Mapping[str, Any]) -> Evaluation:
-        """Returns a copy with the user's metrics. Calls each once on a few rows first; see `try_metric`."""
+        """Tries each of the user's metrics on a few rows (`try_metric`), then returns a copy with them."""
         if not metrics:
             return self
         classes = max(2, self.num_classes or 0)

@@ -72,7 +72,7 @@ def export_module(
 
 
 def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
-    """Records the module as a program for any number of rows, without `prepare`, which changes its inputs.
+    """Records the module as a program for any number of rows. The program's inputs are results of `prepare`.
 
     Raises NoProgramError if it cannot be recorded.
     """

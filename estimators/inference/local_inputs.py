@@ -49,8 +49,8 @@ def predict_frame(
     for item, field in zip(inputs, fields, strict=True):
         if needs_spark(item):
             raise ValueError(
-                f"column {field.name!r} is prepared by Spark, so this model cannot predict a pandas "
-                "DataFrame; call its stage's transform"
+                f"only Spark can prepare column {field.name!r}, so this model cannot predict a pandas "
+                "DataFrame; call transform with a Spark DataFrame"
             )
         feed, column = _make_feed(item, field.name, frame[field.name])
         column, problems = feed.read(column)
@@ -96,7 +96,7 @@ def _to_integers(name: str, column: pa.Array, dtype: str) -> pa.Array:
         return column.cast(wanted)
     except pa.ArrowInvalid as error:
         raise ValueError(
-            f"column {name!r} held {dtype} numbers in the training, and this value cannot be one: {error}"
+            f"column {name!r} held {dtype} numbers in the training, but a value cannot be cast: {error}"
         ) from None
 
 
@@ -126,7 +126,7 @@ def make_row(inputs: Sequence[ModelInput], names: Sequence[str], features: Any) 
     if others or item.part or not (column is None or isinstance(column.kind, Scalar | ArrayKind)):
         raise ValueError(
             f"predict takes one vector, but this model was trained on {list(names)}, which is not one column "
-            "of numbers; call transform, or the network itself, module()"
+            "of numbers; call transform, or call the network that module() returns"
         )
     values = np.asarray(features.toArray() if hasattr(features, "toArray") else features)
     if values.dtype.kind not in "fbiu" or np.isnan(values).any():
@@ -136,7 +136,8 @@ def make_row(inputs: Sequence[ModelInput], names: Sequence[str], features: Any) 
     shape = column.row_shape
     if values.shape != shape and (values.ndim > 1 or values.size != prod(shape)):
         raise ValueError(
-            f"predict needs the {prod(shape)} numbers of a row of {names[0]!r}, got shape {values.shape}"
+            f"predict needs the {prod(shape)} numbers of one row of column {names[0]!r}, got an array of "
+            f"shape {values.shape}"
         )
     given = values.reshape(1, *shape)
     row: Array = given.astype(network_dtype(column.dtype))

@@ -1,4 +1,4 @@
-"""Prediction for Spark before 4.1, which has no UDF over Arrow arrays: a pandas UDF around Arrow.
+"""Predicts by a pandas UDF, because Spark before 4.1 has no UDF over Arrow arrays.
 
 Before 4.1, Spark converts a list one Python object at a time. So results with few values per row are returned
 as one double column per value.
@@ -32,7 +32,7 @@ def make_expression(
     widths: Sequence[int],
     columns: Sequence[Column],
 ) -> Column:
-    """Returns `function`, over batches of Arrow columns, applied to `columns` as a pandas UDF."""
+    """Applies a pandas UDF to `columns`, which calls `function` with batches of Arrow columns."""
 
     # The two bodies differ only in type hints, which Spark reads.
     def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006

@@ -52,7 +52,7 @@ class Predictor:
         model: `ModelSpec` as JSON, or the user's pickled module without weights.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
         keeps_rows: Whether the input has one more column, which is false for rows that get no prediction.
-        gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides for all.
+        gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides it.
     """
 
     model: str | bytes
@@ -170,8 +170,8 @@ def choose_inference_device(
         return "cpu"
     if not num_devices:
         raise ValueError(
-            "inferenceUseGpu=True needs a GPU on every host that runs tasks of transform, torch sees none on "
-            "this one; set inferenceUseGpu=False, or install a torch with CUDA where there is a GPU"
+            "inferenceUseGpu=True needs a GPU on every host that runs tasks of transform, but torch finds no "
+            "GPU on this host; set inferenceUseGpu=False, or install a torch with CUDA where there is a GPU"
         )
     # torch cannot use an identifier, or an index of devices that a container hides.
     if addresses and addresses[0].isdigit() and int(addresses[0]) < num_devices:
@@ -200,7 +200,7 @@ def takes_vectors(spark: SparkSession) -> bool:
 
 
 def prediction_expression(predictor: Predictor, columns: Sequence[Column]) -> Column:
-    """Returns the model applied to `columns`, of the results' `spark_type`."""
+    """Returns a column of predictions for `columns`; its type is `spark_type` of the results."""
     feeds, results = predictor.feeds, predictor.results
     if not predictor.gives_vectors:
         return pandas_batches.make_expression(partial(run, predictor), feeds, results.widths, columns)

@@ -27,7 +27,7 @@ _VECTOR_PARTS = [
 
 
 class Results(ABC):
-    """Conversion of raw outputs to columns. All but `columns` runs in Python workers."""
+    """Converts raw outputs to columns. Every method except `columns` can run in Python workers."""
 
     @property
     @abstractmethod

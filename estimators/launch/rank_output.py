@@ -1,7 +1,7 @@
 """Keeps the output of a rank in the run's folder and for the driver's error, however the rank ends.
 
 Descriptors 1 and 2 become pipes to the log process. Native libraries such as CUDA know only descriptors, not
-`sys.stdout`. A thread of the rank stores the output; if the rank dies, the log process does.
+`sys.stdout`. A thread of the rank stores the output; if the rank dies, the log process stores it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
         return limit.num_bytes - total
     parts = ", ".join(f"{part} {show_bytes(count)}" for part, count in needs.items() if count)
     raise ValueError(
-        f"training needs at least {show_bytes(total)} per worker ({parts}), and "
+        f"training needs at least {show_bytes(total)} per worker ({parts}), but only "
         f"{show_bytes(limit.num_bytes)} are available ({limit.source}); {_remedies(needs, config, limit)}"
     )
 

@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the budget; True without one."""
+        """Whether the peak is within the budget; True without a budget."""
         return self.budget is None or self.peak <= self.budget
 
     def table(self) -> str:

@@ -75,7 +75,7 @@ class FitData:
         except ValueError as error:
             if "to write_shards" not in str(error):
                 raise
-            raise ValueError(f"{error}; in fit, set the same by the Param columns") from None
+            raise ValueError(f"{error}; in fit, set the Param columns to the same value") from None
 
 
 class SharedShards:

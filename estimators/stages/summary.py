@@ -36,12 +36,12 @@ class TrainingSummary:
         rows: Rows seen, over all epochs and workers.
         steps: Optimizer steps, including `skipped_steps`.
         seconds: Wall time of the training on rank 0, in seconds, without the launch of the gang.
-        bytes_sent: Bytes that rank 0 sent, counted as `Collective.bytes_sent` says.
+        bytes_sent: Bytes that rank 0 sent, as `Traffic` counts them.
         model_epoch: Number of the epoch whose weights the model has.
         stop_reason: Why the training ended before its last epoch; None if it did not.
         run_uri: The run directory.
         restart_reasons: Why the workers were started again, one line per restart.
-        resumed_steps: Step from which each start of the workers resumed, if it resumed at all.
+        resumed_steps: Steps whose checkpoints the training resumed from, one per resume.
         checkpoint_errors: One line per checkpoint that could not be written.
         non_finite: One line per step whose loss or gradient was not finite.
         column_uses: What became of each column of a table; see `columns`.
@@ -77,9 +77,9 @@ class TrainingSummary:
         """One row per epoch: losses, metrics, learning rate, rows, steps, skipped steps, seconds, cost.
 
         The cost columns `training_seconds`, `rows_per_second`, `bytes_sent`, `flops`, `flops_per_second`,
-        `flops_utilization` and `energy_joules` count all ranks together; `communication_seconds` is one
-        rank's, and `communication_hidden` the share of it during which the rank also computed. Unknown costs
-        are None.
+        `flops_utilization` and `energy_joules` count all ranks together. `communication_seconds` is the mean
+        over the ranks, and `communication_hidden` is the share of this time in which ranks also computed.
+        Unknown costs are None.
         """
         return pd.DataFrame([record.row() for record in self.epochs])
 

@@ -39,7 +39,7 @@ class MlflowTracker(Tracker):
         run_name: Name of the run; default: the stage's uid.
         tags: Further tags of the run.
         log_model: Whether to log the fitted stage, as a `pyfunc` that needs no Spark session.
-        registered_model_name: Name under which to register it; "catalog.schema.model" in Unity Catalog.
+        registered_model_name: Name to register the stage under; "catalog.schema.model" in Unity Catalog.
         nested: Whether a run that is active in the caller of `fit` becomes the parent.
         parent_run_id: Id of the parent, instead of the active run.
     """

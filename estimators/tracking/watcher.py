@@ -142,7 +142,7 @@ class _Channel:
 
     @property
     def gives_up_at(self) -> float:
-        """Deadline of the call in progress, also if the call began in the middle of the training."""
+        """Deadline: `END_SECONDS` after the start of the call in progress, or from now if there is none."""
         begun = self._begun
         return (time.monotonic() if begun is None else begun) + END_SECONDS
 

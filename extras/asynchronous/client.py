@@ -24,7 +24,7 @@ class ParameterClient:
 
     Attributes:
         clock: Number of steps that this worker has finished.
-        progress: Function called at each step of a worker that this worker waits for.
+        progress: Function called at each step that another worker takes while this worker waits.
     """
 
     def __init__(

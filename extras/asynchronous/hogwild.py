@@ -56,7 +56,7 @@ class HogwildStrategy:
             return DataParallel().prepare(module, make_optimizer, mesh, settings)
         if collective.member.cross_size > 1:
             raise ValueError(
-                "sync=Hogwild() trains in the memory of one host, and the workers are on "
+                "sync=Hogwild() trains in the memory of one host, but the workers are on "
                 f"{collective.member.cross_size} hosts; {_REMEDY}"
             )
         share_weights(module, mesh)
@@ -74,10 +74,10 @@ class HogwildStrategy:
 
 
 def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
-    """Moves parameters to memory that all ranks share, until they leave the training. Runs on every rank.
+    """Moves parameters to memory that all ranks share; a rank that leaves the training gets a copy.
 
-    The parameters must be equal on all ranks. The memory belongs to no file system, so a killed rank leaves
-    no file. If a rank cannot map the memory, every rank raises ValueError.
+    Runs on every rank. The parameters must be equal on all ranks. The memory belongs to no file system, so a
+    killed rank leaves no file. If a rank cannot map the memory, every rank raises ValueError.
     """
     starts, end = [], _ALIGNMENT
     for parameter in parameters:
@@ -91,7 +91,7 @@ def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, tim
     if memory is None or not all(int(flag) for flag in able):
         raise ValueError(
             f"sync=Hogwild() needs {end:,} bytes of memory that all workers share; run all workers in one "
-            f"container with that much memory, or none in a container, or {_REMEDY}"
+            f"container with that much memory, or all workers outside of containers, or {_REMEDY}"
         )
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for parameter, start in zip(parameters, starts, strict=True):

@@ -111,7 +111,7 @@ class ServedSync(GradientSync):
     ) -> None:
         """Stores its arguments.
 
-        The optimizer `settings` takes no steps; it only holds the settings that are sent.
+        `settings` is an optimizer that takes no steps; it only holds the settings that each push sends.
         """
         super().__init__(network, settings)
         self.client = client
@@ -145,7 +145,7 @@ class ServedSync(GradientSync):
         return {i: flatten_memory(parameters[i].data)[p.start : p.stop].clone() for i, p in own.items()}
 
     def _send_changes(self) -> None:
-        """Hands this rank's server the changes that callbacks made to its slices since the last read."""
+        """Tells this rank's server how callbacks changed the rank's slices since the last read."""
         now = self._copy_own()
         changed = {i: (before, now[i]) for i, before in self._read.items() if not before.equal(now[i])}
         if changed:

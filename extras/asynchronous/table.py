@@ -53,7 +53,7 @@ class Clocks:
         return bound is None or self.slowest >= clock - bound
 
     def towards(self, clock: int) -> int:
-        """Returns the sum over all workers of their steps, at most `clock` of each."""
+        """Returns the sum of the workers' numbers of steps, each limited to `clock`."""
         return sum(min(pushed, clock) for pushed in self.pushed)
 
     def behind(self, clock: int) -> list[int]:
@@ -132,7 +132,7 @@ class ParameterTable:
         Args:
             indices: Parameters to read; None for all.
             clock: Number of steps that the reader has pushed.
-            progress: Function called at each step of a worker that this call waits for.
+            progress: Function called at each step that another worker takes while this call waits.
         """
         while True:
             with self._changed:

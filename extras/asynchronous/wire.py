@@ -50,8 +50,8 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[int, dict[str, 
     kind, header_bytes, payload_bytes = _HEAD.unpack(_read(connection, _HEAD.size).numpy().tobytes())
     if header_bytes > _MAX_HEADER_BYTES or payload_bytes > most_bytes:
         raise ConnectionError(
-            f"a message has a header of {header_bytes} and a payload of {payload_bytes} bytes, but only "
-            f"{_MAX_HEADER_BYTES} and {most_bytes} are allowed"
+            f"a message has a header of {header_bytes} bytes and a payload of {payload_bytes} bytes, but at "
+            f"most {_MAX_HEADER_BYTES} and {most_bytes} bytes are allowed"
         )
     try:
         header = json.loads(_read(connection, header_bytes).numpy().tobytes())

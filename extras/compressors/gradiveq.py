@@ -18,9 +18,10 @@ from ringspark.extras.compressors.packing import in_buckets
 
 
 class GradiVeQCompressor(Compressor):
-    """Sends `components` numbers per slice; sends whole slices in the steps that determine the directions.
+    """Sends `components` numbers per slice of a gradient; sends whole slices in the sampling steps.
 
-    Rank 0 broadcasts the directions, because the ranks' processors may round differently.
+    The sampling steps determine the directions of the components. Rank 0 broadcasts the directions, because
+    the ranks' processors may round differently.
     """
 
     def __init__(self, shapes: list[torch.Size], seed: int, options: GradiVeQ) -> None:

@@ -11,7 +11,7 @@ def in_buckets(values: torch.Tensor, bucket: int) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs uint8 integers, each below 2^bits, into bytes; the first one goes into the lowest bits."""
+    """Packs uint8 integers, each below 2^bits, into bytes; a byte's lowest bits hold its first integer."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.view(-1, 8 // bits) << shifts).sum(1, dtype=torch.uint8)
 

@@ -14,7 +14,7 @@ _BUCKET = 512
 
 
 class _Levels:
-    """Codes numbers as 2 s + 1 levels from -s to s, scaled by the largest magnitude in the bucket."""
+    """Encodes numbers as 2 s + 1 levels from -s to s, scaled by the largest magnitude in the bucket."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

@@ -39,7 +39,7 @@ class _Signs:
 class SignCompressor(Compressor):
     """Sends the sign of each number.
 
-    Without error feedback the training may go the wrong way, because rare large gradients lose their size.
+    Without error feedback the loss may grow, because rare large gradients lose their size.
     """
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:

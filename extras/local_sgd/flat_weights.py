@@ -1,6 +1,6 @@
 """Copies the trained parameters of a network, or of a fragment of it, to one vector and back.
 
-The vector is fp32, or fp64 if any parameter is. A complex number is two elements.
+The vector is fp32, or fp64 if any parameter is fp64. A complex number is two elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FlatWeights:
         if len(values) != sum(self.sizes):
             raise ValueError(
                 f"the checkpoint has {len(values)} trained weights per rank, but the network has "
-                f"{sum(self.sizes)}; give the model that was trained"
+                f"{sum(self.sizes)}; set model to the network of the checkpoint"
             )
         for parameter, piece in zip(self._parameters, torch.split(values, self.sizes), strict=True):
             real = _real(parameter.detach())
@@ -41,7 +41,7 @@ def split_into_fragments(parameters: Sequence[torch.Tensor], count: int) -> list
     """Splits parameters into `count` fragments of about equal size, in the order of the layers."""
     if len(parameters) < count:
         raise ValueError(
-            f"localSteps has {count} fragments for {len(parameters)} trained parameters; lower 'fragments'"
+            f"DiLoCo has {count} fragments for only {len(parameters)} trained parameters; lower fragments"
         )
     total = sum(p.numel() for p in parameters)
     fragments: list[list[torch.Tensor]] = [[]]

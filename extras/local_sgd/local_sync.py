@@ -199,7 +199,7 @@ class LocalSync(GradientSync):
         return {}
 
     def _load_shared(self, state: Mapping[str, torch.Tensor], *, is_same: bool) -> None:
-        """Restores the result of `_shared_state`."""
+        """Restores the result of `_shared_state`; `is_same` says whether the rank count is unchanged."""
 
     def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
         """Returns the average of the ranks' weights; a resume with another number of ranks starts from it."""

@@ -1,6 +1,7 @@
-"""Predicts the time of an all-reduce from a link's latency and its time per byte, which includes additions.
+"""Predicts the time of an all-reduce from a link's time per message and per byte.
 
-Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
+The time per byte includes the additions. Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of
+Collective Communication Operations in MPICH".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Link:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} of a link must be a number of seconds from 0, got {value!r}")
+                raise ValueError(f"{name} of a link must be finite and at least 0 seconds, got {value!r}")
 
     @classmethod
     def of_network(cls, *, gigabits_per_second: float, milliseconds: float) -> Link:

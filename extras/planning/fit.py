@@ -40,8 +40,8 @@ class ScalingFit:
     Attributes:
         form: Name of f, a key of `FORMS`.
         compute: C, the time that one worker needs for the work.
-        exchange: K, the time that two workers would spend on communication in as many steps as one worker
-            takes.
+        exchange: K, the time that two workers would communicate in the number of steps that one worker needs
+            for the work.
         measured: Number of workers -> measured time.
     """
 
@@ -101,7 +101,7 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
                 f"measured must map numbers of workers to times above 0, got {workers!r}: {time!r}"
             )
     if len(measured) < 2:
-        raise ValueError(f"fit_scaling needs the times of two numbers of workers, got {len(measured)}")
+        raise ValueError(f"fit_scaling needs times for at least two numbers of workers, got {len(measured)}")
     counts, times = np.array(list(measured)), np.array(list(measured.values()), float)
     grows = np.array([FORMS[form](int(n)) for n in counts])
     # Divided by the times for relative errors.
@@ -114,7 +114,7 @@ def fit_scaling(measured: Mapping[int, float], form: str = "ring") -> ScalingFit
     if compute <= 0:
         raise ValueError(
             f"form {form!r} does not fit the times, which go from {measured[min(measured)]:g} with "
-            f"{min(counts)} workers to {measured[max(measured)]:g} with {max(counts)}: they would leave no "
+            f"{min(counts)} workers to {measured[max(measured)]:g} with {max(counts)}: this form leaves no "
             "time for the computation; measure one worker too, or choose another form"
         )
     known = {int(workers): float(time) for workers, time in measured.items()}

@@ -67,8 +67,8 @@ def plan_scaling(
         batchSize: Rows per step over all workers; None gives each worker `rows`.
         optimizer: Name or factory, as for the estimators.
         loss: As for the estimators; "auto" is cross entropy for integer labels, otherwise mean squared error.
-        stepSeconds: Seconds of a step on one worker, by its number of rows, for at least two numbers; None
-            measures them.
+        stepSeconds: Seconds of a step on one worker, by its number of rows, for at least two numbers of
+            rows; None measures them.
         link: Link between the ranks of a host, or between all ranks if there is no `hostLink`; None measures
             it.
         workersPerHost: Workers per host; None puts all workers on one host.

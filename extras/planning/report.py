@@ -77,7 +77,7 @@ class ScalingPlan:
         """
         by_workers = {predicted.workers: predicted for predicted in self.predictions}
         if workers not in by_workers:
-            raise KeyError(f"{workers} workers are not planned; give them in `workers`")
+            raise KeyError(f"{workers} workers are not planned; add {workers} to plan_scaling's `workers`")
         return by_workers[workers]
 
     @property

@@ -16,8 +16,8 @@ def align_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_link(link: Link) -> str:
-    rate = f"{1e-6 / link.beta:,.0f} MB/s" if link.beta else "no time for bytes"
-    return f"a message {show_seconds(link.alpha)}, {rate}"
+    rate = f"plus its bytes at {1e-6 / link.beta:,.0f} MB/s" if link.beta else "at any size"
+    return f"a message takes {show_seconds(link.alpha)} {rate}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Runs a stage's passes over one micro-batch in sequence chunks, one section of the stage after the other.
+"""Runs a stage's passes over a micro-batch in sequence chunks, section by section (see `StageSection`).
 
 Each chunk of each section has its own autograd graph, whose leaves are the chunk's inputs and initial states.
 The chunk's input gradients can therefore be sent before the backward pass of the previous chunk. In the
@@ -184,9 +184,9 @@ def _check_times(values: Values, length: int) -> None:
     for value in values:
         if value is not None and (value.dim() < 2 or value.shape[1] != length):
             raise ValueError(
-                f"layers with sequence chunks must return (batch, time, ...) with {length} times, as "
-                f"the network's first argument has, got shape {tuple(value.shape)}; leave time_chunks out, "
-                "or let the layers keep the number of times"
+                f"layers with sequence chunks must return (batch, time, ...) with {length} time steps, as in "
+                f"the network's first argument, got shape {tuple(value.shape)}; leave sequence_chunks out, "
+                "or let the layers keep the number of time steps"
             )
 
 

@@ -27,8 +27,8 @@ from ringspark.models.chain import State, as_values
 from ringspark.models.reports import num_losses
 
 _ADDS_IN_CHUNKS = (
-    "parallelism's 'time_chunks' does not support layers that add to the loss in a stage that works on "
-    "sequence chunks; leave 'time_chunks' out"
+    "Pipeline's sequence_chunks does not support layers that add to the loss in a stage that works on "
+    "sequence chunks; leave sequence_chunks out"
 )
 
 

@@ -73,7 +73,7 @@ class Objective:
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:
-        """Negates a value of `monitor` if the pruner compares in the opposite direction; also undoes this."""
+        """Negates `monitor` if its better direction is not the objective's; a second call undoes this."""
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:

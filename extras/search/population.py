@@ -1,4 +1,4 @@
-"""Decides in population based training which member copies which, and which settings change.
+"""Population based training: decides which members copy another member, and which settings change.
 
 Jaderberg et al. 2017, "Population Based Training of Neural Networks".
 
@@ -52,7 +52,7 @@ class Population:
         ]
 
     def after(self, number: int, members: Sequence[Member], values: Sequence[float | None]) -> list[Member]:
-        """Returns the members of the round after round `number`, in which `members` had `values`.
+        """Returns the members of round `number` + 1; `members` had `values` in round `number`.
 
         A failed member's value is None, which is worse than any other.
         """

@@ -112,7 +112,7 @@ class PopulationLoop:
                 if not self._population.ranked(self._values(number)):
                     reason = self._rounds[number][-1].reason
                     raise RuntimeError(
-                        f"all members of the population failed in round {number}; the last one: {reason}"
+                        f"all members of the population failed in round {number}; the last error: {reason}"
                     )
             last = num_rounds - 1
             best = members[self._population.ranked(self._values(last))[0]]
@@ -166,7 +166,7 @@ class PopulationLoop:
             model = self._train(number, member)
             value = self._objective.of_trial(model)
             if not math.isfinite(value):
-                raise ValueError(f"its value is {value}")
+                raise ValueError(f"the value of the member is {value}")
         except RunRefusedError:
             raise  # not the member's fault
         except (WorkerError, ValueError) as error:

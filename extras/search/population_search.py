@@ -1,4 +1,4 @@
-"""`PopulationSearch`: an estimator that trains copies of another one and changes their settings meanwhile."""
+"""`PopulationSearch`: an estimator that trains copies of another estimator with changing settings."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class PopulationSearch(_PopulationParams, SearchStage):
         fit = CheckedFit.of(prepared.estimator, dataset)
         if fit.config.looks_for_best:
             raise ValueError(
-                "the estimator of a PopulationSearch must keep the last epoch, from which members resume; "
-                "leave patience unset and keep at 'last'"
+                "PopulationSearch resumes members from the last epoch, so the estimator must keep it; set "
+                "keep='last' and leave patience unset"
             )
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
@@ -123,7 +123,7 @@ def _check_changeable(space: Space, estimator: Any) -> None:
             continue
         if not name.startswith(_SPEC):
             raise ValueError(
-                f"space of a PopulationSearch must hold {', '.join(_CHANGEABLE)}, or 'model.x' for an "
+                f"space of a PopulationSearch may only hold {', '.join(_CHANGEABLE)}, or 'model.x' for an "
                 f"argument that keeps the shapes of the weights, got {name!r}; search it with OptunaSearch"
             )
         shapes = [_shapes(space.applied({name: end}).getModel()) for end in values.ends()]

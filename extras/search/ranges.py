@@ -17,10 +17,10 @@ class SearchRange(Protocol):
         """Returns the trial's value for `name`; at the first call optuna draws it."""
 
     def scaled(self, value: Any, factor: float) -> Any:
-        """Returns the value times a factor, limited to the range; returns other values unchanged."""
+        """Returns a number times a factor, limited to the range; returns a value of `Choice` unchanged."""
 
     def ends(self) -> list[Any]:
-        """Returns the values that stand for the whole range when it is checked."""
+        """Returns the values to check for the whole range: both ends, or all values of a `Choice`."""
 
     def to_json(self) -> dict[str, Any] | None:
         """Returns the JSON form, or None if there is none."""
@@ -101,7 +101,7 @@ def _count_steps(old: float, new: float, step: float) -> int:
 def _check(given: Uniform | IntRange) -> None:
     kind = type(given).__name__
     if given.low > given.high:
-        raise ValueError(f"{kind} runs from low to high, got low {given.low} and high {given.high}")
+        raise ValueError(f"low of {kind} must not exceed high, got low {given.low} and high {given.high}")
     if given.step is not None and not given.step > 0:
         raise ValueError(f"step of {kind} must be above 0, got {given.step}")
     if given.log and not given.low > 0:

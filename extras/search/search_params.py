@@ -48,14 +48,15 @@ _SPACE = _setting(
     convert=as_param,
 )
 _NUM_TRIALS = _setting(
-    "numTrials", "trials of the search, including pruned and failed ones", default=20, accepts=at_least(1)
+    "numTrials", "number of trials, including pruned and failed trials", default=20, accepts=at_least(1)
 )
 _PARALLELISM = _setting(
-    "parallelism", "concurrent trainings, as far as slots are free", default=1, accepts=at_least(1)
+    "parallelism", "number of concurrent trainings; each waits for slots", default=1, accepts=at_least(1)
 )
 _TRAIN_RATIO = _setting(
     "trainRatio",
-    "share of the training rows if there is an evaluator and the estimator has no validationIndicatorCol",
+    "share of the rows to train on; the evaluator gets the other rows. Without an evaluator, or if the "
+    "estimator has a validationIndicatorCol, it has no effect",
     default=0.75,
     accepts=ValueRange(lambda value: 0 < value < 1, lambda: "must be between 0 and 1"),
 )
@@ -67,14 +68,14 @@ _SAMPLER = _setting(
 )
 _PRUNER = _setting(
     "pruner",
-    "what ends a trial after an epoch: 'median', 'halving', 'hyperband', 'none' or None, or a pruner of "
-    "optuna",
+    "rule that may end a trial after an epoch: 'median', 'halving', 'hyperband', 'none' or None, or a "
+    "pruner of optuna",
     default="median",
     convert=_of_optuna("pruner", "prune"),
 )
 _SEED = _setting("seed", "seed of all random choices of the search, and of the held-out rows", default=0)
 _POPULATION = _setting(
-    "population", "members that train in each round", default=8, accepts=at_least(2, "members")
+    "population", "number of members; all train in each round", default=8, accepts=at_least(2, "members")
 )
 _EPOCHS_PER_ROUND = _setting(
     "epochsPerRound",
@@ -84,13 +85,13 @@ _EPOCHS_PER_ROUND = _setting(
 )
 _QUANTILE = _setting(
     "quantile",
-    "share of the population at either end: after a round, each of the worst resumes from one of the best",
+    "share of members in the best and in the worst group; after a round, the worst resume from the best",
     default=0.25,
     accepts=ValueRange(lambda value: 0 < value <= 0.5, lambda: "must be above 0 and at most 0.5"),
 )
 _PERTURBATION = _setting(
     "perturbation",
-    "factor by which a member that copies another multiplies or divides each of its numbers",
+    "factor that multiplies or divides each numeric setting of a member that copied another member",
     default=1.2,
     accepts=ValueRange(lambda value: 1 < value < math.inf, lambda: "must be above 1 and finite"),
 )
@@ -105,7 +106,7 @@ class _SearchParams(DeclaredParams):
     estimator, getEstimator, setEstimator = declared(
         _setting(
             "estimator",
-            "estimator that each training fits a copy of: a TorchClassifier, TorchRegressor, TorchEstimator",
+            "TorchClassifier, TorchRegressor or TorchEstimator to search; each training fits a copy of it",
             convert=_of_class("estimator", Estimator, "must be an estimator"),
         )
     )
@@ -113,15 +114,15 @@ class _SearchParams(DeclaredParams):
     evaluator, getEvaluator, setEvaluator = declared(
         _setting(
             "evaluator",
-            "evaluator whose metric on held-out rows is a training's value; unset: `monitor`",
+            "evaluator whose metric on held-out rows ranks the trainings; unset: `monitor` ranks them",
             convert=_of_class("evaluator", Evaluator, "must be an Evaluator of Spark ML"),
         )
     )
     monitor, getMonitor, setMonitor = declared(
         _setting(
             "monitor",
-            "entry of the history that pruners see and, without an evaluator, a training's value; unset: the "
-            "estimator's own, which is the loss of the held-out rows by default",
+            "entry of the history for pruners; without an evaluator it is also a training's value. Unset: "
+            "the estimator's monitor, which is the loss of the held-out rows by default",
             kind="str",
         )
     )
@@ -131,8 +132,8 @@ class _SearchParams(DeclaredParams):
     runUri, getRunUri, setRunUri = declared(
         _setting(
             "runUri",
-            "folder of this search; a fit with the same folder resumes it. Unset: a search whose driver died "
-            "is lost",
+            "folder of this search; a fit with the same folder resumes it. Unset: a search cannot resume "
+            "after its driver died",
             convert=without_secrets,
         )
     )

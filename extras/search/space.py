@@ -94,7 +94,7 @@ class Space:
         return dict(self._ranges)
 
     def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
-        """Returns what all trainings share, settings and model, as text by name."""
+        """Returns the settings and the model that all trainings share, as text by name."""
         if self._draw is not None:
             return {}  # a callable may change any setting
         config = replace(fit.config, shards_uri=manifest.uri)
@@ -143,7 +143,7 @@ class Space:
         try:
             return self._estimator.getParam(name).typeConverter(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"space gives {name!r} a value that it refuses: {error}") from None
+            raise ValueError(f"space gives {name!r} a value that this Param refuses: {error}") from None
 
     def _check_name(self, name: str) -> None:
         if name in _OWN:
@@ -180,7 +180,7 @@ class Space:
             build_on_meta(changed.build)
         except ValueError as error:
             raise ValueError(
-                f"space gives {name!r} the value {value!r} that cannot be built: {error}"
+                f"space gives {name!r} the value {value!r}, but no model can be built with it: {error}"
             ) from None
 
 

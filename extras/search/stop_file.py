@@ -52,6 +52,6 @@ def ask_to_stop(uri: str) -> None:
 
 
 def forget_stop(uri: str) -> None:
-    """Removes the file of an earlier driver."""
+    """Removes the stop file of an earlier driver."""
     with suppress(FileNotFoundError):
         storage.remove(uri)

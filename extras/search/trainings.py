@@ -1,4 +1,4 @@
-"""What both search loops share: one training, threads that run trainings, and the folder of a search."""
+"""Code that both search loops use: one training, threads that run trainings, and the folder of a search."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class SearchFolder:
             return
         owner = read_owner(self.uri)
         if owner is None or owner.token != self._token:
-            raise RuntimeError(f"another driver has taken over the search in {self.uri!r}; fit there")
+            raise RuntimeError(f"another driver has taken over the search in {self.uri!r}; continue it there")
 
 
 def check_settings(run_uri: str | None, old: Mapping[str, str], new: Mapping[str, str]) -> None:

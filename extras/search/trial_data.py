@@ -1,6 +1,6 @@
 """The rows of a search, written once for all trials that read the same rows.
 
-If a search has a folder, the rows stay there. A resumed search compares its DataFrame with them.
+If a search has a folder, the rows stay there. A resumed search compares its DataFrame with these rows.
 """
 
 from __future__ import annotations

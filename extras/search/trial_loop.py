@@ -204,7 +204,7 @@ class TrialLoop:
             running[0].report(model.summary.epochs)
             if not running[0].is_pruned:
                 value = self._objective.of_trial(model)
-                reason = "" if math.isfinite(value) else f"its value is {value}"
+                reason = "" if math.isfinite(value) else f"the value of the trial is {value}"
         except RunRefusedError:
             raise  # not the trial's fault: every trial of an earlier driver would be refused
         except (WorkerError, ValueError) as error:

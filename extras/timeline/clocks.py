@@ -1,7 +1,7 @@
 """Measures the clock offsets of the ranks, so that their spans share one time axis.
 
-The ranks repeat an all-gather. In each one, every rank sends the time T at which it starts the call, and
-notes the time R at which the call returns. No rank receives a message before it was sent, which bounds the
+The ranks repeat an all-gather. In each call, every rank sends the time T at which it starts the call, and
+records the time R at which the call returns. No rank receives a message before it was sent, which bounds the
 offset d between rank r's clock and rank 0's clock:
 
     T_r - R_0  <=  d  <=  R_r - T_0

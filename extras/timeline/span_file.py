@@ -47,7 +47,7 @@ class StepSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class RareSpan:
-    """A checkpoint or a validation after `step`. All of them are recorded."""
+    """A checkpoint or a validation after `step`. Every checkpoint and validation is recorded."""
 
     kind: str
     epoch: int

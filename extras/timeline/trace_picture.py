@@ -47,7 +47,7 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
     pieces, chosen = _choose(make_slices(load_spans(run_uri)), first_step, num_steps)
     if not chosen:
         raise ValueError(
-            f"the timeline of {run_uri!r} has no step from {first_step} on; give an earlier step"
+            f"the timeline of {run_uri!r} has no step from {first_step} on; give an earlier first_step"
         )
     ranks = sorted({piece.rank for piece in pieces})
     wholes = [piece for piece in pieces if piece.is_whole and piece.step in chosen]

@@ -62,9 +62,9 @@ class BatchAdvice:
         if share < 1 / _NEAR:
             return (
                 f"{now} is {share:.2g} of the critical size of {self.noise_scale:,.0f} rows; "
-                f"batchSize={self.suggestion} needs {self.steps(self.suggestion):.2g} times the steps, for "
-                f"{self.rows(self.suggestion):.2g} times the rows, with a learning rate that fits it "
-                "(scaleLearningRate), and can use more workers"
+                f"batchSize={self.suggestion} needs {self.steps(self.suggestion):.2g} times the steps, "
+                f"{self.rows(self.suggestion):.2g} times the rows and another learning rate "
+                "(scaleLearningRate); it can use more workers"
             )
         return f"{now} is near the critical size of {self.noise_scale:,.0f} rows; leave it"
 
@@ -117,7 +117,7 @@ def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
     if not found:
         raise ValueError(
             "advise_batch_size needs a model that was trained with noiseScale=True on two workers or more, "
-            "or with gradientAccumulation, got a history without it"
+            "or with gradientAccumulation, got a history without a noise scale"
         )
     by_epoch = tuple(record.noise.scale for record in found if record.noise is not None)
     known = [scale for scale in by_epoch if scale is not None]

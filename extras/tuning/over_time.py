@@ -124,7 +124,7 @@ def _number(name: str, data_type: DataType) -> Column:
 
 
 def _width(gap: Any, name: str, data_type: DataType) -> float:
-    """Returns the gap in the unit of `_number`."""
+    """Returns the gap in microseconds for timestamps, in days for dates, unchanged for numbers."""
     is_number = isinstance(data_type, NumericType)
     kind = (int, float) if is_number else timedelta
     # Zero has no unit.

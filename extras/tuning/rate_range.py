@@ -39,7 +39,7 @@ class Sweep:
 
 
 class StopsDiverged(Callback):
-    """Ends the training when an epoch's mean loss, which is equal on all ranks, is far above the lowest."""
+    """Ends the training when an epoch's mean loss over all ranks is far above the lowest loss so far."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
         losses = [record.train_loss for record in state.history]

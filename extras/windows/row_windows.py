@@ -65,7 +65,7 @@ class RowWindows:
         """Returns the rows at which a window ends, with additional columns. Runs no Spark job.
 
         `outputs` are expressions for one row; each becomes an array of its values in the last `steps` rows.
-        `targets` are expressions that may use `label` and `end`.
+        `targets` are expressions that may use `label()` and `end()`.
         """
         histories = {
             name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))
@@ -94,7 +94,7 @@ class RowWindows:
         return F.col(_END)
 
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
-        """Adds row numbers, the last break and null up to each row, `more`, the targets and `_REASON`.
+        """Adds each row's number, last break and last null so far, and `more`, the targets and `_REASON`.
 
         `_REASON` is the reason why no window ends at the row; it is null if a window ends there.
         """

@@ -66,7 +66,7 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         are missing).
 
         Raises:
-            ValueError: As `transform`.
+            ValueError: For the same reasons as in `transform`.
         """
         counts = dict.fromkeys(("windows", "short", "stride", "null", "unlabeled"), 0)
         for reason, count in self._plan(dataset, "countWindows").counts(dataset).collect():
@@ -102,8 +102,8 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         check_frame(dataset, method)
         if dataset.isStreaming:
             raise ValueError(
-                "SequenceWindows takes no stream, because Spark cannot order its rows; call it in "
-                "foreachBatch, on the batch together with the last rows of each key, which you must keep"
+                "SequenceWindows takes no stream, because Spark cannot order its rows; store the last rows "
+                "of each key, and call the stage in foreachBatch, on these rows and the batch"
             )
         return self._windows(dataset.schema, is_case_sensitive(dataset.sparkSession))
 

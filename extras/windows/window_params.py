@@ -64,7 +64,7 @@ def _setting(name: str, words: str, **more: Any) -> Setting[Any]:
 _OUTPUT_COL = _setting("outputCol", "column of the windows, an array of steps x numbers", default="features")
 _OUTPUT_COLS = _setting(
     "outputCols",
-    "instead of outputCol, a column of windows for each of valueCols: an array of steps values of its type",
+    "one column of windows for each of valueCols, instead of outputCol: arrays of steps values of its type",
     kind="names",
 )
 _LABEL_COL = _setting(
@@ -73,7 +73,7 @@ _LABEL_COL = _setting(
 _STRIDE = _setting("stride", "rows between the ends of two windows", default=1, accepts=at_least(1))
 _HORIZON = _setting(
     "horizon",
-    "rows of the target after a window: 1 gives a value, more give an array",
+    "number of rows after a window that give the label: 1 gives a value, more give an array",
     default=1,
     accepts=at_least(1),
 )
@@ -104,18 +104,18 @@ class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
         _setting("valueCols", "columns of the history: numbers, booleans, arrays or vectors", kind="names")
     )
     steps, getSteps, setSteps = declared(
-        _setting("steps", "rows of a window; the row itself is the last", kind="int", accepts=at_least(1))
+        _setting("steps", "rows in a window, including the current row", kind="int", accepts=at_least(1))
     )
     stride, getStride, setStride = declared(_STRIDE)
     targetCol, getTargetCol, setTargetCol = declared(
-        _setting("targetCol", "column whose next values are the label; without it there is none", kind="str")
+        _setting("targetCol", "column whose next values are the label; unset: no label is added", kind="str")
     )
     horizon, getHorizon, setHorizon = declared(_HORIZON)
     maxGap, getMaxGap, setMaxGap = declared(
         _setting(
             "maxGap",
             "longest time between neighbours in a window and its targets, such as '1 hour'; after a longer "
-            "gap the series starts again. Without it any gap is allowed",
+            "gap the series starts again. Unset: any gap is allowed",
             convert=_gap,
         )
     )
@@ -125,7 +125,7 @@ class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
     targetTimeCol, getTargetTimeCol, setTargetTimeCol = declared(
         _setting(
             "targetTimeCol",
-            "column for the time of the last target, to split by; without it none",
+            "added column with the time of the last target, for splits by time; unset: no column is added",
             kind="str",
         )
     )

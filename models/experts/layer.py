@@ -215,7 +215,7 @@ class MixtureOfExperts(CountingLayer):
         return counts
 
     def _compute_all(self, flat: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Computes every token with every expert: the result is the same, but no shape depends on values."""
+        """Computes every token with every expert. Equals `_compute_assigned`; no shape depends on values."""
         places = routing.tokens * (self.num_experts + 1) + routing.experts
         num_tokens = flat.shape[0]  # not `len`, which would be a constant of an exported program
         factors = routing.weights.new_zeros(num_tokens * (self.num_experts + 1))
@@ -295,9 +295,9 @@ def mixture_options(given: Mapping[str, Any], depth: int) -> tuple[int, dict[str
     for name in options:
         if name not in known:
             hint = suggest(name, known)
-            raise ValueError(f"experts has no option {name!r}{hint}; it has every, {', '.join(known)}")
+            raise ValueError(f"experts has no option {name!r}{hint}; options are every, {', '.join(known)}")
     if "num_experts" not in options:
         raise ValueError(f"experts must give num_experts, such as {{'num_experts': 8}}, got {given!r}")
     if not 1 <= every <= depth:
-        raise ValueError(f"experts' every must be from 1 to depth ({depth}), got {every}")
+        raise ValueError(f"experts: every must be from 1 to depth ({depth}), got {every}")
     return every, options

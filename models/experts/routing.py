@@ -1,7 +1,7 @@
 """Assigns tokens to experts, by pure functions of fp32 logits.
 
 Only the tokens of one row compete for an expert's capacity, so the result does not depend on the batch or on
-the number of ranks. If two experts or tokens are equal, the first wins.
+the number of ranks. If two experts or tokens are equal, the first of them wins.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
 
     Args:
         net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, which may
-            be the network itself; of equally long ones, the outermost. A block is an item that has
+            be the network itself; of equally long chains, the outermost. A block is an item that has
             parameters; in a list it must also have several layers. If the network's loop over a list makes
             tensors between two blocks, these tensors are kept.
         policy: `"none"`; `"all"` recomputes every block separately; a number from 2 divides the chain into
@@ -240,7 +240,7 @@ class _Recompute(_ReplacedForward):
     """Recomputes the module's calls, separately or with the other calls of a segment.
 
     `places` has one entry for each occurrence of the module in the chain: the segment's number, or None for
-    the last segment. If it is empty, each call is recomputed separately.
+    the last segment. If `places` is empty, each call is recomputed separately.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:

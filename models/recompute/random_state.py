@@ -28,7 +28,7 @@ class RandomState:
     cuda: Cuda | None
 
     def since(self, other: RandomState | None) -> RandomState:
-        """Returns this state; a generator's state is None if `other` holds the same object for it."""
+        """Returns a copy in which each generator state that is the same object in `other` is None."""
         if other is None:
             return self
         names = ("python", "numpy", "cpu", "cuda")

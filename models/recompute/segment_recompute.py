@@ -62,7 +62,7 @@ class MovingBuffers:
 
 @contextlib.contextmanager
 def replace_buffers(module: nn.Module, recorded: Values) -> Iterator[None]:
-    """Context of a rerun: replaces each buffer by a copy of its recorded or else its present value.
+    """Context of a rerun: replaces each buffer by a copy of its recorded value, or else of its present one.
 
     The buffers are replaced, because writing into them would fail autograd's version check on saved tensors.
     """
@@ -276,7 +276,7 @@ class _Refill:
         value = tensor.detach() if tensor.requires_grad else tensor
         if _description(value) != self._saved[index]:
             now, before = (" ".join(map(str, d)) for d in (_description(value), self._saved[index]))
-            self._difference = f"saved tensor {index} is {now} and was {before}"
+            self._difference = f"saved tensor {index} is {now} instead of {before}"
             raise _AllRefilled
         holder = self._holders[index]()
         if holder is not None:
@@ -288,7 +288,7 @@ class _Refill:
 
     def check_complete(self, calls: Sequence[_Call]) -> None:
         if not self._difference and self._count < len(self._holders):
-            self._difference = f"{self._count} tensors were saved and {len(self._holders)} before"
+            self._difference = f"saves {self._count} tensors instead of {len(self._holders)}"
         if self._difference:
             names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in calls))
             raise RuntimeError(

@@ -41,8 +41,8 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
         states = path_states([storage.join(root, name) for name in names])
     except FileNotFoundError as error:
         raise ValueError(
-            f"Delta table {root!r} lacks a file of its version {table.version()} ({error}), as after "
-            "a VACUUM; give a newer version"
+            f"Delta table {root!r} lacks a file of its version {table.version()} ({error}), perhaps "
+            "because of a VACUUM; pass a newer version"
         ) from None
     if not names:
         raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}")

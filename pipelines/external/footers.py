@@ -53,7 +53,10 @@ class Footer:
 
 
 def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
-    """Reads the footers of all files. Raises ValueError if one cannot be read, or if columns differ."""
+    """Reads the footers of all files.
+
+    Raises ValueError if a file cannot be read or lacks a column, or if column types differ.
+    """
     if len(uris) <= _ON_DRIVER:
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
             footers = list(pool.map(partial(read_footer, names=names), uris))
@@ -88,7 +91,7 @@ def read_footer(uri: str, names: Sequence[str]) -> Footer:
             metadata, schema = file.metadata, file.schema_arrow
     except (OSError, pa.ArrowException) as error:
         return Footer(
-            problem=f"cannot be read as Parquet ({error}); remove it, or name it with a leading '_'"
+            problem=f"cannot be read as Parquet ({error}); remove it, or hide it with '_' before its name"
         )
     groups = range(metadata.num_row_groups)
     leaves_by_name = find_leaves(metadata)
@@ -117,7 +120,7 @@ def _rebase(metadata: Any, leaves: Sequence[int]) -> str:
 
 
 def _decoded_bytes(metadata: Any, group: int, leaf: int) -> int:
-    """Returns the bytes of a column chunk in memory; encoded in the file, it may take far fewer."""
+    """Returns the size of a column chunk in memory, in bytes. Its size in the file may be far smaller."""
     chunk, converted = metadata.row_group(group).column(leaf), metadata.schema.column(leaf).converted_type
     value_bytes = _SHORT_BYTES.get(converted, _VALUE_BYTES.get(chunk.physical_type))
     return int(chunk.total_uncompressed_size if value_bytes is None else chunk.num_values * value_bytes)

@@ -84,7 +84,9 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
         root = root.rpartition("/")[0] or "/"
     prefix = root.rstrip("/") + "/"
     if outside := [path for path in paths if not path.startswith(prefix)]:
-        raise ValueError(f"Spark finds {outside[0]!r} outside of {root!r}; pass the folder that holds it")
+        raise ValueError(
+            f"Spark lists {outside[0]!r}, which is outside of {root!r}; pass the folder of this file"
+        )
     states = [state for state in path_states(paths) if state[1]]  # Spark skips empty files
     if not states:
         raise ValueError(no_files)

@@ -143,7 +143,7 @@ class PageReader:
         return pa.table({name: _join_leaves(columns) for name, columns in parts.items()})
 
     def _span(self, row_group: int, leaf: int, start: int, stop: int) -> tuple[int, int]:
-        """Returns the range of rows that the pages with the wanted rows hold."""
+        """Returns the first row of the first page, and the end of the last page, that has wanted rows."""
         first_rows = self._pages_of(row_group, leaf).first_rows
         first = int(np.searchsorted(first_rows, start, side="right")) - 1
         last = int(np.searchsorted(first_rows, stop, side="left"))
@@ -254,7 +254,7 @@ class PageReader:
     def _bytes(self, start: int, stop: int) -> bytes:
         # Checked first, because Arrow's file would allocate any size from a damaged footer.
         if not 0 <= start <= stop <= self._num_bytes():
-            raise ValueError(f"it has no bytes {start} to {stop}, which its footer names")
+            raise ValueError(f"it has no bytes {start} to {stop}, but its footer refers to them")
         self._source.seek(start)
         data = bytes(self._source.read(stop - start))
         if len(data) != stop - start:

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 WINDOW_ROWS = 20_000
 """Rows per window, at most.
 
-Pages of parquet-mr and Arrow have at most as many rows, so windows match pages.
+parquet-mr and Arrow write pages of at most this many rows, so windows match pages.
 """
 
 MAX_UNSPLIT_BYTES = 2 << 30
-"""Limit for the bytes that all readers together hold of row groups that cannot be divided."""
+"""Largest total size of the row groups in memory that cannot be split, over all readers, in bytes."""
 
 # The streams of an epoch, with two row groups each (see `epoch_plan`).
 _GROUPS_IN_USE = 96
@@ -80,7 +80,7 @@ def table_manifest(
     in_files = [column for column in found if column.name not in listing.folder_columns]
     if not in_files:
         names = [column.name for column in found]
-        raise ValueError(f"columns {names} are all partition columns; add one that the files hold")
+        raise ValueError(f"columns {names} are all partition columns; add a column from the files")
     uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
     footers = read_footers(spark, uris, [column.name for column in in_files])
     _check_types(in_files, footers[0], uris[0])
@@ -178,8 +178,8 @@ def _check_types(columns: Sequence[Column], footer: Footer, uri: str) -> None:
     for column, stored in zip(columns, footer.types, strict=True):
         if stored.startswith(times) and not column.source.startswith(times):
             raise ValueError(
-                f"{uri!r} holds column {column.name!r} as {stored}, but Spark as {column.source}; cast it "
-                "and write the table again, or use fit(df)"
+                f"{uri!r} holds column {column.name!r} as {stored}, but Spark reads it as {column.source}; "
+                "cast it and write the table again, or use fit(df)"
             )
 
 
@@ -277,7 +277,7 @@ def _describe_nulls(name: str, nulls: int, rows: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _FolderColumn:
-    """A partition column, its number for each file, and its statistics per split."""
+    """A partition column, its value in each file as a number, and its statistics per split."""
 
     column: Column
     values: list[bool | int | float]
@@ -307,7 +307,9 @@ class _FolderColumn:
             collector.add(1, numbers[index : index + 1])
             one = collector.result
             if one.nans or one.infs:
-                raise ValueError(f"a folder of column {column.name!r} has no finite number; rename it")
+                raise ValueError(
+                    f"a folder of partition column {column.name!r} does not name a finite number; rename it"
+                )
             if number:
                 fractional = one.fractional * number
                 one = replace(one, rows=number, values=number, fractional=fractional)
@@ -352,8 +354,8 @@ def _check_unsplit(listing: Listing, footers: Sequence[Footer], window: int) -> 
     if total > MAX_UNSPLIT_BYTES:
         _, rows, path = held[0]
         raise ValueError(
-            f"{storage.join(listing.source.uri, path)!r} has a row group of {rows} rows that can only be "
-            "read whole, because its arrays have no page index or its rows differ much in length: readers "
-            f"would hold {total >> 20} MiB; write it with Spark, with pyarrow and write_page_index=True, in "
-            "smaller row groups, or with write_shards"
+            f"{storage.join(listing.source.uri, path)!r} has a row group of {rows} rows that readers "
+            "cannot split, because its arrays have no page index or its rows differ much in length. With "
+            f"such row groups, readers would hold {total >> 20} MiB. Write the table in smaller row groups, "
+            "with Spark, with pyarrow and write_page_index=True, or with write_shards"
         )

@@ -59,5 +59,5 @@ def kind_from_json(data: dict[str, Any]) -> Kind:
     fields = dict(data)
     tag = fields.pop("kind", None)
     if not isinstance(tag, str) or tag not in KINDS:
-        raise ValueError(f"a column has type {tag!r}; known: {', '.join(KINDS)}; upgrade ringspark")
+        raise ValueError(f"a column has unknown type {tag!r}; known: {', '.join(KINDS)}; upgrade ringspark")
     return record(KINDS[tag], fields)

@@ -30,8 +30,8 @@ Shape = tuple[int, ...]
 class Encoded:
     """One batch of a column as it is stored: one array for each entry of `Kind.stored`.
 
-    `shapes` are the smallest and the largest row shape, in each dimension; None for scalars or if there are
-    no rows.
+    `shapes` are the smallest and the largest size of a row in each dimension; None for scalars or if there
+    are no rows.
     """
 
     arrays: list[Any]
@@ -45,7 +45,7 @@ class BatchArray:
     Attributes:
         dtype: NumPy dtype name.
         shape: Shape of the array, without the first dimension.
-        varies: Whether an array of a batch may be smaller; `shape` is then the largest.
+        varies: Whether the shape differs between batches; `shape` is then the largest possible one.
         offsets: If rows vary in length, name of the array of offsets: row i has the values from offset i to
             offset i + 1. Empty if the first dimension counts rows.
     """

@@ -73,7 +73,7 @@ class ImageDecoder(Decoder):
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         with pillow(_SUBJECT).open(io.BytesIO(data)) as image:
             if image.mode not in EIGHT_BITS:
-                raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; store it as npy")
+                raise ValueError(f"its mode {image.mode!r} has more than 8 bits per channel; store it as npy")
             size = (image.width, image.height) if is_turned(image) else (image.height, image.width)
             return (*size, *shape[2:]), "uint8"
 

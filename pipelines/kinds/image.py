@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Resize = Literal["crop", "stretch"]
 
 MAX_SIDE = 1 << 14
-"""Largest height or width. An image of this size with 4 channels has 1 GiB, and Arrow values end at 2 GiB."""
+"""Largest height or width. Such an image with 4 channels has 1 GiB, and an Arrow value at most 2 GiB."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Image(Kind):
         resize: "crop" scales an image until it covers height and width, and cuts off the rest equally on both
             sides. "stretch" scales height and width separately. Both are bilinear and antialiased.
         mean: Number to subtract from the pixels: one for all channels, or one per channel.
-        std: Divisor after the subtraction, one or one per channel. For ImageNet, mean and std are (0.485,
-            0.456, 0.406) and (0.229, 0.224, 0.225).
+        std: Divisor after the subtraction: one for all channels, or one per channel. For ImageNet, mean and
+            std are (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225).
     """
 
     tag: ClassVar[str] = "image"
@@ -81,7 +81,7 @@ class Image(Kind):
                 isinstance(value, int | float) and isfinite(value) for value in values
             ):
                 raise ValueError(
-                    f"{name} of Image must be one number or {self.channels}, one for each channel, "
+                    f"{name} of Image must be one number, or {self.channels} numbers, one per channel, "
                     f"got {given!r}"
                 )
             object.__setattr__(self, name, values if len(values) > 1 else float(values[0]))

@@ -91,13 +91,13 @@ def is_turned(image: Any) -> bool:
 def read_file(data: bytes, enough: int | None = None) -> Any:
     """Decodes an image file and rotates it upright.
 
-    If `enough` is given, a JPEG with a larger side may be decoded at a reduced size.
+    A JPEG that is larger than `enough` pixels in height and width may be decoded at a reduced size.
     """
     from PIL import Image, ImageOps
 
     image: Any = Image.open(io.BytesIO(data))
     if image.mode not in EIGHT_BITS:
-        raise ValueError(f"its mode {image.mode!r} has more than 8 bits a channel; convert it to 8 first")
+        raise ValueError(f"its mode {image.mode!r} has more than 8 bits per channel; convert it to 8 first")
     if enough is not None:
         image.draft(None, (enough, enough))  # affects only JPEG
     image.load()

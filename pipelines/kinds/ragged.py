@@ -105,7 +105,7 @@ class Padded(Ragged):
     def adopt(self, name: str, data_type: DataType) -> Self:
         if self.length is not None and (not isinstance(self.length, int) or self.length < 1):
             raise ValueError(
-                f"length of Padded for column {name!r} must be at least 1 and whole, got {self.length!r}"
+                f"length of Padded for column {name!r} must be a whole number above 0, got {self.length!r}"
             )
         dtype = super().adopt(name, data_type).dtype
         is_number = isinstance(self.value, (int, float))

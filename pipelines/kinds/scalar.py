@@ -56,8 +56,8 @@ class Scalar(Kind):
             digits = int(simple[len("decimal(") :].split(",")[0])
             if digits > EXACT_DECIMAL_DIGITS:
                 raise ValueError(
-                    f"column {name!r} has type {simple}; float64 holds {EXACT_DECIMAL_DIGITS} digits; "
-                    "cast it to double first if rounding is fine, or to decimal(15, ...)"
+                    f"column {name!r} has type {simple}, but float64 holds {EXACT_DECIMAL_DIGITS} "
+                    "digits; cast it to double first if rounding is fine, or to decimal(15, ...)"
                 )
             return replace(self, dtype=match_dtype(name, self.dtype, "float64"))
         if simple not in SPARK_DTYPES:

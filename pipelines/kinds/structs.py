@@ -148,7 +148,7 @@ def _describe_large(
         F.lit(f" of {simple if len(simple) <= 80 else simple[:77] + '...'} holds "),
         value.cast("string"),
         F.lit(
-            ", but float64, the common type of its fields, keeps whole numbers distinct only up to "
+            ", but float64, the common type of the fields, keeps whole numbers distinct only up to "
             f"{FLOAT64_WHOLE}; select that field as a separate column"
         ),
     )

@@ -32,10 +32,10 @@ _DAY = 86_400.0
 _NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double", "decimal")
 
 NULL_WORD = "\0null"
-"""Stands for a missing string among the known ones."""
+"""Entry of `TableColumn.words` that stands for a missing string."""
 
 CALENDAR: dict[str, float] = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
-"""Part of a date -> its period in the part's own unit; hours count in days."""
+"""Parts of a date, and the period of each part in days."""
 
 
 def title_of(name: str, path: Sequence[str], item: int | None) -> str:
@@ -56,10 +56,10 @@ class TableColumn:
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
         type: Spark type that the column must have; any numeric type stands for all of them.
-        zone: Time zone whose clock a timestamp is read on; empty for other types.
+        zone: Time zone for the local time of a timestamp; empty for other types.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
-        parts: Names in `CALENDAR` of a date that varies in them.
+        parts: Keys of `CALENDAR`: the cyclic parts of the date that become numbers.
         has_trend: Whether the form "calendar" includes the standardized date.
     """
 
@@ -88,7 +88,7 @@ class TableColumn:
 
     @property
     def title(self) -> str:
-        """The column as a reader names it."""
+        """Name of the column for people, such as `column.field[3]`."""
         return title_of(self.name, self.path, self.item)
 
     @property
@@ -117,7 +117,7 @@ class TableColumn:
         return data_type.simpleString()
 
     def numbers_of(self, values: NumpyArray) -> NumpyArray:
-        """Returns the numbers of float64 values in the unit of the table: (rows, num_numbers) float32."""
+        """Converts float64 values of the table to the network's numbers: (rows, num_numbers) float32."""
         values = np.where(np.isfinite(values), values, np.nan)
         if self.zone:
             values = _on_clock(values, self.zone)
@@ -146,7 +146,7 @@ class TableColumn:
 class TableRow(Kind):
     """The numbers and ids of a table's columns; a batch holds `name.numbers` and `name.ids`.
 
-    The numbers are float32 (rows, M) with NaN for a missing one, the ids int64 (rows, K).
+    The numbers are float32 (rows, M), with NaN for missing numbers. The ids are int64 (rows, K).
 
     Attributes:
         columns: The columns in the order of their numbers and ids.
@@ -171,7 +171,7 @@ class TableRow(Kind):
         return list(dict.fromkeys(column.name for column in self.columns))
 
     def titles(self, part: str) -> list[str]:
-        """Returns the table's column of each number, or of each id, by the suffix of the batch's array."""
+        """Returns the column title of each number if `part` is ".numbers", or of each id if it is ".ids"."""
         counts = [
             (c.title, c.num_numbers if part == self.suffixes[0] else bool(c.num_ids)) for c in self.columns
         ]
@@ -296,9 +296,9 @@ def _select_value(source: SparkColumn, data_type: DataType, column: TableColumn)
 
 
 def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
-    """Returns seconds since 1970 on the clock of the session's time zone, as a double.
+    """Returns the local time in the session's time zone as seconds since 1970, a double.
 
-    Hours and weekdays are those that people see.
+    So its hours and weekdays are local.
     """
     from pyspark.sql import functions as F
 
@@ -323,7 +323,7 @@ def is_number(type_name: str) -> bool:
 
 
 def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
-    """Returns seconds since 1970 as the clock of a time zone shows them."""
+    """Converts UTC seconds since 1970 to the local time of a time zone, also in seconds since 1970."""
     import pandas as pd
 
     moments = pd.to_datetime(pd.Series(seconds), unit="s", utc=True, errors="coerce")
@@ -333,7 +333,7 @@ def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
 
 
 def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:
-    """Returns one part of the calendar for seconds since 1970: see `CALENDAR`."""
+    """Returns a part of the date, such as the weekday, for seconds since 1970; see `CALENDAR`."""
     days = np.floor(seconds / _DAY)
     if part == "hour":
         return seconds / _DAY - days

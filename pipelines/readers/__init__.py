@@ -61,7 +61,7 @@ def open_reader(
         cache: "memory" or "disk" keeps decoded row groups for later epochs. None reads the files again in
             every epoch.
         cache_bytes: Size of the cache in bytes; row groups that do not fit are read again.
-        cached_row_groups: Indexes of the row groups to cache, as from `read_again`; None for all.
+        cached_row_groups: Indexes of the row groups to cache, such as those of `read_again`; None for all.
 
     Raises:
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out of range.

@@ -98,7 +98,7 @@ class ShardReader(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in an epoch; in the first epoch if batch sizes differ."""
+        """Number of steps per epoch. If the batch size depends on the epoch: steps of the first epoch."""
         return self.plan(0).num_steps
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -193,7 +193,7 @@ class ShardReader(ABC):
         if attempts > 1:
             remedy = "check the connection to the store and resume"
         elif isinstance(error, PermissionError):
-            remedy = "check the credentials of this process and what they allow"
+            remedy = "check the credentials of this process and their permissions"
         elif self.manifest.table is not None:
             remedy = TABLE_REMEDY
         elif isinstance(error, FileNotFoundError):

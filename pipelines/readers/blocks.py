@@ -60,7 +60,7 @@ class Buffers:
         return sum(memory.nbytes for kept in self._kept.values() for memory, _ in kept)
 
     def empty(self, use: str, rows: int, like: NumpyArray) -> NumpyArray:
-        """Returns an uninitialized array for `rows` rows with the shape and dtype of those in `like`."""
+        """Returns an uninitialized array for `rows` rows with the row shape and dtype of `like`."""
         shape = (rows, *like.shape[1:])
         size = prod(shape) * like.dtype.itemsize
         if not size:
@@ -80,7 +80,7 @@ class Buffers:
         return array.reshape(shape)
 
     def trim(self) -> None:
-        """Releases the memory if it is so large that allocating it again takes little of an epoch's time."""
+        """Releases the memory if it is large, because large epochs are slow and can afford new memory."""
         with self._lock:
             if self.num_bytes > _KEPT_BYTES:
                 self._kept.clear()
@@ -100,7 +100,7 @@ class StreamBuffer:
         self._next: int | None = None
 
     def add(self, start: int, piece: StreamRows) -> None:
-        """Adds a row group's rows; `start` is the first one's local row. Later rows may be added first."""
+        """Adds the rows from local row `start` on (see `Deal`). Row groups may be added in any order."""
         self._pieces.append((start, piece))
         if len(self._pieces) > 1 and self._pieces[-2][0] > start:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))

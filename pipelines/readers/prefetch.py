@@ -29,7 +29,7 @@ class Closed(BaseException):
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a function that tells whether this thread's consumer has closed; None without a consumer."""
+    """Returns a check for whether the consumer closed this thread's iterator; None outside such a thread."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 
@@ -104,7 +104,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but passes items on in bundles of at least size `least`: waking a thread is slow."""
+    """Like `prefetch`, but wakes a thread, which is slow, only per bundle of total size `least` or more."""
     with closing(prefetch(_bundles(source, size, least), depth)) as bundles:
         for bundle in bundles:
             yield from bundle

@@ -114,7 +114,7 @@ def folder_of(root: str | os.PathLike[str], key: str) -> str:
 
 
 def begin(root: str | os.PathLike[str], key: str) -> str:
-    """Creates an entry's folder with a mark that it is ours. Returns the name of a new run."""
+    """Creates an entry's folder with its marker file. Returns the name of a new run folder."""
     storage.write_atomic(storage.join(folder_of(root, key), MARKER_NAME), key.encode())
     return f"run-{uuid.uuid4().hex[:12]}"
 

@@ -69,18 +69,21 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], **settings: Any) 
         The manifest of complete shards. Do not write to their folder.
 
     Raises:
-        ValueError: An argument that `write_shards` refuses, or `overwrite`.
+        ValueError: `overwrite` is given, or `write_shards` refuses an argument.
     """
     if "overwrite" in settings:
         raise ValueError(
-            "cached_shards takes no 'overwrite': changed data is written again; remove_cached removes the old"
+            "cached_shards takes no 'overwrite', because it writes changed data again; to remove old shards, "
+            "call remove_cached"
         )
     if df.isStreaming:
         raise ValueError("cached_shards takes a batch DataFrame; call write_shards in foreachBatch")
     root = storage.normalize(resolve(df.sparkSession, root))
     source = _source(df, settings)
     if source.key is None:
-        _logger.warning("the shards are written again and not reused: %s", source.refusal)
+        _logger.warning(
+            "the DataFrame is written again, because its shards cannot be reused: %s", source.refusal
+        )
     elif (found := _find(root, source.key)) is not None:
         _logger.info("the shards in %r are reused", found.uri)
         return replace(found, uri=to_spark_uri(df.sparkSession, found.uri))
@@ -160,7 +163,7 @@ def _source(df: DataFrame, settings: Mapping[str, Any]) -> _Source:
     elif application is None:
         refusal = "the session has no application id, and a plan is only valid in one application"
     elif " at 0x" in described:
-        refusal = "the text of a setting does not show its value"
+        refusal = "the text of a setting has a memory address instead of a value"
     if refusal is not None:
         return _Source(plan=plan, files=files, refusal=refusal)
     parts = {

@@ -106,7 +106,7 @@ class PlanFingerprint:
 
     Attributes:
         text: Analysed plan. Expression ids are replaced by numbers, in the order of their first appearance.
-        sources: Formats of all tables of files, then their folders; both in the order of the plan.
+        sources: Formats of all file-based tables, then their folders; both in the order of the plan.
         options: Options of each table's reader, if the driver can query the JVM.
         size_range: Smallest and largest possible number of bytes of the source files; Spark prints the size
             rounded.
@@ -155,7 +155,7 @@ def _options(df: DataFrame) -> tuple[str, ...]:
 def explain(df: DataFrame) -> tuple[str, str]:
     """Returns the output of EXPLAIN EXTENDED and EXPLAIN COST for `df`, with complete lists.
 
-    `df.explain` would print to the stdout of all threads. Its plan may be older than a call of `cache()`.
+    `df.explain` would print to the stdout of all threads. Its plan may be older than a `cache()` call.
     """
     spark = df.sparkSession
     with _lock, _settings(spark):
@@ -195,11 +195,11 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
             relation = _RELATION.match(operator)
             if relation is None or relation[1] not in _FORMATS:
                 source = operator.rpartition("] ")[2] or "a table"
-                return f"it reads {source}, for which Spark does not identify version and reader"
+                return f"it reads {source}, and Spark reports neither version nor reader of this source"
         elif name == "Sample":
-            return "it samples, and another run gives other rows"
+            return "it takes a sample, and another run gives other rows"
         elif name not in _OPERATORS:
-            return f"its plan has {name or 'an operator'!r}, which does not determine its rows"
+            return f"its plan has {name or 'an operator'!r}, which may give other rows next time"
     if "InMemoryRelation" in everything or "InMemoryTableScan" in everything:
         return "it is cached in Spark, which may hold older rows than its files"
     if _PYTHON.search(physical):

@@ -33,7 +33,7 @@ def previous_folders(uri: str, overwrite: bool) -> list[str]:
         # A manifest may name any folder; only folders that write_shards created may be removed.
         return sorted(folder for folder in folders if folder.startswith(FOLDER_PREFIX))
     except ValueError as error:
-        _logger.warning("replacing the shards in %r, but keeping their files: %s", uri, error)
+        _logger.warning("the shards in %r are replaced, but their files are kept: %s", uri, error)
         return []
 
 

@@ -61,7 +61,7 @@ def plan_even_files(
 def copy_files(
     plan: WritePlan, split: Split, files: Sequence[Sequence[RowRange]], batches: Iterator[Any]
 ) -> Iterator[Any]:
-    """Writes the files with the numbers in `batches`; yields their manifest entries. Runs in a Spark task."""
+    """Writes `files[i]` for each i in `batches`; yields manifest entries as JSON. Runs in a Spark task."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             entry = _copy(plan, split, number, files[number])
@@ -69,7 +69,7 @@ def copy_files(
 
 
 def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index, start row, stop row) for each part that has some of the rows `start` to `stop`."""
+    """Yields (index, start row, stop row) within each entry of `sizes` that overlaps `start` to `stop`."""
     first = 0
     for index, size in enumerate(sizes):
         low, high = max(start, first), min(stop, first + size)

@@ -73,7 +73,7 @@ def write_shards(
             path without a scheme; the manifest has the complete URI.
         num_files: Number of files per split, of even size. By default there is one per partition of `df`; if
             the partitions are skewed, or many and tiny, their rows are redistributed.
-        row_group_rows: Rows per row group. By default as many as have 4 MiB, but at most 32,768.
+        row_group_rows: Rows per row group. By default as many as fit in 4 MiB, but at most 32,768.
         compression: One of `COMPRESSIONS`.
         columns: Column types by column name, for columns whose Spark type does not determine it:
             `Vocabulary()` or `HashBuckets(n)` for strings, `Tokens.of(tokenizer)` for texts, `Padded()` or
@@ -144,7 +144,7 @@ def write_shards(
     clean(manifest, plan.folder, previous)
     if plan.splits and not manifest.select("validation").num_rows:
         _logger.warning(
-            "no row of %r is for validation; to split a part of an earlier split, use another seed", plan.uri
+            "%r has no validation rows; to split a part of an earlier split, use another seed", plan.uri
         )
     return replace(manifest, uri=resolved)
 

@@ -44,7 +44,9 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
     if not stats["train"][names[0]].rows:
         seen = sum(report["rows"] for report in reports)
         skipped = sum(report["skipped"] for report in reports)
-        counts = f" (of {seen}, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
+        counts = (
+            f" (of {seen} rows, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
+        )
         raise ValueError(f"the DataFrame has no training rows{counts if seen else ''}; nothing was written")
     settled: dict[str, Kind] = {}
     for index, column in enumerate(plan.columns):
@@ -70,7 +72,7 @@ def _warn_of_unread(plan: WritePlan, reports: Sequence[Report]) -> None:
         found = [report["unread"][index] for report in reports if report["unread"][index][0]]
         if found:
             _logger.warning(
-                "%d rows were left out because their column %r cannot be read; the first %s",
+                "%d rows were left out because their column %r cannot be read; the first of them %s",
                 sum(count for count, _ in found),
                 column.name,
                 found[0][1],
@@ -90,7 +92,7 @@ def _warn_of_rounding(plan: WritePlan, stats: Mapping[str, Mapping[str, ColumnSt
         remedy = f"pass columns={{{column.name!r}: Vector('float64')}} to write_shards, or scale them first"
         if infs := sum(part[column.name].infs for part in stats.values()):
             _logger.warning(
-                "column %r holds %d infinite values as float32, which ends at 3.4e38; %s",
+                "column %r holds %d infinite values as float32, whose largest number is 3.4e38; %s",
                 column.name, infs, remedy,
             )  # fmt: skip
         # Ids do not belong into a float32 vector.

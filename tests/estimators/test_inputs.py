@@ -267,11 +267,11 @@ def test_the_fields_of_a_struct_are_taken_by_their_names(spark: Any, tmp_path: P
         ),
         (
             "named_struct('a', x.a, 'in', named_struct('b', x.in.b, 'c', 1.5D))",
-            r"'x\.in\.c' has type double, the model was trained on int",
+            r"'x\.in\.c' has type double, but the model was trained on int",
         ),
         (
             "array(1D, 2D, 3D)",
-            "'x' has type array<double>, the model was trained on struct<a:double,in:struct",
+            "'x' has type array<double>, but the model was trained on struct<a:double,in:struct",
         ),
     ):
         with pytest.raises(ValueError, match=sentence):

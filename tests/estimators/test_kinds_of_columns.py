@@ -269,7 +269,7 @@ def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark: A
         )
         assert abs(row.prediction - wanted) < 1e-5
     shorter = spark.createDataFrame([(Vectors.sparse(9, [1], [1.0]),)], ["features"])
-    with pytest.raises(Exception, match="a vector of size 9 in transform, the model was trained on 262144"):
+    with pytest.raises(Exception, match="vector of size 9 in transform, but the model was trained on size"):
         loaded.transform(shorter).collect()
 
 

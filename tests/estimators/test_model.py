@@ -603,9 +603,9 @@ def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("cast(x as string)", "'x' has type string; .* for ids of strings set columns="),
-        ("array(x, x)", r"'x' has type array<double>, the model was trained on double"),
-        ("date'2024-01-01'", "'x' has type date, the model was trained on double"),
+        ("cast(x as string)", "'x' has type string; .* in fit, set columns="),
+        ("array(x, x)", r"'x' has type array<double>, but the model was trained on double"),
+        ("date'2024-01-01'", "'x' has type date, but the model was trained on double"),
     ],
 )
 def test_another_type_is_refused_on_the_driver(
@@ -624,7 +624,7 @@ def test_fractions_are_refused_where_ids_were(spark: Any, tmp_path: Path) -> Non
     manifest = write_shards(frame, str(tmp_path / "s"))
     model = make(TorchModel, Echo(), tmp_path, [(1,)], manifest, featuresCol="x")
     assert values_of(model.transform(frame.selectExpr("id", "bigint(x) as x")), "prediction") == [2.0]
-    with pytest.raises(ValueError, match="'x' has type double, the model was trained on int"):
+    with pytest.raises(ValueError, match="'x' has type double, but the model was trained on int"):
         model.transform(frame.selectExpr("id", "double(x) as x"))
 
 
@@ -635,7 +635,7 @@ def test_another_length_is_refused_in_one_sentence(spark: Any, pairs: Any, tmp_p
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], manifest)
     longer = pairs.selectExpr("id", "concat(features, features) as features")
     for frame in (longer, longer.select("id", array_to_vector("features").alias("features"))):
-        with pytest.raises(Exception, match="'features' has 4 numbers per row, the model was trained on 2"):
+        with pytest.raises(Exception, match="has 4 numbers per row, but the model was trained on 2"):
             model.transform(frame).collect()
 
 

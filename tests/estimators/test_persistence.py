@@ -291,11 +291,11 @@ def _describe(folder: Path, **changes: Any) -> None:
 DAMAGES = {
     "a newer version": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION + 1),
-        r"cannot be loaded: its format is 3, this ringspark reads 2; upgrade ringspark",
+        r"cannot be loaded: its format is 3, but this ringspark reads 2; upgrade ringspark",
     ),
     "a version before the first release": (
         lambda folder: _describe(folder, format_version=FORMAT_VERSION - 1),
-        r"model cannot be loaded: its format is 1, from before the first release, this ringspark reads 2",
+        r"model cannot be loaded: its format is 1, from before the first release, but this ringspark reads 2",
     ),
     "no JSON": (
         lambda folder: (folder / DESCRIPTION).write_text('{"format_ver'),

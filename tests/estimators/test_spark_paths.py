@@ -115,10 +115,10 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
     # A "%" is literal, even if a path is resolved twice.
     assert resolve(spark, resolve(spark, "/data/m%3An")) == f"file://{mounts}/m%3An"
     for given, told in (
-        ("/nowhere/x", r"'/nowhere/x' is 'viewfs://.*/nowhere/x' to Spark, a mount that only Hadoop knows"),
-        ("x", r"'x' is 'viewfs://.*/x' to Spark, a mount that only Hadoop knows"),
-        ("dbfs:/x", r"Spark cannot resolve 'dbfs:/x' \(.*scheme \"dbfs\"\); pass a URI with its store"),
-        ("~/x", r"is a folder named '~' in viewfs://.*/ to Spark; pass the whole path, or 'file:/"),
+        ("/nowhere/x", r"resolves '/nowhere/x' to 'viewfs://.*/nowhere/x', a mount that only Hadoop knows"),
+        ("x", r"resolves 'x' to 'viewfs://.*/x', a mount that only Hadoop knows"),
+        ("dbfs:/x", r"Spark cannot resolve 'dbfs:/x' \(.*scheme \"dbfs\"\); pass a complete URI"),
+        ("~/x", r"is in a folder named '~' in viewfs://.*/; pass the whole path, or 'file:/"),
     ):
         with pytest.raises(ValueError, match=told):
             resolve(spark, given)
@@ -126,8 +126,8 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
     # /usr/share exists on this machine, but not in the mount.
     assert resolve(spark, "/usr/share") == f"file://{mounts}/share"
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert f"'/usr/share' is '{mounts}/share' to Spark" in warning
-    assert "pass 'file:/usr/share' to use it" in warning
+    assert f"resolves '/usr/share' to '{mounts}/share'" in warning
+    assert "pass 'file:/usr/share' to use the local folder" in warning
 
 
 @pytest.mark.spark
@@ -183,13 +183,13 @@ def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folde
             resolve(spark, "x")
     finally:
         spark.conf.unset("fs.defaultFS")
-    with pytest.raises(ValueError, match=r"'/x' is 'viewfs://table/x' to Spark, a mount that only Hadoop"):
+    with pytest.raises(ValueError, match=r"resolves '/x' to 'viewfs://table/x', a mount that only Hadoop"):
         resolve(spark, "/x")
 
 
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])
 def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri: str) -> None:
     with pytest.raises(
-        ValueError, match="does not name the host of its store, which only Hadoop knows; add it, as in"
+        ValueError, match="does not name the host of its store, which only Hadoop knows; add the host"
     ):
         storage.normalize(uri)

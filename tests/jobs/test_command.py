@@ -111,7 +111,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ("runUri:", "labelCol:", "line 15: 'labelCol' is a duplicate key; remove one"),
         ("features:", "features", "this is not YAML"),
         ("  metrics: [rmse]\n", "", "line 18: evaluation needs params.metrics"),
-        ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "not shards"),
+        ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "cannot be shards"),
     ],
 )
 def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
@@ -315,7 +315,7 @@ evaluation:
 
 @pytest.mark.parametrize(
     ("source", "what"),
-    [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "a Delta table inPlace")],
+    [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "Delta tables with inPlace")],
 )
 def test_rows_that_spark_does_not_read_need_a_model(
     tmp_path: Path, source: str, what: str, capsys: pytest.CaptureFixture[str]

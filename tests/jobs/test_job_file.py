@@ -44,10 +44,10 @@ def test_a_duplicate_key_in_json_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "trains", "problem"),
     [
-        ({}, True, "must have one of the keys"),
+        ({}, True, "needs just one of the keys"),
         ({"parquet": "/a", "csv": "/b"}, True, "got parquet and csv"),
-        ({"shards": "/a"}, False, "must be rows that Spark reads, not shards"),
-        ({"parquet": "/a", "inPlace": True}, False, "must be rows that Spark reads, not inPlace"),
+        ({"shards": "/a"}, False, "cannot be shards, since Spark reads the rows"),
+        ({"parquet": "/a", "inPlace": True}, False, "cannot be read inPlace, since Spark reads the rows"),
         ({"csv": "/a", "inPlace": True}, True, "only from parquet or delta, got csv"),
         (
             {"shards": "/a", "where": "x > 1"},

@@ -90,7 +90,7 @@ def test_history_is_read_back_and_other_json_is_refused(tmp_path: Path) -> None:
     for text in ('[{"epoch": 1}]', "{", "[1]"):
         path.write_text(text)
         with pytest.raises(
-            ValueError, match="must be a training history, a JSON list with epoch, train_loss"
+            ValueError, match="must be a training history, a JSON list of objects with epoch, train_loss"
         ):
             report.read_history(str(path))
 

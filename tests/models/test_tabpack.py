@@ -68,7 +68,7 @@ def test_the_gradient_does_not_depend_on_the_unit_of_the_label() -> None:
     ("options", "message"),
     [
         ({"rates": [1.0]}, "one number per member"),
-        ({"rates": [1.0, 0.0]}, "lie above 0"),
+        ({"rates": [1.0, 0.0]}, "must be above 0"),
         ({"dropouts": [0.0, 1.0]}, "dropouts"),
         ({"edges": [], "cardinalities": []}, "a number or a category"),
         ({"averages": "logits"}, "averages must be"),

@@ -88,7 +88,7 @@ def test_a_struct_has_the_dtype_that_holds_all_its_fields(types: list[T.DataType
             _struct(("v", T.ArrayType(T.DoubleType()))),
             r"column 'x' has a field 'x\.v' of type array<double>",
         ),
-        (_struct(("d", T.DecimalType(20, 2))), r"column 'x\.d' has type decimal\(20,2\); float64 holds 15"),
+        (_struct(("d", T.DecimalType(20, 2))), r"column 'x\.d' has type decimal\(20,2\), but float64 holds"),
         (
             _struct(("a", T.LongType()), ("A", T.LongType())),
             "column 'x' has two fields named 'a'; rename one",

@@ -185,7 +185,7 @@ def test_what_cannot_be_right_is_refused_in_a_sentence(monkeypatch: pytest.Monke
     assert problem_of(b"no") == "holds 2 bytes that cannot be read as an image (no format that Pillow knows)"
     assert "(image file is truncated" in problem_of(encoded(noise(64, 64), "JPEG")[:2000])
     deep = encoded(np.full((2, 2), 40_000, np.uint16))
-    assert "more than 8 bits a channel; convert it" in problem_of(deep)
+    assert "more than 8 bits per channel; convert it" in problem_of(deep)
     monkeypatch.setattr(Pillow, "MAX_IMAGE_PIXELS", 100)
     assert "(Image size (144 pixels) exceeds limit of 100 pixels" in problem_of(encoded(noise(12, 12)))
     assert "(Image size (400 pixels) exceeds limit of 200 pixels" in problem_of(encoded(noise(20, 20)))
@@ -206,8 +206,8 @@ def test_without_pillow_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         ({"width": 2.5}, "width of Image must be a whole number"),
         ({"channels": 2}, "channels of Image must be one of 1, 3, 4, got 2"),
         ({"resize": "pad"}, "resize of Image must be 'crop' or 'stretch', got 'pad'"),
-        ({"mean": (1, 2)}, "mean of Image must be one number or 3"),
-        ({"std": "wide"}, "std of Image must be one number or 3"),
+        ({"mean": (1, 2)}, "mean of Image must be one number, or 3"),
+        ({"std": "wide"}, "std of Image must be one number, or 3"),
         ({"std": 0}, "std of Image must be above 0"),
     ],
 )

@@ -72,10 +72,10 @@ def _edit(manifest: ShardManifest, change: Any) -> None:
 
 def test_a_newer_format_is_refused(shards: ShardManifest) -> None:
     _edit(shards, lambda data: data.update(format_version=FORMAT_VERSION + 1))
-    with pytest.raises(ValueError, match=r"its format is \d, this ringspark reads \d; upgrade ringspark"):
+    with pytest.raises(ValueError, match=r"its format is \d, but this ringspark reads \d; upgrade ringspark"):
         ShardManifest.load(shards.uri)
     _edit(shards, lambda data: data.update(format_version=FORMAT_VERSION - 1))
-    with pytest.raises(ValueError, match=r"from before the first release, this ringspark reads \d; write it"):
+    with pytest.raises(ValueError, match=r"before the first release, but this ringspark reads \d; write"):
         ShardManifest.load(shards.uri)
 
 

@@ -262,7 +262,7 @@ def test_a_store_that_breaks_off_an_overwrite_keeps_the_new_bytes(tmp_path: Path
     _NoOverwrite.is_broken = True
     try:
         with pytest.raises(
-            OSError, match=r"its new content is in '.*/\.manifest\.json\.\w+'; rename that"
+            OSError, match=r"new file could not be renamed .*; rename '.*/\.manifest\.json\.\w+' to"
         ) as told:
             storage.write_atomic(uri, b"newest")
     finally:

@@ -1,4 +1,4 @@
-"""The interface of a compressor, which sums the ranks' gradients in fewer bytes and returns its error.
+"""The interface of gradient compressors, which all-reduce encoded gradients and return the coding error.
 
 All ranks get bitwise the same total, and total + sum of the errors = sum of the inputs, up to rounding. With
 error feedback each rank adds its error to its next gradient (Stich et al. 2018; Karimireddy et al. 2019).
@@ -29,9 +29,9 @@ class Sent(NamedTuple):
 
 
 class Compressor(ABC):
-    """Sums vectors over the ranks in fewer bytes. Every method runs on every rank.
+    """All-reduces vectors, but sends fewer bytes. Every method runs on every rank.
 
-    A vector holds several tensors end to end, without inf and NaN.
+    A vector is the concatenation of several flattened tensors, without inf and NaN.
 
     Attributes:
         unbiased: Whether the expected value of the total is the sum of the inputs, without error feedback.

@@ -17,7 +17,7 @@ from ringspark.estimators.options.compression import PowerSGD
 
 
 class PowerSgdCompressor(Compressor):
-    """Approximates each matrix by P Q^T of rank r; further dimensions count as columns."""
+    """Approximates each matrix by P Q^T of rank r. A tensor's dimensions after the first become columns."""
 
     def __init__(self, shapes: list[torch.Size], seed: int, options: PowerSGD) -> None:
         super().__init__(shapes, seed, options)

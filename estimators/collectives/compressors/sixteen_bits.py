@@ -1,4 +1,4 @@
-"""Gradients in 16 bits: half the bytes of fp32, rounded to nearest; sums are in the gradients' dtype."""
+"""Sends gradients as 16-bit numbers, rounded to nearest, and sums them in the gradients' own dtype."""
 
 from __future__ import annotations
 

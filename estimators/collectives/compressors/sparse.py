@@ -27,7 +27,7 @@ def all_reduce_sparse(
     """Sums sparse vectors over the ranks.
 
     Each rank picked the elements of `vector` at the ascending indices `places`; `values` are the numbers that
-    it sends for them. `is_equal`: whether all ranks picked equally many.
+    it sends for them. `is_equal`: whether all ranks picked the same number of elements.
     """
     blocks = -(-len(vector) // _BLOCK)
     message = _encode(places, values, blocks)

@@ -1,6 +1,6 @@
-"""All-reduces codes that cannot be added: each rank decodes and sums one shard, and sends the sum as a code.
+"""All-reduces encoded vectors: each rank decodes and sums one shard, and sends the sum encoded again.
 
-Tang et al. 2021, "1-bit Adam". The rank that encodes a sum keeps the error of this second code.
+Tang et al. 2021, "1-bit Adam". A rank adds the error of its second encoding to its own error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No compression, for sums that are reduced per host first."""
+"""No compression: all-reduces unchanged numbers, for gradients that are first summed within each host."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Marks:
     def seal(self, payload: bytes) -> bytes:
         """Returns the frame of the next message to send; refuses more than `MAX_FRAME_BYTES`."""
         if len(payload) > MAX_FRAME_BYTES:
-            raise ValueError(f"a message may have {MAX_FRAME_BYTES} bytes, got {len(payload)}")
+            raise ValueError(f"a message may have at most {MAX_FRAME_BYTES} bytes, got {len(payload)}")
         length = struct.pack("!I", len(payload))
         mac = _mac(self._key, self._sends, struct.pack("!Q", self._sent), length, payload)
         self._sent += 1
@@ -71,7 +71,7 @@ def rest_bytes(length: bytes) -> int:
     """Returns the number of bytes that follow the length in a frame."""
     (num_bytes,) = struct.unpack("!I", length)
     if num_bytes > MAX_FRAME_BYTES:
-        raise ChannelError(f"a message of {num_bytes} bytes was announced, {MAX_FRAME_BYTES} are allowed")
+        raise ChannelError(f"a message may have at most {MAX_FRAME_BYTES} bytes, the peer sends {num_bytes}")
     return int(num_bytes) + MAC_BYTES
 
 
@@ -117,7 +117,7 @@ def prove_as_server(connection: socket.socket, secret: bytes) -> int:
 def prove_as_client(
     connection: socket.socket, secret: bytes, rank: int, seconds: float = HANDSHAKE_SECONDS
 ) -> Channel:
-    """Proves to the server that this is a member, and makes the server prove the same.
+    """Proves to the server that this process knows the secret, and checks the server's proof.
 
     The time limit includes the time in the queue of a server that is busy with other clients.
     """
@@ -145,7 +145,7 @@ def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | No
         if deadline is not None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError("the peer did not prove itself in time")
+                raise TimeoutError("the peer did not prove in time that it knows the secret of this run")
             connection.settimeout(left)
         chunk = connection.recv(min(missing, 1 << 16))
         if not chunk:

@@ -38,7 +38,7 @@ class RendezvousClient:
     """An authenticated connection to rank 0's server; several threads may use it.
 
     Args:
-        address: From `RendezvousServer.address`, or its host and `meeting_ports`.
+        address: The server's `address`; if its port is not known, "host:port,port" with `meeting_ports`.
         timeout_seconds: How long to try to reach the server.
 
     Attributes:
@@ -58,7 +58,7 @@ class RendezvousClient:
         self._prefix = ""
 
     def within(self, name: str, member: Member) -> RendezvousClient:
-        """Returns this connection for the group of ranks called `name`, with its own keys."""
+        """Returns a client on the same connection, with separate keys for the group of ranks `name`."""
         part = copy(self)
         part._member, part._prefix = member, f"{self._prefix}{name}/"
         return part
@@ -128,9 +128,9 @@ class RendezvousClient:
         try:
             answer = self._requests.ask(*parts)
         except OSError as error:
-            raise CollectiveError(f"the rendezvous of rank 0 is gone: {error}") from error
+            raise CollectiveError(f"the connection to the rendezvous of rank 0 failed: {error}") from error
         if answer[:1] == REFUSED:
-            raise CollectiveError("the rendezvous is full: the ranks wrote more than it may hold")
+            raise CollectiveError("the rendezvous is full: the ranks stored more bytes than it accepts")
         return (answer[1:], b"") if answer[:1] == DONE else (None, answer[1:])
 
 

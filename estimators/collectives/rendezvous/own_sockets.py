@@ -93,9 +93,10 @@ def admit_only(inodes: Collection[int], addresses: Collection[str]) -> None:
 
 
 def _program(sources: Sequence[bytes], offset: int, length: int) -> bytes:
-    """Makes a BPF program that accepts only packets from the `sources` with `length` bytes.
+    """Makes a BPF program that accepts only packets from `sources`.
 
-    `offset` is the position of the source address in the IP header.
+    Ignores sources whose address has not `length` bytes (4 for IPv4, 16 for IPv6). `offset` is the
+    position of the source address in the IP header.
     """
     lines = []
     for source in (source for source in sources if len(source) == length):

@@ -53,7 +53,7 @@ _NUM_PORTS = 8
 
 
 def meeting_ports(secret: bytes) -> list[int]:
-    """Returns the ports to try if none is known; the ranks of one host derive them from the secret."""
+    """Derives ports from the secret, which the ranks of one host try if rank 0's port is not known."""
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
 
@@ -72,7 +72,7 @@ def unpack(message: bytes) -> list[bytes]:
         (length,) = struct.unpack_from("!I", message, at)
         at += 4
         if at + length > len(message):
-            raise ValueError(f"a part of {length} bytes was announced, {len(message) - at} are left")
+            raise ValueError(f"a message has {len(message) - at} bytes left for a string of {length} bytes")
         parts.append(message[at : at + length])
         at += length
     return parts
@@ -95,7 +95,7 @@ class KeyValues:
         name, *args = unpack(message) or [b""]
         known = {b"set": 2, b"get": 2, b"wait": 2, b"meet": 5, b"add": 2, b"swap": 3, b"delete": 1}
         if known.get(name) != len(args):
-            raise ValueError(f"no request {name[:20]!r} with {len(args)} arguments")
+            raise ValueError(f"there is no request {name[:20]!r} with {len(args)} arguments")
         key = args[0]
         if name == b"get":
             self._when(key, _number(args[1]), lambda: reply(self._found(key)))
@@ -159,7 +159,7 @@ class KeyValues:
     def _meet(self, name: bytes, size: int, rank: int, value: bytes, wait_ms: int, reply: Reply) -> None:
         """Registers a rank; replies once all ranks are registered. Rank 0's reply has the values of all.
 
-        After `wait_ms` it replies with the number of missing ranks. If `wait_ms` is 0, it also names some.
+        After `wait_ms` it replies with the number of missing ranks, and names some if `wait_ms` is 0.
         """
         if name not in self._missing:
             self._missing[name] = set(range(size))
@@ -362,5 +362,5 @@ def _listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 def _number(text: bytes) -> int:
     if len(text) > 20:
-        raise ValueError(f"a number of {len(text)} digits")
+        raise ValueError(f"a number may have at most 20 digits, got {len(text)}")
     return int(text)

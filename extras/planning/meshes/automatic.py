@@ -156,7 +156,7 @@ def _choose(
         elsewhere: dict[str, Any] = {} if is_here else {"link": _NETWORK, "cores_per_host": workers}
         plan = make_plan(*measure_machine(training, work, workers, _REPEATS, **elsewhere))
     if plan.chosen is None:
-        raise ValueError(f"parallelism='auto' found none: {plan.verdict}")
+        raise ValueError(f"parallelism='auto' found no mesh: {plan.verdict}")
     chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
     try:
         if chosen.cuts_network:
@@ -175,7 +175,7 @@ def _explain_without_plan(training: Training, manifest: ShardManifest, memory: i
     meshes = candidates(config, training.network, config.num_workers)
     others = [mesh for mesh in meshes if mesh.options or "tensor" in mesh.sizes]
     if all(mesh.refusal for mesh in others):
-        return f"data parallelism: no other mesh is possible, {others[0].refusal}"
+        return f"data parallelism: no other mesh is possible, because {others[0].refusal}"
     count = num_bytes(training.network.parameters())
     if count > SMALL_BYTES:
         return ""

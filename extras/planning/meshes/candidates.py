@@ -1,4 +1,4 @@
-"""Lists all meshes of a number of workers. If a network cannot use a mesh, the mesh has the reason."""
+"""Lists all meshes of a number of workers; `refusal` says why a network cannot use a mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _along_pipeline(config: TrainConfig, network: nn.Module, size: int) -> str:
         count = len(links_of(network))
     except ValueError as error:
         return str(error)
-    return "" if count >= size else f"the network has {count:,} links for {size:,} stages"
+    return "" if count >= size else f"the network has {count:,} blocks, too few for {size:,} stages"
 
 
 def _along_expert(config: TrainConfig, network: nn.Module, size: int) -> str:
@@ -82,7 +82,7 @@ def _error_of(check: Callable[..., object], *arguments: object) -> str:
 def candidates(
     config: TrainConfig, network: nn.Module, workers: int, *, interleaves: bool = True
 ) -> list[MeshPlan]:
-    """Returns all meshes over the planned axes, without memory and time; data parallelism comes first.
+    """Returns all meshes over the planned axes, without predictions; data parallelism comes first.
 
     Args:
         config: The settings. `batch_size` is the number of rows of a step over all workers.
@@ -118,7 +118,7 @@ def candidates(
 
 
 def micro_batches(mesh: MeshPlan, rows: int, given: int | None) -> list[int]:
-    """Returns the numbers of micro-batches to try for `rows` rows per replica; the user may set `given`."""
+    """Returns the numbers of micro-batches to try for `rows` rows per replica, or only `given`."""
     if given is not None:
         return [given] if given <= rows else []
     least = max(1, min(mesh.sizes.get("pipeline", 1), rows))

@@ -1,4 +1,4 @@
-"""Shards a network on `meta` as a mesh does: for each rank of one replica.
+"""Shards a network on `meta` for each rank of one replica, as the mesh would.
 
 Along 'tensor' and 'sequence', rank 0 has the largest shards, so only its shards are computed. Along 'expert',
 every rank is assumed to get the same number of tokens, because the real numbers depend on values.
@@ -64,7 +64,7 @@ class CutNetwork:
 def cut_network(
     empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
-    """Shards a network on `meta` in the way in which `shard_network` shards it on every rank.
+    """Shards a network on `meta` in the same way as `shard_network` does on every rank.
 
     Raises:
         ValueError: The network cannot be sharded in this way.

@@ -71,7 +71,7 @@ def plan_cut(
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
     """Returns each rank's actions in a step and the arrivals of values from other ranks.
 
-    Raises ValueError like `orders_of`.
+    Raises ValueError if the schedule has no flush.
     """
     orders = orders_of(config, num_micro)
     return [list(orders[0])] if len(owners) == 1 else with_arrivals(orders, owners)

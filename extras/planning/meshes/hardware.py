@@ -96,7 +96,7 @@ def _facts(machine: Machine, workers: int, source: str) -> str:
     crowding = machine.crowding(workers)
     shared = f"; {crowding:.3g} workers share a core" if crowding > 1 else ""
     return (
-        f"Steps {source}: an operator {show_seconds(rates.launch)}, {1e-9 / rates.flop:,.3g} billion "
-        f"operations and {1e-9 / rates.byte:,.3g} billion bytes per second; "
+        f"Steps {source}: an operator takes {show_seconds(rates.launch)} plus its work at "
+        f"{1e-9 / rates.flop:,.3g} billion operations and {1e-9 / rates.byte:,.3g} billion bytes per second; "
         f"{describe_link(machine.inside[near])}{between}{shared}."
     )

@@ -73,13 +73,13 @@ class Machine:
         return -(-workers // self.ranks_per_host)
 
     def link(self, size: int, reach: int) -> Link:
-        """Returns the link for a collective operation of `size` ranks within `reach` consecutive ranks."""
+        """Returns the link for a collective operation of `size` ranks among `reach` consecutive ranks."""
         if reach > self.ranks_per_host and self.between is not None:
             return self.between
         return self.inside[min(self.inside, key=lambda known: abs(known - size))]
 
     def exchange(self, messages: Iterable[Message], size: int, reach: int) -> float:
-        """Returns the seconds that collective operations over `size` ranks of an axis take."""
+        """Returns the seconds of collective operations of `size` ranks among `reach` consecutive ranks."""
         link = self.link(size, reach)
         return sum(_seconds(message, size, link) for message in messages)
 

@@ -70,8 +70,8 @@ def plan_parallelism(
         loss: As for the estimators; "auto" is cross entropy for integer labels, otherwise mean squared error.
         gradientAccumulation: Micro-batches per step; None chooses the number for each mesh.
         tensorPlan: Plan of tensor parallelism, for a network that has no plan of its own.
-        stepSeconds: Seconds of a step of the whole network on one worker, by its number of rows, for two
-            numbers; None measures them.
+        stepSeconds: Seconds of a step of the whole network on one worker, by its number of rows, for at
+            least two numbers of rows; None measures them.
         hostLink: Link between hosts; None if there is one host.
         workersPerHost: Workers per host; None puts all workers on one host.
         coresPerHost: Number of workers that a host runs at full speed: its cores or devices. None takes the
@@ -88,7 +88,7 @@ def plan_parallelism(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
     if stepSeconds is not None and len(stepSeconds) < 2:
-        raise ValueError(f"stepSeconds must hold the seconds of two numbers of rows, got {stepSeconds!r}")
+        raise ValueError(f"stepSeconds must map at least two numbers of rows to seconds, got {stepSeconds!r}")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats!r}")
     inputs, labels = columns_of(batch, rows)

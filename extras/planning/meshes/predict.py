@@ -1,4 +1,4 @@
-"""Plans every mesh of a training, with the number of micro-batches that is fastest among those that fit."""
+"""Plans every mesh of a training; chooses for each the fastest number of micro-batches that fits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Planner:
         rows = self.training.config.batch_size // copies
         plans = [self._plan_micro(mesh, profile, n) for n in micro_batches(mesh, rows, num_micro)]
         if not plans:
-            refusal = f"a replica has {rows:,} rows per step for {num_micro or 1:,} micro-batches"
+            refusal = f"{rows:,} rows per replica and step are too few for {num_micro or 1:,} micro-batches"
             return replace(mesh, refusal=refusal)
         plan = min(plans, key=_rank)
         if not plan.peak:

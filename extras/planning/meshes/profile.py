@@ -138,9 +138,9 @@ class Training:
         return lambda rows: alone.work(0, 0, True, rows) + alone.work(0, 0, False, rows) + update
 
     def cuts(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
-        """Returns the name of the first link of every stage except the first.
+        """Returns the name of the first layer of every stage except stage 0.
 
-        Links are divided so that the stages' costs are balanced.
+        The layers are divided so that the stages' costs are balanced.
         """
         stages = sizes.get("pipeline", 1) * options.get("virtual", 1)
         if stages == 1:

@@ -37,7 +37,7 @@ class PassBytes:
     """Forward or backward pass of one stage on one micro-batch.
 
     Attributes:
-        peaks: Peak memory by the setting `sharding`, without memory that other micro-batches hold.
+        peaks: Peak memory for each value of `sharding`, without memory that other micro-batches hold.
         kept: Bytes by which memory has grown after the pass; negative for a backward pass.
         messages: Communication inside the network, by axis.
     """

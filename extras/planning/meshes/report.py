@@ -27,7 +27,7 @@ class MeshPlan:
         peak: Peak bytes of tensors on the worker that needs most; 0 if it could not be planned.
         at_peak: Bytes of each part, such as "parameters", at the peak.
         exposed_seconds: Seconds per step in which workers only communicate.
-        bubble: Share of the time of the passes in which a worker of the pipeline waits.
+        bubble: Share of the passes' time that the pipeline's workers spend waiting.
         refusal: Reason why the mesh is not possible, or "".
     """
 
@@ -128,7 +128,7 @@ class ParallelismPlan:
             return f"{sentence}; no other mesh fits"
         other = others[0]
         gain = ", which gains too little" if other.step_seconds < chosen.step_seconds else ""
-        return f"{sentence}; the next, {other.name}, takes {show_seconds(other.step_seconds)}{gain}"
+        return f"{sentence}; the next mesh, {other.name}, takes {show_seconds(other.step_seconds)}{gain}"
 
     def of(self, **sizes: int) -> MeshPlan:
         """Returns the plan of a mesh, such as `plan.of(data=2, tensor=2)`.

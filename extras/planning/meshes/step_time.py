@@ -37,7 +37,7 @@ class StepTime:
     Attributes:
         total: Seconds of the whole step.
         exposed: Seconds in which ranks only communicate.
-        bubble: Share of the time of the passes in which a rank of a pipeline waits.
+        bubble: Share of the passes' time that the pipeline's ranks spend waiting.
     """
 
     total: float

@@ -1,6 +1,6 @@
 """Groups the values of a network's inputs into features.
 
-If a column has few numbers per row, each number is a feature, and numbers with one name are one feature.
+If a column has few numbers per row, each number is a feature, and numbers with the same name are one feature.
 Otherwise the whole column is one feature: its values, lengths and null mask are shuffled together.
 """
 

@@ -27,7 +27,7 @@ class ClassFindings:
             and rows of class 1 count as correct.
         roc: False and true positive rates, from the highest threshold to the lowest. None if there are more
             than two classes, or if all rows have the same class.
-        skipped: Number of rows that have no prediction, or a label that does not count.
+        skipped: Number of rows that have no prediction, or whose label is ignored or not finite.
         has_thresholds: Whether the predicted class was decided by the model's thresholds.
     """
 
@@ -76,8 +76,8 @@ class NumberFindings:
     Attributes:
         total_squares: Sum of the labels' squared differences from their mean.
         residual_edges, residual_counts: Histogram of prediction minus label.
-        bin_predicted, bin_true: Mean prediction and mean label in each bin; predictions are divided into bins
-            by size.
+        bin_predicted, bin_true: Mean prediction and mean label in each bin; quantiles of the predictions
+            separate the bins.
         sample: Prediction and label of randomly chosen numbers; (numbers, 2).
         skipped: Number of rows that have no prediction.
     """

@@ -68,14 +68,14 @@ def integrated_gradients(
     by_place = dict(zip(real, sums, strict=True))
     values = [_sum_of(by_place, feature) / rows for feature in explained]
     left_out = [feature.name for feature in features if feature not in explained]
-    note = f"Whole numbers are not explained: {', '.join(left_out[:10])}." if left_out else ""
+    note = f"Inputs of whole numbers are not explained: {', '.join(left_out[:10])}." if left_out else ""
     return Attribution(
         method="integrated_gradients",
         features=[feature.name for feature in explained],
         values=values,
         rows=rows,
         unit="mean absolute attribution",
-        note=f"Measured from the mean row. {note}".strip(),
+        note=f"Relative to the mean row. {note}".strip(),
     )
 
 
@@ -87,7 +87,7 @@ def _sum_of(by_place: Mapping[int, Array], feature: Feature) -> float:
 
 
 def _mean_row(array: Array) -> Array:
-    """Returns the mean of the known values of each number, 0 if no row has one."""
+    """Returns each number's mean over the rows that have a value; 0 if no row has a value."""
     known = ~np.isnan(array)
     counts = np.maximum(known.sum(axis=0, keepdims=True), 1)
     mean: Array = np.where(known, array, 0).sum(axis=0, keepdims=True) / counts

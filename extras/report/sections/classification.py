@@ -41,14 +41,14 @@ def _make(facts: Facts) -> Sequence[Block]:
         if found.roc is None:
             note = " The rows hold one class only, so there is no ROC curve."
     if found.skipped:
-        note += f" {found.skipped:,} rows without a prediction or a counted label are left out."
+        note += f" {found.skipped:,} rows with no prediction or with an ignored label are left out."
     if found.has_thresholds:
         note += " The model's thresholds choose the predicted class."
     names, matrix = _shown_matrix(found)
     caption = "Rows by true class and predicted class; the shade is the share of the true class."
     if len(names) < found.num_classes:
         caption += (
-            f" The {MOST_CLASSES} classes with most rows of {found.num_classes:,}; the rest is one class."
+            f" Shows the {MOST_CLASSES} largest of {found.num_classes:,} classes; the last entry is the rest."
         )
     blocks: list[Block] = [
         Cards(cards),
@@ -90,7 +90,7 @@ def _caption(found: ClassFindings) -> str:
 
 
 def _positive(found: ClassFindings, most: int | None = None) -> str:
-    """Returns the second of two classes with its name, shortened to `most` characters for a chart."""
+    """Returns a text for class 1 of two classes; shortens its name to `most` characters for a chart."""
     name = found.name(1) if most is None else plain(found.name(1), most)
     return f'class "{name}"' if found.names else f"class {name}"
 

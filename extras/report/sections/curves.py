@@ -49,11 +49,11 @@ def _make(facts: Facts) -> Sequence[Block]:
             "validation loss is measured at the end of the epoch."
         )
         if (count := len(run.history)) > MOST_POINTS:
-            caption += f" Each point is the mean of neighbours: {count:,} epochs, {MOST_POINTS} points."
+            caption += f" {count:,} epochs are drawn as {MOST_POINTS} points, each a mean of neighbours."
         blocks.append(Chart(draw_svg(lambda figure: draw_losses(figure, run), 3.4), caption))
     if run.steps:
         count = len(run.steps)
-        thinned = f"; {MOST_POINTS} points of {count:,} records" if count > MOST_POINTS else ""
+        thinned = f"; {count:,} records are drawn as {MOST_POINTS} points" if count > MOST_POINTS else ""
         caption = f"Mean loss over all ranks since the previous record{thinned}."
         blocks.append(Chart(draw_svg(lambda figure: _draw_steps(figure, run), 2.9), caption))
     losses = ("train_loss", "validation_loss")
@@ -127,7 +127,7 @@ def _finish(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _gaps(run: RunFacts) -> list[str]:
-    """Returns a sentence about each loss that has values that are not finite."""
+    """Returns a sentence for each loss with values that are not finite."""
     found = []
     for name, title in (("train_loss", "training loss"), ("validation_loss", "validation loss")):
         values = [r.value(name) for r in run.history if getattr(r, name) is not None]

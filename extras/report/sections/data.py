@@ -65,7 +65,7 @@ def _columns(data: DataFacts) -> Table:
             rows.append([*first, split, *map(show, numbers)])
             first = ["", "", ""]
     left_out = len(data.columns) - len(shown)
-    note = "Over finite values; all values of an array or vector together."
+    note = "Statistics of the finite values; an array or vector column counts all its values together."
     if left_out:
         note += (
             f" Shows {len(shown)} of {len(data.columns):,} columns, with missing or infinite values first."
@@ -75,12 +75,12 @@ def _columns(data: DataFacts) -> Table:
 
 
 def _uses(uses: Sequence[ColumnUse]) -> Table:
-    """Returns what became of each column of a table that the network was made for."""
+    """Returns a table of how an automatically chosen network uses each column of the DataFrame."""
     rows = [
         [shorten(use.column), use.type, show(use.distinct), f"{use.missing:.1%}", use.use, use.reason]
         for use in uses[:MOST_COLUMNS]
     ]
-    note = "What the network gets of each column of the table."
+    note = "How the network uses each column of the table."
     if len(uses) > MOST_COLUMNS:
         note += f" The first {MOST_COLUMNS} of {len(uses):,} columns."
     header = ["column of the table", "type", "values", "missing", "use", "why"]

@@ -40,7 +40,7 @@ def _make(facts: Facts) -> Sequence[Block]:
 def _listed(title: str, entries: Sequence[str]) -> Table:
     places = first_and_last(len(entries), MOST)
     left_out = len(entries) - len(places)
-    note = f"{left_out:,} of {len(entries):,} in between are not shown." if left_out else ""
+    note = f"{left_out:,} of {len(entries):,} entries, from the middle, are not shown." if left_out else ""
     rows = [[show(place + 1), shorten(entries[place], 600)] for place in places]
     return Table(["", title], rows, words=frozenset({0, 1}), note=note)
 

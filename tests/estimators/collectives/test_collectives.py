@@ -474,9 +474,7 @@ def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
     two = Member(rank=0, size=2, local_rank=0, local_size=1, host="10.77.0.9")
     _check_name(two)
     monkeypatch.setattr("horovod.__version__", "0.28.1")
-    with pytest.raises(
-        ValueError, match=rf"{name} {problem} on that host, which has the address 10.77.0.9; enter"
-    ):
+    with pytest.raises(ValueError, match=rf"{name} {problem} on the host with the address 10.77.0.9; add"):
         _check_name(two)
     _check_name(replace(two, local_size=2))
 

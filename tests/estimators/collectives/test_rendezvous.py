@@ -120,7 +120,7 @@ def test_a_thread_that_waits_delays_no_other(server: RendezvousServer) -> None:
         assert not waiting[0].done()
         # Closing a rank's connection ends the requests of its threads.
         first.close()
-        with pytest.raises(CollectiveError, match="rendezvous of rank 0 is gone"):
+        with pytest.raises(CollectiveError, match="rendezvous of rank 0 failed"):
             waiting[0].result()
 
 
@@ -247,7 +247,7 @@ def test_nothing_is_left_after_close(server: RendezvousServer) -> None:
     raw(server)
     server.close()
     assert is_closed(server, 1.0)
-    with pytest.raises(CollectiveError, match="rendezvous of rank 0 is gone"):
+    with pytest.raises(CollectiveError, match="rendezvous of rank 0 failed"):
         client.get("a")
     deadline = time.monotonic() + 10
     while (
@@ -280,7 +280,7 @@ def test_the_store_is_bounded_and_refuses_odd_requests() -> None:
     loop.close()
     assert not answers
     for message in (b"\0\0", struct.pack("!I", 2**31) + b"x"):
-        with pytest.raises(ValueError, match=r"a message ends|announced"):
+        with pytest.raises(ValueError, match=r"a message ends|bytes left for a string"):
             unpack(message)
 
 

@@ -166,7 +166,7 @@ def _receives_less(collective: Collective) -> str:
 def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
     _, message = run_ranks(2, "torch", _receives_less)
     assert message.startswith(
-        "rank 0 sends a tensor of 1 elements, rank 1 has one of 3; build the same model"
+        "rank 0 sends a tensor of 1 elements, but rank 1 expects 3 elements; build the same model"
     )
 
 
@@ -175,9 +175,9 @@ def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers()
     """The slots still hold earlier data of a peer."""
     for sizes, kinds in run_ranks(2, "torch", _differ):
         assert sizes.startswith(
-            "the ranks sum tensors of different sizes in bytes: 12 on rank 0, 20 on rank 1;"
+            "the ranks reduce tensors of different sizes, in bytes: 12 on rank 0, 20 on rank 1;"
         )
-        assert kinds.startswith("some ranks sum while others gather; build the same model")
+        assert kinds.startswith("some ranks reduce a tensor while other ranks gather one; build")
 
 
 def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
     spark: Any, monkeypatch: Any
 ) -> None:
     """On a cluster, each worker checks too, because its Horovod may differ from the driver's."""
-    sentence = "collective 'horovod' needs a Horovod that is built with NCCL, .* set collective='torch'"
+    sentence = "collective='horovod' needs a Horovod that is built with NCCL, .* set collective='torch'"
     with pytest.raises(ValueError, match=sentence):
         check_slots(spark, 1, use_gpu=True, collective="horovod")
     opened = HorovodCollective.open_rendezvous(Member(), b"secret")

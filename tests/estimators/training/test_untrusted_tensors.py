@@ -58,5 +58,5 @@ def test_weights_that_are_a_link_out_of_the_folder_are_refused(tmp_path: Path) -
     weights = tmp_path / "two" / "model.safetensors"
     weights.unlink()
     weights.symlink_to(tmp_path / "one" / "model.safetensors")
-    with pytest.raises(ValueError, match="is a link out of its folder"):
+    with pytest.raises(ValueError, match="is a link that leads out of its folder"):
         load_checkpoint(str(tmp_path / "two"), module)

@@ -74,7 +74,7 @@ def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, 
     limits = [None, Available(num_bytes=budget, source="here")]
     assert choose_parallelism(config, NOTHING, manifest, limits=limits).config == found
     with pytest.raises(
-        ValueError, match="parallelism='auto' found none: no mesh of 2 workers fits: the smallest"
+        ValueError, match="parallelism='auto' found no mesh: no mesh of 2 workers fits: the smallest"
     ):
         choose_parallelism(config, NOTHING, manifest, budget=1000)
 
@@ -141,7 +141,7 @@ def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
     config = _config(manifest, tmp_path, collective="horovod")
     choice = choose_parallelism(config, NOTHING, manifest, budget=1)
     assert choice.config == config
-    assert "no other mesh is possible, parallelism" in choice.explanation
+    assert "no other mesh is possible, because parallelism" in choice.explanation
     assert "'horovod' does not have" in choice.explanation
 
     class Looks(nn.Module):

@@ -182,5 +182,5 @@ def test_a_network_that_is_no_chain_is_refused() -> None:
             return self.layer(x)
 
     rows = (((8, 4), "float32"), ((8, 1), "float32"))
-    with pytest.raises(ValueError, match="a pipeline needs a chain"):
+    with pytest.raises(ValueError, match="a pipeline needs a chain of links"):
         plan_memory(Own(), rows, parallelism={"pipeline": 2}, numWorkers=2, collective="torch")

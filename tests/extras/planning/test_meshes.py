@@ -186,7 +186,7 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert AXIS_RULES["tensor"](*given, WIDTH) == ""
     assert "is too small for that many shards" in AXIS_RULES["tensor"](*given, WIDTH + 1)
     assert AXIS_RULES["pipeline"](*given, DEPTH + 1) == ""
-    assert "has 5 links for 6 stages" in AXIS_RULES["pipeline"](*given, DEPTH + 2)
+    assert "has 5 blocks, too few for 6 stages" in AXIS_RULES["pipeline"](*given, DEPTH + 2)
     assert "does not support parallelism's 'sequence'" in AXIS_RULES["sequence"](*given, 2)
     assert "has no experts" in AXIS_RULES["expert"](*given, 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
@@ -299,7 +299,7 @@ def test_only_a_clearly_faster_mesh_replaces_data_parallelism() -> None:
     [
         ({"workers": 0}, "workers must be a number of at least 1, got 0"),
         ({"workers": 2, "link": {"alpha": 1}}, "link must be a Link, or a dict of seconds per message"),
-        ({"workers": 2, "stepSeconds": {4: 1.0}}, "stepSeconds must hold the seconds of two numbers of rows"),
+        ({"workers": 2, "stepSeconds": {4: 1.0}}, "stepSeconds must map at least two numbers of rows"),
         ({"workers": 2, "coresPerHost": 0}, "coresPerHost must be at least 1, got 0"),
         ({"workers": 2, "repeats": 0}, "repeats must be at least 1, got 0"),
         ({"workers": 2, "gradientAccumulation": 0}, "gradientAccumulation must be at least 1"),

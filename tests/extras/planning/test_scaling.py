@@ -58,7 +58,7 @@ def test_more_times_than_unknowns_are_fitted_and_a_gain_is_no_exchange(form: str
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        ({1: 3.0}, "needs the times of two numbers of workers, got 1"),
+        ({1: 3.0}, "needs times for at least two numbers of workers, got 1"),
         ({1: 3.0, 0: 2.0}, "numbers of workers to times above 0, got 0: 2.0"),
         ({1: 3.0, 2: math.nan}, "got 2: nan"),
         ({True: 3.0, 2: 2.0}, "got True: 3.0"),

@@ -255,7 +255,7 @@ def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
     mesh = RankMesh.of(LocalCollective())
     options = Pipeline(schedule="interleaved", virtual=2, cuts=["2"], sequence_chunks=2)
     passes = build_pipeline(Between(adds=True).double(), mesh, options)
-    with pytest.raises(ValueError, match="'time_chunks' does not support layers that add to the loss"):
+    with pytest.raises(ValueError, match="sequence_chunks does not support layers that add to the loss"):
         passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
 
 
@@ -312,7 +312,7 @@ def _in_one_process(network: nn.Module) -> PipelinePasses:
 
 def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
     passes = _in_one_process(Pair(Along(), Added()))
-    with pytest.raises(ValueError, match="'time_chunks' does not support layers that add to the loss"):
+    with pytest.raises(ValueError, match="sequence_chunks does not support layers that add to the loss"):
         passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y), around=collect_reports)
 
 

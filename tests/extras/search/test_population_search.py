@@ -37,14 +37,14 @@ def table(spark: Any) -> Any:
     [
         (
             {"space": {"weightDecay": Uniform(0, 1)}},
-            "must hold learningRate, maxGradNorm, or .* got 'weightDecay'",
+            "may only hold learningRate, maxGradNorm, or .* got 'weightDecay'",
         ),
         ({"space": {"model.hidden": Choice([[4], [8]])}}, "change the shapes of the network's weights"),
         ({"space": lambda trial: {}}, "must be a dict from Params to ranges, got a callable"),
         ({"population": 1}, "population must be at least 2"),
         ({"quantile": 0.6}, "quantile must be above 0 and at most 0.5, got 0.6"),
         ({"perturbation": 1.0}, "perturbation must be above 1 and finite, got 1.0"),
-        ({"estimator": {"keep": "best"}}, "leave patience unset and keep at 'last'"),
+        ({"estimator": {"keep": "best"}}, "must keep it; set keep='last' and leave patience unset"),
         ({"estimator": {"optimizer": torch.optim.SGD}}, "the optimizer's factory sets"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_failed_member_is_replaced_and_an_evaluator_judges(table: Any, tmp_pat
     assert set(second["copied_from"].astype(int)) <= well
     assert model.bestParams == {"learningRate": 0.1}
     hopeless = search.copy({search.space: {"learningRate": Choice([1e30])}})
-    with pytest.raises(RuntimeError, match="all members of the population failed in round 0; the last one: "):
+    with pytest.raises(RuntimeError, match="all members of the population failed in round 0; the last error"):
         hopeless.fit(table)
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["run"]
 

@@ -190,7 +190,7 @@ def test_no_pruner_is_no_pruning_and_not_the_default() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Uniform(2, 1), "Uniform runs from low to high, got low 2 and high 1"),
+        (lambda: Uniform(2, 1), "low of Uniform must not exceed high, got low 2 and high 1"),
         (lambda: Uniform(0, 1, log=True), "low of Uniform must be above 0 with log=True"),
         (lambda: IntRange(1, 8, log=True, step=2), "takes log or step, not both"),
         (lambda: IntRange(0.5, 2), "low of IntRange must be a whole number, got 0.5"),  # type: ignore[arg-type]

@@ -336,7 +336,7 @@ def test_columns_that_spark_reads_as_other_types_than_arrow_are_refused(spark: A
     spark.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
     try:
         listing = list_parquet(spark, str(tmp_path))
-        with pytest.raises(ValueError, match=r"holds column 'time' as timestamp\[ns\], but Spark as bigint"):
+        with pytest.raises(ValueError, match=r"'time' as timestamp\[ns\], but Spark reads it as bigint"):
             manifest_of(spark, listing)
         assert manifest_of(spark, listing, ["id"]).num_rows == 3
     finally:

@@ -33,7 +33,7 @@ COLUMNS = [
     R("fit: kind of another type", lambda p: p.fit(columns={"features": Vocabulary()}),
       "'features' has type .* Vocabulary is for strings", "; "),
     R("fit: binary feature", lambda p: p.fit(inputCols=["bytes"]),
-      "'bytes' has type binary", "have fit decode it"),
+      "'bytes' has type binary", "in fit, set columns="),
     R("fit: bytes that are no image", lambda p: p.fit(featuresCol="bytes", columns={"bytes": Image(4, 4)}),
       r"'bytes' holds 1 bytes that .*no format that Pillow knows\), in row 0 ", "handleInvalid='skip'"),
     R("fit: images in numbers", lambda p: p.fit(columns={"features": Image(4, 4)}),

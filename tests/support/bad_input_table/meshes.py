@@ -117,7 +117,7 @@ MESHES = [
       r"needs all of its workers, but minWorkers \(1\)", "leave minWorkers unset"),
     R("mesh: planned, and none fits",
       lambda p: p.train(model=DEEP, numWorkers=2, parallelism="auto", memoryBudget=10),
-      "'auto' found none: no mesh of 2 workers fits", "give more workers or memory"),
+      "'auto' found no mesh: no mesh of 2 workers fits", "give more workers or memory"),
 ]
 # fmt: on
 
