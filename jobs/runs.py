@@ -4,8 +4,8 @@
     ringspark runs show /data/runs/one
     ringspark runs remove /data/runs/one
 
-A path without a scheme is on this machine. `ringspark shards runs` removes what fits without `runUri` have
-left behind.
+A path without a scheme is on this machine. `ringspark shards runs` removes the run folders that
+`fit` left behind when it had no `runUri`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lists, describes, verifies and removes shards, shard caches, and runs that fits left behind.
+"""Lists, describes, verifies and removes shards, shard caches, and runs that `fit` left behind.
 
     python -m ringspark.jobs.shards list /data/cache
     python -m ringspark.jobs.shards describe /data/shards
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("list", "root", "show the entries of a cache"),
         ("describe", "uri", "show splits, columns and ranges of shards"),
         ("verify", "uri", "check that every file exists and has the rows that the manifest lists"),
-        ("runs", "root", "show the runs that fits left behind: hours since the last change, state, size"),
+        ("runs", "root", "show runs that calls of fit left behind: hours since the last change, state, size"),
         ("remove", "root", "remove an entry of a cache, or all"),
     ):
         added = commands.add_parser(
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         if args.remove_older_than is None and args.finished:
             raise ValueError("--finished needs --remove-older-than HOURS")
         if args.remove_older_than is None:
-            _print_runs(args.root, list_runs(args.root), "there")
+            _print_runs(args.root, list_runs(args.root), "found")
         else:
             removed = remove_runs(args.root, args.remove_older_than, finished=args.finished)
             _print_runs(args.root, removed, "removed")

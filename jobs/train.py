@@ -70,7 +70,7 @@ def build_parser() -> cli.JobParser:
     recovery_group.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
-        help="resume the run of that folder, or start again; default: refuse an unfinished run",
+        help="resume the run in the folder of --run, or start again; default: refuse an unfinished run",
     )
     for setting, default in RECOVERY:
         cli.add_setting(recovery_group, setting, default)

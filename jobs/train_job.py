@@ -150,8 +150,8 @@ def _wants_table(file: JobFile, job: TrainJob, estimator: Any) -> bool:
         rows = "shards" if job.data.shards is not None else "Delta tables with inPlace"
         raise file.error(
             ("data",),
-            f"data: {rows} need params.model, because a network for a table is made from rows that Spark "
-            "reads; set params.model, or give the rows as a table or as files",
+            f"data: with {rows}, set params.model, because a network for a table is made from rows Spark "
+            "reads; or give the rows as a table or as files",
         )
     return True
 

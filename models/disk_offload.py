@@ -134,11 +134,11 @@ class _Barred:
 
 
 class _BarredTensor(_Barred, torch.Tensor):
-    """A buffer on `meta`."""
+    """A buffer on `meta` that raises an error when used."""
 
 
 class _BarredParameter(_Barred, nn.Parameter):
-    """A parameter on `meta`."""
+    """A parameter on `meta` that raises an error when used."""
 
 
 class _Prefetcher:

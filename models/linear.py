@@ -9,7 +9,7 @@ from ringspark.models.checks import check_sizes
 class Linear(nn.Module):
     """One affine map: (batch, in_features) -> (batch, out_features).
 
-    The loss decides between linear regression and, with cross entropy on its outputs as logits, logistic
+    With a squared loss it is linear regression. With cross entropy on the outputs as logits, it is logistic
     regression.
     """
 

@@ -145,7 +145,7 @@ def _lstm(
 def _embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Runs an embedding bag after checking its offsets, which torch's operator (2.13) does not always do."""
+    """Runs an embedding bag after checking its offsets. Torch's operator (2.13) may not check them."""
     if offsets.device.type == "cpu" and offsets.numel():
         ends = torch.cat([offsets, offsets.new_tensor([len(indices)])])
         if ends[0] < 0 or (ends.diff() < 0).any():

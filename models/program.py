@@ -148,7 +148,7 @@ class Program(nn.Module):
 class _Values(dict[int, Any]):
     """Values by index.
 
-    Each use of one of the program's tensors looks it up again, so disk offload can drop it.
+    Each use of a program's tensor looks the tensor up again, so disk offload can drop it between uses.
     """
 
     def __init__(self, program: Program) -> None:

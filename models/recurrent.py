@@ -51,8 +51,8 @@ class Recurrent(nn.Module):
         dim: Width of the embeddings of ids; None means `hidden`.
         depth: Number of layers.
         kind: A name in `CELLS`.
-        pool: What the head gets of the outputs: "last" for the last time step of the row, or "mean" for the
-            mean over time steps. Padding is left out.
+        pool: Input of the head: "last" for the outputs of the row's last time step, or "mean" for the mean
+            over time steps. Padding is left out.
         dropout: Dropout probability on the outputs of every layer except the last.
         padding_id: Token id that pads the end of rows. Not used if `forward` gets a mask.
 
@@ -87,7 +87,7 @@ class Recurrent(nn.Module):
         check_choice("pool", pool, POOLS)
         check_dropout("dropout", dropout)
         if padding_id is not None and not 0 <= padding_id < (vocab_size or 0):
-            raise ValueError(f"padding_id must be one of vocab_size's ids, got {padding_id}")
+            raise ValueError(f"padding_id needs vocab_size and must be below it, got {padding_id}")
         self.pool, self.padding_id = pool, padding_id
         self.tokens = None if vocab_size is None else nn.Embedding(vocab_size, dim or hidden)
         width = (dim or hidden) if in_features is None else in_features

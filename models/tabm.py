@@ -112,9 +112,9 @@ class TabM(nn.Module):
 
     Args:
         edges: See `NumberEmbedding`; one entry per number.
-        cardinalities: Number of ids of each category; id 0 stands for a category that the training lacks.
+        cardinalities: Number of ids of each category; id 0 stands for categories not in training rows.
         out_features: Outputs per row: classes, or one for a regression.
-        members: Number of members.
+        members: Number of networks.
         width: Width of each hidden layer.
         depth: Number of hidden layers.
         number_width: Width of a number's embedding.

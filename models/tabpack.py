@@ -127,7 +127,7 @@ class TabPack(nn.Module):
 
     Args:
         edges: For each number, the ascending edges of its bins: at least two.
-        cardinalities: Number of ids of each category; id 0 stands for a category that the training lacks.
+        cardinalities: Number of ids of each category; id 0 stands for categories not in training rows.
         out_features: Outputs per row: classes, or one for a regression.
         dropouts: For each member, the probability of zeroing a hidden unit in training.
         rates: For each member, a factor of the learning rate, above 0.

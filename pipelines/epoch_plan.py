@@ -1,4 +1,4 @@
-"""Plans which rows every shard reads in every step of an epoch, without files or a clock.
+"""Plans which rows every shard reads in every step of an epoch. The plan depends only on its arguments.
 
 Row groups are shuffled by (seed, epoch), and the rows of a group by (seed, epoch, group). This gives the
 epoch's sequence of rows. The module `shuffle` distributes it over batches and shards:
@@ -292,7 +292,7 @@ def _row_counts(row_groups: Sequence[int] | Int64Array) -> Int64Array:
         raise ValueError(f"row_groups must have fewer than 2**40 rows each, got {counts.max()}")
     # Floats do not overflow; the limit, half of int64's range, leaves room for their error.
     if counts.sum(dtype=np.float64) >= 2.0**62:
-        raise ValueError("row_groups must have fewer than 2**62 rows together")
+        raise ValueError("row_groups must have fewer than 2**62 rows in total")
     if counts.flags.writeable:
         counts = counts.astype(np.int64)  # copies, because the caller may change the array later
     return _read_only(counts.astype(np.int64, copy=False))

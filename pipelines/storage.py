@@ -283,7 +283,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
     other stores (HDFS) the old file is removed before the new one is renamed.
 
     Args:
-        durable: Whether the file must survive a crash of the machine. False saves the flush to the local
+        durable: Whether the file must survive a crash of the machine. False skips the flush to the local
             disk.
 
     Raises:
@@ -372,7 +372,7 @@ def check_writable(uri: str) -> None:
         with open_file(probe, "wb") as file:
             file.write(b"ringspark")
         if read_bytes(probe) != b"ringspark":
-            raise OSError("the probe file read back differently")
+            raise OSError("the test file had other content when it was read")
         remove(probe)
         if not existed and is_local(uri):
             # Another writer may have written there meanwhile.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ringspark.pipelines.reuse.source_files import FileState, path_states
 
-TABLE_REMEDY = "a table must not change while it is read: train again, or on shards of write_shards"
+TABLE_REMEDY = "do not change a table while it is read; train again, or train on shards from write_shards"
 
 Number = bool | int | float
 

@@ -1,4 +1,4 @@
-"""Decides what a network gets of each column of a table, by the statistics of `table_statistics`."""
+"""Decides how each column of a table becomes network input, from the statistics of `table_statistics`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _FAR = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnUse:
-    """What became of one column.
+    """How a plan uses one column.
 
     Attributes:
-        column: Name of the column, with the fields inside it.
+        column: Name of the column, such as `column.field[3]`.
         type: Spark type.
         distinct: Approximate number of different values; None if not counted.
         missing: Share of the training rows without a value.
-        use: What the network gets; "left out" for nothing.
-        reason: Why.
+        use: Form in which the network gets the column, or "left out".
+        reason: Details of the use, or why the column is left out.
         leaks: Whether the column alone predicts the label almost perfectly.
     """
 
@@ -71,14 +71,14 @@ class ColumnUse:
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """What a network gets of a table.
+    """How the columns of a table become network input.
 
     Attributes:
-        kind: Numbers and ids of each row.
+        kind: Column type that makes the numbers and ids of each row.
         edges: For each number, the ascending edges of its bins, in the standardized unit.
-        uses: What became of every column.
+        uses: How the plan uses each column.
         rows: Number of training rows.
-        outputs: The network's arguments that the label decides.
+        outputs: Arguments of the network that depend on the label.
         asked: What the user asked for: task, label and columns.
     """
 
@@ -113,7 +113,7 @@ class TablePlan:
 
 @dataclass
 class _Choice:
-    """What the network gets of one leaf."""
+    """How the plan uses one leaf; see `ColumnUse`."""
 
     use: str
     reason: str
@@ -125,11 +125,11 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     """Returns the plan for the columns `names` of a DataFrame. Runs a few Spark jobs.
 
     Args:
-        held: Whether a row is held out; the plan uses only the other rows.
+        held: Whether a row is held out. Held-out rows only confirm that a number is an id.
         target: The label as a number of mean 0 and variance 1.
 
     Raises:
-        ValueError: The table has no rows, or no column of use.
+        ValueError: There are no training rows, no held-out rows, or no useful columns.
     """
     zone = str(frame.sparkSession.conf.get("spark.sql.session.timeZone"))
     refused: dict[str, tuple[str, str]] = {}
@@ -137,8 +137,8 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     rows, rows_held, measures = measure(frame, leaves, held, target)
     if not rows or not rows_held:
         raise ValueError(
-            f"of the {rows + rows_held} rows of the table, {rows} are to train on and {rows_held} are held "
-            "out; give more rows, or another validationFraction or validationIndicatorCol"
+            f"the table has {rows + rows_held} rows, {rows} to train on and {rows_held} held out; "
+            "both need rows; give more rows, or another validationFraction or validationIndicatorCol"
         )
     count_values(frame, leaves, measures, rows + rows_held, held, target)
     uses = [
@@ -195,7 +195,7 @@ def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
     if leaf.family == "calendar":
         return _choose_date(measured, place, standard, edges)
     if measured.is_beyond:
-        return _Choice("left out", "every held-out row lies above all training rows")
+        return _Choice("left out", "every held-out value lies above all training values")
     column, bins = TableColumn(**standard, **place), f"{len(edges) - 1} bins"
     if _is_id_in_disguise(measured):
         levels = tuple(sorted(float(value) for value in measured.repeats(2)))
@@ -255,7 +255,7 @@ def _is_id_in_disguise(measured: Measure) -> bool:
 
 
 def _standard(measured: Measure) -> tuple[float, float]:
-    """Returns the median, and the spread that a normal distribution with these quantiles would have."""
+    """Returns the median, and the standard deviation of a normal distribution with these quantiles."""
     q: NumpyArray = np.array(measured.quantiles)
     spread = float(np.interp(0.9, QUANTILES, q) - np.interp(0.1, QUANTILES, q)) / 2.563
     spread = spread or float(np.std(q)) or float(measured.high - measured.low) or 1.0
@@ -272,7 +272,7 @@ def _clip(measured: Measure) -> tuple[float, float]:
 
 
 def _edges(measured: Measure, center: float, scale: float, low: float, high: float) -> list[float]:
-    """Returns the edges of a number's bins: quantiles, or the middles between its values if they are few."""
+    """Returns the edges of a number's bins: quantiles, or midpoints between its values if there are few."""
     values = sorted(float(value) for value in measured.values)
     if values and len(values) <= BINS and measured.distinct <= BINS:
         points: NumpyArray = np.array(values)

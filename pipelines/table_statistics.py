@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 1_024
 MAX_VALUES = 20_000
-"""Most frequent values of one column that are counted."""
+"""Largest number of values per column whose counts are kept, the most frequent values first."""
 
 FOLDS = 5
 QUANTILES = tuple(np.linspace(0.0, 1.0, 129).tolist())
 TAILS = (0.0005, 0.002, 0.005, 0.01, 0.02)
-"""Shares of the rows in the tails of a column."""
+"""Shares of the rows in a tail, at which quantiles are measured on both sides of a column."""
 
 # Bounds the values that the driver receives, and the pairs of row and column that are counted.
 _MAX_COLLECTED, _MAX_PAIRS = 1_000_000, 30_000_000
@@ -70,10 +70,10 @@ class Measure:
     """Statistics of one leaf over the training rows.
 
     Attributes:
-        count: Rows with a value; numbers must be finite.
-        quantiles: At the shares `QUANTILES`.
+        count: Number of rows with a value; NaN and infinite numbers do not count.
+        quantiles: Quantiles at the shares `QUANTILES`.
         tails: Quantiles at the shares `TAILS`, then at 1 minus them.
-        correlation: With the target.
+        correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
         values: Value -> its rows and its sum of the target, by fold, then held out: (2, FOLDS + 1).
     """
@@ -91,14 +91,15 @@ class Measure:
     values: dict[str, NumpyArray] = field(default_factory=dict)
 
     def repeats(self, least: int) -> list[str]:
-        """Returns the values that at least this many counted rows have."""
+        """Returns the values that occur in at least `least` of the counted rows."""
         return [value for value, sums in self.values.items() if sums[0, :FOLDS].sum() >= least]
 
     def explained(self, groups: Sequence[int] | None = None) -> float:
-        """Returns the share of the target's variance that the mean of equal values explains in other rows.
+        """Returns the share of the target's variance that the column's value explains.
 
-        Each row is predicted by the rows of other folds (Micci-Barreca 2001), shrunk as if there were five
-        rows more with the overall mean. `groups` joins the values with the same number.
+        Each row is predicted by the mean target of equal values in other folds (Micci-Barreca 2001), as if
+        there were five more rows with the overall mean. `groups` has a number per value; values with the same
+        number count as equal.
         """
         if not self.values:
             return 0.0
@@ -134,7 +135,7 @@ class Measure:
 def find_leaves(
     frame: DataFrame, names: Iterable[str], refused: dict[str, tuple[str, str]]
 ) -> Iterator[Leaf]:
-    """Yields the values of the columns; adds useless columns to `refused`, as name -> type and reason."""
+    """Yields the leaves of the columns; adds columns without any to `refused`, as name -> (type, reason)."""
     from pyspark.sql import functions as F
 
     for name in names:
@@ -184,7 +185,7 @@ def _items_of(
     size = F.when(array.isNotNull(), F.size(array))
     low, high = frame.agg(F.min(size), F.max(size)).head() or (None, None)
     if not high or low != high or high > MAX_ITEMS:
-        reason = f"rows hold {low} to {high} numbers, and only equal lengths from 1 to {MAX_ITEMS} are taken"
+        reason = f"rows hold {low} to {high} numbers; all rows must hold equally many, at most {MAX_ITEMS}"
         refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
         return
     for item in range(high):
@@ -332,5 +333,5 @@ def count_values(
 
 
 def is_unique(measured: Measure) -> bool:
-    """Whether almost every row has a different value, which says nothing about other rows."""
+    """Whether almost every row has its own value, so that values say nothing about other rows."""
     return measured.count > 100 and measured.distinct > 0.9 * measured.count

@@ -1,6 +1,6 @@
 """Reads untrusted JSON into a dataclass; raises ValueError unless every field has its declared type.
 
-A nested dataclass is read by its method `from_values` if it has one, otherwise like the outer one.
+A nested dataclass is read by its method `from_values` if it has one, otherwise like the outer dataclass.
 """
 
 from __future__ import annotations

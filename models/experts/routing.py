@@ -191,7 +191,7 @@ def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
 
 
 def _queue(values: torch.Tensor, in_order: bool) -> torch.Tensor:
-    """Flattens (batch, seq, choices) to (batch, seq * choices), in the order of claims to capacity."""
+    """Flattens (batch, seq, choices) to (batch, seq * choices), in the order that choices get capacity."""
     return (values if in_order else values.transpose(1, 2)).flatten(1)
 
 

@@ -36,8 +36,7 @@ class Footer:
         types: Arrow type of each column, as text; "" if the file does not have the column.
         num_bytes: Bytes of these columns in memory, per row group. For strings this is a lower bound.
         list_bytes: Bytes of the lists among these columns in memory, per row group.
-        cuts: For each row group, whether it is known which rows each page holds, so that the row group can be
-            split.
+        cuts: For each row group, whether it can be split, because the rows of each page are known.
         rebase: Calendar of each column's dates and timestamps: "LEGACY" (Julian), "CORRECTED" (Gregorian), or
             the name of the Spark setting that determines it.
         problem: Reason why the file cannot be read, or "".

@@ -323,8 +323,8 @@ def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
     given = listing.folder_columns.get(validation_col)
     if given is None:
         raise ValueError(
-            f"validationIndicatorCol {validation_col!r} is a column of the files, but an external table "
-            "holds out whole files; name a partition column, or write the table with write_shards"
+            f"validationIndicatorCol {validation_col!r} is a column of the files, but validation rows of "
+            "an external table are whole files; name a partition column, or write the table with write_shards"
         )
     values = given.to_pylist()
     if other := sorted({str(value) for value in values if value not in (0, 1)}):

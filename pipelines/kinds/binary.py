@@ -119,8 +119,8 @@ class Binary(Kind):
             channels = self.shape[2] if len(self.shape) == 3 else 1
             if len(self.shape) not in (2, 3) or channels not in (1, 3, 4) or self.dtype != "uint8":
                 raise ValueError(
-                    "an image has shape (height, width) or (height, width, channels), with 1, 3 or 4 "
-                    f"channels, and dtype uint8, got {self.shape} of {self.dtype}"
+                    "Binary('image') needs shape (height, width) or (height, width, channels), with 1, 3 "
+                    f"or 4 channels, and dtype uint8, got {self.shape} of {self.dtype}"
                 )
 
     def adopt(self, name: str, data_type: DataType) -> Self:

@@ -2,7 +2,7 @@
 
 The source is a struct of the table's columns. Python computes every number from it, in the write and in
 `transform` alike: standardized values, the calendar of dates, and the ids of strings. A missing number is
-NaN, and the network learns what it means. Id 0 of a category stands for strings that the training lacks.
+NaN, and the network learns what it means. Id 0 of a category stands for strings that training rows lack.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TableColumn:
             of a string. "calendar": a trend, which is a standardized number, and cyclic parts of the date.
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
-        type: Spark type that the column must have; any numeric type stands for all of them.
+        type: Spark type that the column must have. If it is numeric, every numeric type is accepted.
         zone: Time zone for the local time of a timestamp; empty for other types.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
@@ -313,7 +313,7 @@ def _field(data_type: DataType, name: str) -> Any:
 
 
 def _doubles(values: Any) -> NumpyArray:
-    """Returns float64 with NaN for nulls and infinities kept."""
+    """Converts to float64. Nulls become NaN; infinities stay."""
     return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
 
 

@@ -29,7 +29,7 @@ def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
 
     Raises:
         OSError: A file cannot be reached.
-        ValueError: The store reports nothing about a file that changes with its content.
+        ValueError: The store reports neither a checksum nor a time nor a version of a file.
     """
     return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
 

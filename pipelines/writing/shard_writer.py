@@ -258,7 +258,7 @@ class PartitionWriter:
             if not problems:
                 continue
             row, why = next(iter(problems.items()))
-            place = f"row {self._rows - rows + row} (from 0) of partition {self._number}"
+            place = f"row {self._rows - rows + row} (counted from 0) of partition {self._number}"
             if self._plan.handle_invalid[index] != "skip":
                 # A null may have a meaning, so "keep" keeps it; unreadable bytes have none.
                 self._refuse(

@@ -3,8 +3,7 @@
 Each search samples its grid in a seeded order until it has used `--seconds`. It starts with the recipe of
 jobs/recipes.py. The search that has used less time runs next. A recipe trains on months 1 to 8, and its score
 is the ROC AUC of month 9. Only one member of the network's ensemble trains, so that more recipes can run.
-Boosting is scored after every 50 iterations of one training. The test months are not read; the benchmark
-`seeds` evaluates the chosen recipes.
+Boosting is scored after every 50 iterations of one training. The test months are not read.
 
     OMP_NUM_THREADS=1 make bench ARGS="flights_tuning"
 """

@@ -56,7 +56,7 @@ def feature_sizes(root: Path) -> tuple[list[int], int]:
 
 
 def flights_job(root: Path, sizes: tuple[list[int], int], recipe: recipes.NetworkRecipe, members: int) -> Job:
-    """Returns the network and the settings of jobs/train.py with this recipe."""
+    """Returns a training of embeddings and an MLP on the encoded flights with this recipe."""
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     spec = recipe.spec(members, *sizes)

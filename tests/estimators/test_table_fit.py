@@ -191,7 +191,7 @@ def test_the_newest_rows_are_held_out(table: Any) -> None:
     assert model.summary.rows == 2 * 300
     uses = model.summary.columns.set_index("column")
     # The trend of a time says nothing about later rows.
-    assert uses.loc["when", "reason"] == "every held-out row lies above all training rows"
+    assert uses.loc["when", "reason"] == "every held-out value lies above all training values"
     assert uses.loc["day", "reason"] == "weekday, monthday, yearday"
 
 

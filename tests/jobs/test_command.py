@@ -324,7 +324,7 @@ def test_rows_that_spark_does_not_read_need_a_model(
     job.write_text(TABLE_JOB.format(folder=tmp_path, source=source))
     for name in ("train", "plan"):
         assert command.main([name, str(job)]) == 2
-        assert f"job.yaml, line 2: data: {what} need params.model, because" in capsys.readouterr().err
+        assert f"job.yaml, line 2: data: with {what}, set params.model, because" in capsys.readouterr().err
 
 
 @pytest.mark.slow

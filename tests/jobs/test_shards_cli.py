@@ -84,7 +84,7 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     first, second, total = capsys.readouterr().out.splitlines()
     assert first.endswith(f" h  unfinished  2 bytes  {tmp_path}/run-0123456789ab")
     assert second.endswith(f"     0.0 h  unfinished  2 bytes  {tmp_path}/run-ba9876543210")
-    assert total == f"shards: 2 runs and shards, 4 bytes there in {tmp_path}"
+    assert total == f"shards: 2 runs and shards, 4 bytes found in {tmp_path}"
     assert run("runs", str(tmp_path), "--remove-older-than", "24") == 0
     assert f"shards: 1 runs and shards, 2 bytes removed in {tmp_path}\n" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["run-ba9876543210"]

@@ -261,7 +261,7 @@ def test_broken_and_missing_images_are_refused_left_out_or_kept(
         write_shards(df.where("id < 2"), str(tmp_path / "s"), columns=columns)
     for handling in ("error", "keep"):
         with pytest.raises(
-            ValueError, match=r"^column 'content' holds \d+ bytes .* in row 1 \(from 0\) of pa"
+            ValueError, match=r"^column 'content' holds \d+ bytes .* in row 1 \(counted from 0\) of pa"
         ):
             write_shards(df.where("id != 1"), str(tmp_path / "s"), columns=columns, handle_invalid=handling)
     assert not (tmp_path / "s").exists()

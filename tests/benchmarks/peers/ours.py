@@ -50,7 +50,7 @@ def network(entry: contest.Entry) -> contest.Figures:
 
 
 def flights(entry: contest.Entry) -> contest.Figures:
-    """Trains three networks with the recipe of jobs/recipes.py, as jobs/train.py does."""
+    """Trains three networks with the recipe of jobs/recipes.py."""
     collective, reader = entry.variant.split("+")
     sizes = json.loads(Path(entry.flights, "sizes.json").read_text())
     estimator = TorchClassifier(
