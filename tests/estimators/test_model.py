@@ -198,7 +198,7 @@ def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw: Any, pairs:
     assert (ids.numFeatures, ids.predict([3.0])) == (1, 6.0)
     for features, message in (
         ([0.5], "held whole numbers in the training"),
-        ([1.0, 2.0], r"needs the 1 numbers of a row of 'id', got shape \(2,\)"),
+        ([1.0, 2.0], r"needs the 1 numbers of one row of column 'id', got an array of shape \(2,\)"),
         ([float("nan")], "a vector of numbers without null and NaN"),
         ([None], "a vector of numbers without null and NaN"),
     ):
@@ -643,7 +643,7 @@ def test_too_long_a_row_to_pad_is_refused(raw: Any, tmp_path: Path) -> None:
     manifest = write_shards(raw.select("id", "tokens"), str(tmp_path / "s"), columns={"tokens": Padded()})
     model = make(TorchModel, Echo(), tmp_path, [(4,)], manifest, inputCols=["tokens"])
     longer = raw.selectExpr("id", "concat(tokens, tokens) as tokens")
-    with pytest.raises(Exception, match=r"'tokens' has an array of [68] elements, .* shorten it"):
+    with pytest.raises(Exception, match=r"'tokens' has an array of [68] elements, .* shorten the array"):
         model.transform(longer).collect()
 
 

@@ -339,7 +339,7 @@ def test_more_rows_than_can_be_counted_are_refused() -> None:
     with pytest.raises(ValueError, match=r"fewer than 2\*\*40 rows each, got 18446744073709551615"):
         plan_epoch(np.asarray([2**64 - 1], dtype=np.uint64), num_shards=1, batch_size=1, epoch=0, seed=0)
     many = np.broadcast_to(np.int64(2**40 - 1), 2**23)  # would be negative in int64
-    with pytest.raises(ValueError, match=r"fewer than 2\*\*62 rows together"):
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*62 rows in total"):
         plan_epoch(many, num_shards=1, batch_size=1, epoch=0, seed=0)
 
 

@@ -317,7 +317,7 @@ def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
 
 
 def test_values_without_time_are_refused_where_they_come_from() -> None:
-    with pytest.raises(ValueError, match=r"with 2 times, .*, got shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"with 2 time steps, .*, got shape \(2, 3\)"):
         _in_one_process(Pair(Along(sums=True), Along())).train(
             [(torch.ones(2, 4, 3),)], lambda y, _: _loss(y)
         )

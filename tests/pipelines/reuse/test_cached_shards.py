@@ -290,7 +290,7 @@ def _udf_named_like_a_function(df: Any) -> Any:
 NEVER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rand": (lambda df: df.selectExpr("id", "rand() as r"), "calls 'rand'"),
     "seeded": (lambda df: df.selectExpr("id", "rand(7) as r"), "calls 'rand'"),
-    "sample": (lambda df: df.sample(0.9, seed=3), "it samples"),
+    "sample": (lambda df: df.sample(0.9, seed=3), "it takes a sample"),
     "clock": (
         lambda df: df.selectExpr("id", "unix_timestamp(current_timestamp()) as t"),
         "calls 'current_timestamp'",
