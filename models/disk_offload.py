@@ -128,8 +128,9 @@ class _Barred:
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
         raise ValueError(
-            "the network uses a weight from a list or a plain attribute, but inferenceOffload='disk' reads a "
-            "weight only through its module's attribute; set inferenceOffload='none', or use that attribute"
+            "forward uses a weight that it took from a list or variable, but inferenceOffload='disk' loads a "
+            "weight when forward reads it from its module, as in self.weight; do so, or set "
+            "inferenceOffload='none'"
         )
 
 

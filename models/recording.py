@@ -229,7 +229,9 @@ def _compare(
         for one, other in zip(found, expected, strict=True):
             if not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
                 shape = " of length ".join(map(str, (f"{size[0]} rows", *size[1:])))
-                raise NoProgramError(f"its trace computes different results for {shape}")
+                raise NoProgramError(
+                    f"the traced network and the network itself return different results for {shape}"
+                )
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:

@@ -235,9 +235,10 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
 def _meet(
     client: RendezvousClient, member: Member, stack: ExitStack, timeout: float
 ) -> tuple[socket.socket | None, bytes]:
-    """Returns rank 0's listener, or another rank's connection to it, and a token that only the ranks know.
+    """Returns a socket and a token that only the ranks know.
 
-    The socket may be None: containers may share an address but not a network namespace.
+    On rank 0 the socket listens. On another rank it is connected to rank 0, or None if that failed:
+    containers may share an address but not a network namespace.
     """
     if member.rank == 0:
         door, token = open_listener(stack), secrets.token_bytes(TOKEN_BYTES)

@@ -41,7 +41,11 @@ class Results(ABC):
 
     @abstractmethod
     def arrays(self, outputs: Array) -> list[Array]:
-        """Returns the columns' numbers, (rows,) or (rows, numbers per row), from (rows, outputs) float64."""
+        """Returns an array per result column, (rows,) or (rows, width), from the outputs of the network.
+
+        Args:
+            outputs: (rows, outputs) float64.
+        """
 
     @property
     def spark_type(self) -> DataType:

@@ -119,7 +119,7 @@ def _count(spark: SparkSession, conf: Mapping[str, str], task_cpus: int | None) 
 
 
 def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | None:
-    """Returns the cores of all executors on any cluster manager; None if the conf sets another value."""
+    """Returns Spark's default parallelism, the cores of all executors; None if the conf sets it."""
     if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
         return None
     # Reading the plan starts no job.

@@ -26,7 +26,7 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest weighted sum of the parts' bytes, and the weighted bytes of each part at that moment."""
+    """Peak of the memory in bytes, and how it splits into parts, such as weights, at that moment."""
 
     total: int
     parts: dict[str, int]

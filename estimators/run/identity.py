@@ -35,7 +35,7 @@ _RELATIVE_TOLERANCE = 1e-6
 
 
 def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, Any]:
-    """Returns the identity of a run as JSON, by the names that a user knows."""
+    """Returns the settings and data that identify a run: name of the Param -> JSON value."""
     settings = {
         _NAMES.get(f.name, f.name): getattr(config, f.name)
         for f in fields(config)

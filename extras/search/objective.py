@@ -73,7 +73,10 @@ class Objective:
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:
-        """Negates `monitor` if its better direction is not the objective's; a second call undoes this."""
+        """Negates a value of `monitor` if smaller is better for it and not for the objective, or vice versa.
+
+        Turning the result again returns `value`.
+        """
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 
     def of_trial(self, model: Any) -> float:

@@ -153,9 +153,9 @@ def _options(df: DataFrame) -> tuple[str, ...]:
 
 
 def explain(df: DataFrame) -> tuple[str, str]:
-    """Returns the output of EXPLAIN EXTENDED and EXPLAIN COST for `df`, with complete lists.
+    """Returns the output of EXPLAIN EXTENDED and EXPLAIN COST for `df`, without shortened lists.
 
-    `df.explain` would print to the stdout of all threads. Its plan may be older than a `cache()` call.
+    `df.explain` only prints the plan, and may print one from before a call of `cache()`.
     """
     spark = df.sparkSession
     with _lock, _settings(spark):

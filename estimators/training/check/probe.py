@@ -99,7 +99,7 @@ def run_module(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
 def probe(
     module: nn.Module, config: TrainConfig, manifest: ShardManifest, objects: UserObjects
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the module's outputs for `samples`, prepared by transformInPrediction.
+    """Returns the module's outputs for a few sample rows, which transformInPrediction prepares.
 
     Raises ValueError if the module fails, or does not return one tensor per label with one entry per row.
     """

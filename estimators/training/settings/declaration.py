@@ -91,7 +91,7 @@ class Setting(Generic[T]):
             raise ValueError(f"{self.name} {refusal}")
 
     def from_text(self, text: str) -> Any:
-        """Parses a command-line option. The command line adds the subject of the error message."""
+        """Parses a command-line option; raises ValueError with a message that lacks the option's name."""
         value: Any = text
         if self.kind in ("int", "float"):
             try:

@@ -83,8 +83,8 @@ def _check_plain(layer: nn.Module) -> None:
     own = {*layer._parameters, *layer._buffers, *layer._modules}
     if "weight" not in layer._parameters or own - {"weight", "bias"}:
         raise ValueError(
-            f"it holds {', '.join(sorted(own))}, but its shards have only a weight and a bias; leave the "
-            "layer out of the plan"
+            f"the layer holds {', '.join(sorted(own))}, but only a weight and a bias can be sharded; leave "
+            "the layer out of the plan"
         )
 
 
