@@ -196,7 +196,7 @@ def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> Non
     kept = Memory(whole.state_dict(), small=64).fill(copy_to_meta(whole))
     assert torch.equal(kept(rows), whole(rows))
     for small in (0, 32):
-        with pytest.raises(ValueError, match=r"uses a weight from a list"):
+        with pytest.raises(ValueError, match=r"took from a list or variable"):
             Memory(whole.state_dict(), small).fill(copy_to_meta(whole))(rows)
 
 
