@@ -79,7 +79,7 @@ def test_a_weight_beside_the_parameters_is_one_sentence(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), Listed())
     model = TorchModel(model=Listed(), inferenceOffload="disk")._set_trained(str(tmp_path), [(20_000,)], None)
     predictor: Predictor = model._predictor()
-    with pytest.raises(ValueError, match="uses a weight from a list"):
+    with pytest.raises(ValueError, match="took from a list or variable"):
         predictor.predict(predictor.load(), [np.ones((1, 2), np.float32)])
 
 
