@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ringspark.models import ModelSpec
 
 
-# Of the network for tables: later months differ, so fewer epochs and narrower embeddings than the default.
+# The network for tables: fewer epochs and narrower embeddings than by default, because later months differ.
 EPOCHS, BATCH_SIZE, LEARNING_RATE, WIDTH = 2, 1_024, 2e-3, 4
 
 

@@ -49,7 +49,7 @@ def open_reader(
     """Opens the reader of one shard over all files of `manifest`.
 
     Args:
-        manifest: Files to read; `manifest.select("train")` has those of one split.
+        manifest: Files to read; `manifest.select("train")` has the files of one split.
         columns: Names of the columns to read; all by default.
         shard: Index of this shard among `num_shards`.
         num_shards: Number of readers that share every batch.
@@ -61,7 +61,7 @@ def open_reader(
         cache: "memory" or "disk" keeps decoded row groups for later epochs. None reads the files again in
             every epoch.
         cache_bytes: Size of the cache in bytes; row groups that do not fit are read again.
-        cached_row_groups: Indexes of the row groups to cache, such as those of `read_again`; None for all.
+        cached_row_groups: Indexes of the row groups to cache, such as `read_again` returns; None for all.
 
     Raises:
         ValueError: The engine is unknown or not installed, a column is unknown, or a number is out of range.

@@ -22,7 +22,7 @@ from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
 
 
 def gather_state(shard: ShardedParameters, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Returns the whole state on rank 0 of the shard's ranks, {} on the others. Runs on every rank."""
+    """Returns the whole state on rank 0 of the shard's ranks, {} on the other ranks. Runs on every rank."""
     collective = shard.collective
     mine = {piece.index: optimizer.state.get(tensor) or {} for piece, tensor in shard.held.items()}
     described = {
