@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_program(folder: Path) -> str:
-    """Returns the page's program, with `/shared` replaced by the folder."""
+    """Returns the page's programs as one, with `/shared` replaced by the folder."""
     text = (ROOT / "docs" / "quickstart.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return str(code).replace("/shared/", f"{folder}/")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return "\n".join(blocks).replace("/shared/", f"{folder}/")
 
 
 def main() -> int:

@@ -201,7 +201,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
     elif largest == "batches":
         first = "lower batchSize" + (" and the sizes of batchSizeSchedule" * bool(config.batch_size_schedule))
     elif config.num_workers > 1 and config.sync.sharding != "parameters" and len(needs) > 1:
-        first = "set sharding='parameters'" if config.collective == "torch" else "set sharding='gradients'"
+        first = f"set sync=Zero(stage={3 if config.collective == 'torch' else 2})"
     elif needs.get("optimizer state"):
         first = "take an optimizer with less state, such as 'adafactor' or 'sgd', or a smaller model"
     else:

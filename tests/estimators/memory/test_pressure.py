@@ -122,7 +122,7 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> 
     sentence = str(caught.value).splitlines()[0]
     assert sentence.startswith("rank 1 on host ")
     assert "failed in phase 'checking the memory': ValueError: training needs at least " in sentence
-    assert " that this process is limited to); set sharding='parameters'" in sentence
+    assert " that this process is limited to); set sync=Zero(stage=3)" in sentence
     assert sentence.endswith("or give the workers more memory by spark.executor.pyspark.memory")
 
 
