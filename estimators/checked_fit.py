@@ -45,9 +45,9 @@ CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallel
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedFit:
-    """A fit that was checked against its settings and the schema; no row has been read.
+    """A fit whose settings and schema were checked; no row has been read.
 
-    `heads` is None in a fit on existing shards; then `with_rows` checks the columns.
+    `heads` is None in a fit on shards that exist already; `with_rows` then checks the columns of the shards.
     """
 
     config: TrainConfig
@@ -108,7 +108,7 @@ class CheckedFit:
     def with_rows(
         self, estimator: Any, spark: SparkSession, run: RunFolder, manifest: ShardManifest
     ) -> CheckedTraining:
-        """Checks the fit against the manifest of its rows; chooses the mesh if parallelism is "auto"."""
+        """Checks the fit against the manifest of the shards; replaces parallelism "auto" by a mesh."""
         data, objects = self.data, self.objects
         is_split = data.validation_col is not None or data.validation_fraction is not None
         if is_split and not manifest.select("validation").num_rows:
@@ -178,7 +178,9 @@ def _find_columns(
     names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight])]))
     check_masks(names)
     if useless := kinds.keys() - {*sources, *labels}:
-        raise ValueError(f"columns names {min(useless)!r}, which is neither an input nor a label; drop it")
+        raise ValueError(
+            f"the setting columns names {min(useless)!r}, which is neither an input nor a label; drop it"
+        )
     if config.task == "classification":
         # The classes of string labels are their distinct strings; other string columns need a choice.
         strings = [name for name in labels if isinstance(schema[name].dataType, StringType)]

@@ -62,9 +62,10 @@ def check_one_choice(estimator: Any) -> None:
 
 
 def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOut:
-    """Returns the split that the estimator's Params ask for; unset, 15 % of the rows, chosen by the seed.
+    """Splits by validationIndicatorCol, else by timeCol, else at random by the seed.
 
-    Equal rows, in the columns `names`, are on the same side.
+    Holds out 15 % of the rows if validationFraction is unset. A random split keeps rows that are equal in
+    the columns `names` together.
     """
     check_one_choice(estimator)
     given, fraction = value_of(estimator, VALIDATION_INDICATOR_COL), estimator.getValidationFraction()
@@ -82,12 +83,12 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
 
 
 def _indicator(key: tuple[Any, ...]) -> str:
-    """Returns the column's name, another one for each split: fits with equal columns share their rows."""
+    """Returns the indicator's name, unique per split, because fits with equal columns share shards."""
     return f"{HELD_OUT_COLUMN}_{zlib.crc32(repr(key).encode()):08x}"
 
 
 def _hashable(value: Column, data_type: DataType) -> list[Column]:
-    """Returns the column for Spark's hash, or nothing for maps and what contains them."""
+    """Returns the parts of a column that Spark can hash; none for a map, or an array of maps or structs."""
     if data_type.simpleString() == "vector":
         # A sparse vector and a dense one with the same numbers are equal.
         return [canonical_vector(value)]
@@ -106,7 +107,7 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     Rows of the same time are on the same side. Runs one Spark job.
 
     Raises:
-        ValueError: The column is no time or number, or has no two values.
+        ValueError: The column holds no times or numbers, or holds the same value in all rows.
     """
     field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
     if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):

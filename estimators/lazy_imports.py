@@ -1,6 +1,6 @@
 """Imports objects on first use by import paths, "package.module:name".
 
-The core refers to `ringspark.extras` this way, so it works without that folder.
+ringspark refers to `ringspark.extras` by such paths, so ringspark works without the folder `extras`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ServedModel:
         self.stage = stage
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Returns the columns that `transform` would add, also for whole numbers stored as floats."""
+        """Returns the columns that `transform` would add. A column of integers may be stored as floats."""
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         names, results = self.stage._outputs()
         predictor = self.stage._predictor(results=results)

@@ -1,7 +1,7 @@
 """Trains on a plain table: every column becomes an input, and a network for tables is built for it.
 
-`fit` without a model and without input columns comes here. The columns of the table travel as one struct of
-column type `TableRow`, which `transform` makes in the same way, so a model needs nothing but the table.
+`fit` uses this module if the estimator has no model, or only names a network for tables. It packs the columns
+of the table into one struct column of type `TableRow`. `transform` makes the same struct from a table.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class PreparedFit:
             storage.write_atomic(storage.join(uri, run_layout.TABLE), self.plan.to_json().encode())
 
     def complete(self, changed: Any, names: Collection[str]) -> Any:
-        """Completes a copy of `estimator`, in which the Params `names` have new values, for the table.
+        """Returns `changed` with the network and the recipe for the table.
 
-        The recipe follows the new values: fewer epochs, for example, have a shorter warm-up.
+        `changed` is a copy of `estimator` with new values of the settings `names`, which change the recipe.
         """
         if self.plan is None:
             return changed
@@ -104,7 +104,7 @@ class PreparedFit:
 
 
 def is_for_tables(model: Any) -> bool:
-    """Whether a model names a network for tables and lacks what `fit` takes from the table."""
+    """Whether a model names a network for tables, and `fit` must still add the arguments about the table."""
     return isinstance(model, ModelSpec) and model.target in _NETWORKS and "edges" not in model.kwargs
 
 
@@ -195,7 +195,7 @@ def _begun_run(estimator: Any, dataset: DataFrame) -> str | None:
 
 
 def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
-    """Returns the plan in the folder of a run or search, if it has one."""
+    """Returns the plan in the folder of a run or search, if any; `asked`: task, label, inputs of the fit."""
     if uri is None:
         return None
     try:
@@ -209,7 +209,7 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
     if plan.asked != asked:
         raise ValueError(
             f"the run in {uri!r} trains on the label {plan.asked[1]!r} and the columns {plan.asked[2:]}, not "
-            f"on {asked[1]!r} and {asked[2:]}; give the same, or runUri a new folder"
+            f"on {asked[1]!r} and {asked[2:]}; give the run's label and columns, or another runUri"
         )
     return plan
 
@@ -262,7 +262,7 @@ def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
 def _look_at_label(
     dataset: DataFrame, held: Column, label: StructField, task: str
 ) -> tuple[Column, dict[str, Any]]:
-    """Returns the label as a number of mean 0 and variance 1, and the network's arguments of it."""
+    """Returns the label as a number of mean 0 and variance 1, and network arguments that depend on it."""
     value, rows = F.col(quote(label.name)), dataset.where(~held)
     if task == "regression":
         if not isinstance(label.dataType, NumericType | BooleanType):
@@ -325,7 +325,7 @@ def _look_at_label(
 
 
 def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
-    """Returns values for the training settings that the user has not set."""
+    """Returns values for training settings that the user has not set, and always a classifier's metrics."""
 
     def given(name: str, value: Any) -> Any:
         param = estimator.getParam(name)

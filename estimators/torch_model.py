@@ -199,6 +199,7 @@ class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
         if len(self._output_shapes) != 1:
             raise ValueError(
                 f"a classification model has one output of logits, the network has {len(self._output_shapes)}"
+                "; fit this network with TorchEstimator"
             )
         (width,) = Values(shapes=self._output_shapes).widths
         thresholds = self.getThresholds()

@@ -234,7 +234,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _python_columns(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
         """Returns the inputs, and a validity column if rows may be invalid.
 
-        `only_judged`: whether SQL has already removed invalid rows, so that only Python can find more.
+        `only_judged`: whether SQL has already removed all invalid rows except unreadable images.
         """
         judged = any(item.feed.judges for item in bound)
         if self.getHandleInvalid() == "error" or (only_judged and not judged):
@@ -299,7 +299,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         label_columns: Sequence[str] = (),
         ignored_label: int | None = None,
     ) -> M:
-        """Fills this model with a training's results; without `columns`, its inputs accept any numbers."""
+        """Fills the model with a training's results. Without shard `columns`, inputs accept any numbers."""
         self._weights = HeldWeights(weights_uri)
         # Held now, because a save over one of the folder's parents may remove it.
         self._weights.hold()

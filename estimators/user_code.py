@@ -56,8 +56,8 @@ def loads(pickled: bytes) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"module {error.name!r} is not installed here and could not be pickled with the network "
-            f"({value.problem}); import functions and classes from it rather than the module, keep locks and "
-            "sessions out of its globals, or ship it with --py-files"
+            f"({value.problem}); import functions and classes from the module, not the module itself, keep "
+            "locks and sessions out of the module's globals, or ship the module with --py-files"
         ) from error
 
 

@@ -6,8 +6,8 @@
 Writes two Parquet folders below `--output`: `train` with months 1 to 9, and `test` with the last months. In
 `train`, `is_validation` marks every 13th day: whole days, because flights of one day are alike.
 
-With `--shards`, Spark's own stages also encode the training rows: `features` is their pipeline, fitted on
-months 1 to 8. The rows go to `shards`, with month 9 for validation; their manifest is written last.
+With `--shards`, Spark's own stages also encode the training rows. `features` is the pipeline of these stages,
+fitted on months 1 to 8. The encoded rows go to `shards`, with month 9 for validation.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> None:
         counts: dict[str, int] = dict(rows.groupBy("split").count().collect())
         missing = [split for split in SPLITS if not counts.get(split)]
         if missing:
-            raise ValueError(f"no rows for {', '.join(missing)} in {raw}; the split is by month of 2013")
+            raise ValueError(
+                f"no rows for {', '.join(missing)} in {raw}; give a larger --fraction, or a --raw folder "
+                "with all months of 2013"
+            )
         print(
             f"etl: {num_flights:,} flights, {num_dropped:,} dropped (cancelled or diverted, no arrival delay)"
         )

@@ -35,7 +35,7 @@ _TYPES = {"str": "a string", "int": "a whole number", "bool": "true or false", "
 
 @dataclass(frozen=True)
 class JobFile:
-    """Content of a job file, with the line of each key, and the paths that `set_value` has changed."""
+    """Content of a job file, the line of each key, and the keys that `set_value` has changed."""
 
     name: str
     tree: Any
@@ -86,7 +86,9 @@ class JobFile:
                 inner[key] = {}
             inner = inner[key]
             if not isinstance(inner, dict):
-                raise ValueError(f"--set {dotted}: {'.'.join(keys[:number])} is {inner!r} and has no keys")
+                raise ValueError(
+                    f"--set {dotted}: {'.'.join(keys[:number])} is {inner!r} and has no keys; set another key"
+                )
         inner[keys[-1]] = _parse_value(text)
         path = tuple(keys)
         kept = {place: line for place, line in self.lines.items() if place[: len(path)] != path}
@@ -175,7 +177,7 @@ def _add_resolvers(kind: Any) -> None:
 
 def _value(name: str, loader: Any, node: Any, path: Path, lines: dict[Path, int]) -> Any:
     if len(path) > _DEEPEST or len(lines) > _MOST_VALUES:
-        raise ValueError(f"{name} is too large for a job, or refers to itself")
+        raise ValueError(f"{name} is too large for a job, or an alias refers to itself; shorten the file")
     if node.id == "sequence":
         values = []
         for number, entry in enumerate(node.value):
@@ -204,7 +206,7 @@ def _scalar(name: str, loader: Any, node: Any) -> Any:
         return int(node.value)  # 010 is ten, as in YAML 1.2
     if kind in (*_SCALARS, "str"):
         return loader.construct_object(node)
-    raise ValueError(f"{name}, line {node.start_mark.line + 1}: {node.tag} is not supported in a job")
+    raise ValueError(f"{name}, line {node.start_mark.line + 1}: jobs take no YAML tag {node.tag}; remove it")
 
 
 def _check_type(file: JobFile, path: Path, hint: Any, value: Any, title: str) -> Any:

@@ -53,7 +53,7 @@ class RowSource:
         return kind, uri
 
     def find_problem(self, *, trains: bool = False) -> str:
-        """Returns a clause that says what is wrong, without its subject; "" if the source can be used.
+        """Returns what is wrong, such as "cannot be shards, ..."; returns "" if the source can be used.
 
         Only training rows (`trains`) can be shards or be read in place.
         """

@@ -320,7 +320,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
-    """Raises ValueError if the training would refuse the rows. Reads no rows except in `prepare_fit`."""
+    """Raises ValueError if the training would refuse the rows."""
     from ringspark.estimators.checked_fit import CheckedFit
     from ringspark.estimators.table_fit import prepare_fit
     from ringspark.pipelines import ShardManifest

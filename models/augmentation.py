@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class RandomHorizontalFlip(nn.Module):
-    """Mirrors an image, left to right, with probability `p`: (batch, channels, height, width) -> the same."""
+    """Mirrors each image of a tensor (batch, channels, height, width) left to right, with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RandomHorizontalFlip(nn.Module):
 
 
 class RandomCrop(nn.Module):
-    """Shifts an image by up to `padding` pixels each way: (batch, channels, height, width) -> the same.
+    """Shifts each image of a tensor (batch, channels, height, width) by up to `padding` pixels each way.
 
     Pads all four sides, then crops the original size at a random position. He et al. 2016 (section 4.2) pad
     CIFAR images by 4 pixels.

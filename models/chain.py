@@ -33,14 +33,13 @@ class Link:
 
     Attributes:
         name: Name of the link. If the link is a submodule, the name of the submodule.
-        run: Submodule or bound method of the network that computes the link. A closure would not do, because
-            a copy of the network must use its own weights.
+        run: Submodule or bound method of the network that computes the link. A closure is not allowed,
+            because a copy of the network would use the weights of the original.
         parts: Names of the submodules and parameters that the link uses.
-        over_time: Computes the link on one sequence chunk, (batch, time, ...). It takes the state and the
-            chunk, and returns the chunk's result and the new state. The state is a tuple of tensors. It is
-            None at the start of a row, or if the link keeps no state. The function must not change its
-            arguments in place. None if the link needs whole rows because a result depends on later time
-            steps.
+        over_time: Function that computes the link on one sequence chunk, (batch, time, ...). The function
+            takes the state and the chunk, and returns the chunk's result and the new state. The state is a
+            tuple of tensors, or None at the start of a row or for a link without a state. The function must
+            not change its arguments in place. `over_time` is None if a result depends on later time steps.
     """
 
     name: str
@@ -75,7 +74,7 @@ def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
 def run_over_time(
     links: Sequence[Link], states: Sequence[State], values: tuple[Any, ...]
 ) -> tuple[Any, list[State]]:
-    """Runs the links on one sequence chunk by their `over_time`; returns the result and the new states."""
+    """Calls `over_time` of each link on one sequence chunk; returns the result and the new states."""
     result: Any = values
     after: list[State] = []
     for index, (link, state) in enumerate(zip(links, states, strict=True)):
@@ -91,7 +90,8 @@ def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
         if value is not None and not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"link {link.name!r} must get a tensor, or a tuple of tensors and Nones, from the link "
-                f"before, got a {type(value).__name__}; let links() divide the network elsewhere"
+                f"before, got a {type(value).__name__}; let links() split the network where only "
+                "tensors pass"
             )
     return values
 

@@ -24,7 +24,7 @@ class TensorSource(Protocol):
 
 
 class FetchedTensors(dict[str, Any]):
-    """Dict of one module's parameters or buffers. Each access to a name in `fetch` calls its function.
+    """Dict of one module's parameters or buffers. Each access to a key of `fetch` calls `fetch[key]`.
 
     If the module assigns a new tensor to a name, that name is no longer fetched.
     """
@@ -129,7 +129,7 @@ class _Barred:
     def __torch_function__(cls, *_: object, **__: object) -> Any:
         raise ValueError(
             "forward uses a weight that it took from a list or variable, but inferenceOffload='disk' loads a "
-            "weight when forward reads it from its module, as in self.weight; do so, or set "
+            "weight when forward reads it from its module; read the weight as self.weight, or set "
             "inferenceOffload='none'"
         )
 
@@ -143,7 +143,7 @@ class _BarredParameter(_Barred, nn.Parameter):
 
 
 class _Prefetcher:
-    """Prefetches a tensor when it is used, and with it the tensor that followed it the last time.
+    """Prefetches each tensor that is used, and the tensor that was used next in the previous pass.
 
     Without prefetching, a memory mapping reads one page at a time, and each read waits. Embedding tables are
     not prefetched, because a batch uses few of their rows.

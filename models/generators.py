@@ -71,7 +71,7 @@ def _seed_by_name(name: str) -> None:
 
 @contextmanager
 def keep_shared_generators() -> Iterator[None]:
-    """Restores NumPy's and Python's generators at the end, for other work in the same process."""
+    """Restores NumPy's and Python's random state after the `with` block, for other work in the process."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
         yield

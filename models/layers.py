@@ -28,7 +28,7 @@ _MAX_DEPTH = 50
 
 
 class _NoDescriptionError(Exception):
-    """A layer is not one of torch's own, or does not keep its arguments."""
+    """A layer is not torch's own, or its constructor arguments cannot be read from the layer."""
 
 
 def describe(module: nn.Module) -> Description | None:

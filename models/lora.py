@@ -67,7 +67,7 @@ def add_lora(
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Returns the linear layers by name.
 
-    Leaves out the linear layer inside `nn.MultiheadAttention`, which uses its weight without calling it.
+    Leaves out the output layer of `nn.MultiheadAttention`, because attention never calls this layer.
     """
     return {
         name: layer

@@ -86,7 +86,7 @@ ON_SIZES: dict[str, Callable[..., Any]] = {
 
 
 class Device:
-    """Placeholder in a program for the device of its inputs."""
+    """Stands, in a saved program, for the device of the program's inputs."""
 
 
 def find_operator(name: str) -> Callable[..., Any]:
@@ -133,9 +133,9 @@ def _lstm(
         expected += (one_way + [(out, hidden)] * (out != hidden)) * ways
     tensors = [*state, *weights]
     if steps.dim() != 3 or [tuple(tensor.shape) for tensor in tensors] != expected:
-        raise ValueError("the weights of an LSTM in the program do not fit its input")
+        raise ValueError("the weights of an LSTM in the program do not fit the input; save the model again")
     if any(tensor.dtype != steps.dtype for tensor in tensors):
-        raise ValueError("the weights of an LSTM in the program have another dtype than its input")
+        raise ValueError("an LSTM in the program needs an input of the weights' dtype; cast the input")
     found: tuple[torch.Tensor, ...] = torch.ops.aten.lstm.input(
         steps, state, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first
     )

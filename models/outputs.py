@@ -13,7 +13,7 @@ def as_outputs(output: object, model: str = "the model") -> tuple[torch.Tensor, 
 
     If a mapping or dataclass has `logits`, as in the transformers library, only the logits are returned,
     because its other values are hidden states and attentions. Otherwise all values except None are returned.
-    Raises ValueError if a value is not a tensor.
+    Raises ValueError if a value is not a tensor; `model` names the module in the message.
     """
     if isinstance(output, torch.Tensor):
         return (output,)

@@ -1,4 +1,4 @@
-"""Guards state that all threads of a process share: torch's generators and traces, stderr and warnings."""
+"""Guards what all threads of a process share: torch's random state and tracing, stderr and warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESS_LOCK = threading.RLock()
 
 @contextmanager
 def fork_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restores torch's random state at the end. Until then, other threads that call this function wait."""
+    """Restores the random state of the CPU and `devices` after the block, which one thread at a time runs."""
     with PROCESS_LOCK, torch.random.fork_rng(devices=devices):
         yield
 

@@ -77,7 +77,7 @@ class Program(nn.Module):
         except (LookupError, AttributeError):
             known = None
         if known is None or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
-            raise ValueError(f"the program has no tensor {name!r} of this shape and dtype")
+            raise ValueError(f"tensor {name!r} does not fit the program in name, shape or dtype")
         detached = tensor.detach()
         if own in owner._parameters:
             owner._parameters[own] = nn.Parameter(detached, requires_grad=False)
@@ -146,9 +146,9 @@ class Program(nn.Module):
 
 
 class _Values(dict[int, Any]):
-    """Values by index.
+    """Maps the number of a value (see `ValueRef`) to the value, while a program runs.
 
-    Each use of a program's tensor looks the tensor up again, so disk offload can drop it between uses.
+    Stores no tensors of the program, so disk offload can drop such a tensor between two uses.
     """
 
     def __init__(self, program: Program) -> None:

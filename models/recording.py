@@ -55,7 +55,7 @@ def record_program(
         samples: Function that makes example inputs from a number of rows and, if inputs vary in length, a
             length.
         varying: Dynamic dimensions of each input, as for `torch.export`.
-        lengths: Lengths at which to compare, if inputs are padded to their longest row.
+        lengths: If inputs are padded to the longest row, the padded lengths for which to compare results.
     """
     try:
         # A trace changes `nn.Module` itself, so the lock also covers `_compare`, which runs the network.

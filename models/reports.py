@@ -27,7 +27,7 @@ class CountingLayer(nn.Module):
 
 @dataclass(frozen=True)
 class CountingLayerInfo:
-    """Describes a counting layer, which may be on another rank; `names` are all its names in the network."""
+    """Describes a counting layer of any rank; `names` has several entries if the network reuses the layer."""
 
     names: tuple[str, ...]
     num_counts: int
@@ -66,8 +66,8 @@ def collect_reports() -> Iterator[Reports]:
 def add_loss(rows: torch.Tensor) -> None:
     """Adds the mean of `rows` over the global batch to the training loss; `rows` has one loss per row.
 
-    Call it in training mode only. The loss must be a sum over rows; otherwise it would depend on the number
-    of ranks.
+    Call this function in training mode only. The loss of a row must not depend on other rows; otherwise the
+    training loss would depend on the number of ranks.
     """
     reports = _OPEN.get()
     if reports is not None:

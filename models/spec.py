@@ -146,7 +146,7 @@ def _check_target(target: str) -> None:
 
 
 def _find_module(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Returns the import spec of a module, without importing the packages that contain it."""
+    """Returns a module's import spec, without any import; `places` are the folders of the parent package."""
     if name in sys.modules:
         return sys.modules[name].__spec__
     for finder in sys.meta_path:

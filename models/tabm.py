@@ -21,7 +21,9 @@ RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3
 
 
 class NumberBins(nn.Module):
-    """Computes features of each number: the fill of its bins, its rank, its value, and a flag if missing.
+    """Computes features of each number: the fill of each bin, a rank, the value, and a flag for NaN.
+
+    The rank is the mean fill of the bins, as a quantile of the normal distribution.
 
     Args:
         edges: For each number, the ascending edges of its bins: at least two.
@@ -30,7 +32,7 @@ class NumberBins(nn.Module):
     def __init__(self, edges: Sequence[Sequence[float]]) -> None:
         super().__init__()
         if any(len(each) < 2 or any(a >= b for a, b in pairwise(each)) for each in edges):
-            raise ValueError("edges must hold at least two ascending numbers for each column")
+            raise ValueError("edges must hold, for each column, at least two numbers in ascending order")
         bins = max((len(each) for each in edges), default=2) - 1
         # Columns with fewer bins get bins that no number reaches.
         starts = torch.tensor([[*each[:-1], *[math.inf] * (bins + 1 - len(each))] for each in edges])
@@ -43,7 +45,7 @@ class NumberBins(nn.Module):
         self.register_buffer("counts", torch.tensor([len(each) - 1.0 for each in edges]))
 
     def forward(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps (batch, M) numbers, NaN if missing, to (batch, M, features) and the ranks (batch, M)."""
+        """Maps (batch, M) numbers, NaN if missing, to features (batch, M, features) and ranks (batch, M)."""
         assert isinstance(self.starts, torch.Tensor)
         assert isinstance(self.widths, torch.Tensor)
         assert isinstance(self.counts, torch.Tensor)
@@ -102,7 +104,7 @@ class MemberBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, effect: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps (batch, members or 1, in_dim) to (batch, members, out_dim); returns `effect` unchanged."""
+        """Maps (batch, members or 1, in_dim) to (batch, members, out_dim); passes `effect` on to the head."""
         out = self.linear(x * self.inputs) * self.outputs + self.bias
         return self.dropout(torch.relu(out)), effect
 
@@ -123,7 +125,7 @@ class TabM(nn.Module):
         unknown: Probability of training a category as unknown, so that id 0 is learned.
         center: Mean of a regression's label.
         scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
-        averages: "values" averages the outputs; "probabilities" averages class probabilities, as logits.
+        averages: "values" averages outputs; "probabilities" averages class probabilities and returns logits.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -193,7 +195,7 @@ class TabM(nn.Module):
         return [inputs, *blocks, Link("head", self._predict, parts)]
 
     def _embed(self, numbers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the inputs of the first block (batch, 1, in_dim), and output shifts (batch, 1, outputs)."""
+        """Returns the first block's input (batch, 1, in_dim), and what the head adds (batch, 1, outputs)."""
         if self.training and self.unknown:
             ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
         vectors = [self.numbers(numbers)] if numbers.shape[1] else []

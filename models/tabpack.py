@@ -1,10 +1,10 @@
 """TabPack: a pack of networks for a table that train side by side, each with its own hyperparameters.
 
 The members share nothing. After each epoch the training calls `choose_members`: every member keeps its best
-weights so far, and members that together predict held-out rows best get larger shares, as in "TabPack" (2026)
-and in Caruana et al. 2004, "Ensemble Selection from Libraries of Models". Numbers go through piecewise-linear
-embeddings (Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in Tabular Deep
-Learning").
+weights so far, and members that together predict held-out rows best weigh more in the mean, as in "TabPack"
+(2026) and in Caruana et al. 2004, "Ensemble Selection from Libraries of Models". Numbers go through
+piecewise-linear embeddings (Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in
+Tabular Deep Learning").
 """
 
 import math
@@ -26,10 +26,10 @@ _RARE_STD, _STD = 0.05, 0.3
 
 
 class Packed(nn.Module):
-    """Weights of all members, (members, ...): present and best. Each member has its own learning rate.
+    """Present weights and best weights of all members, (members, ...). Each member has its own learning rate.
 
-    A member's weights are stored divided by its rate, and multiplied by it in use. Adam's step does not
-    depend on the gradient's scale, so the step of a weight is proportional to the rate.
+    A member's parameters are its weights divided by the member's rate. Adam's step does not depend on the
+    gradient's scale, so a step changes the weights in proportion to the rate.
     """
 
     def __init__(self, rates: torch.Tensor, **values: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ class TabPack(nn.Module):
         unknown: Probability of training a category as unknown, so that id 0 is learned.
         center: Mean of a regression's label.
         scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
-        averages: "values" averages the outputs; "probabilities" averages class probabilities, as logits.
+        averages: "values" averages outputs; "probabilities" averages class probabilities and returns logits.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -253,7 +253,7 @@ class TabPack(nn.Module):
         self.shares.copy_((shares + 1 / members) / 2)  # type: ignore[operator]
 
     def _outputs(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Returns (members, batch, out_features)."""
+        """Returns the members' outputs, (members, batch, out_features), before scaling and averaging."""
         if self.training and self.unknown:
             ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
         members = len(self.shares)  # type: ignore[arg-type]
@@ -273,10 +273,10 @@ class TabPack(nn.Module):
 
 
 def choose_greedily(products: torch.Tensor, rounds: int = 50) -> torch.Tensor:
-    """Returns each member's share in the mean of members with the smallest squared error.
+    """Returns each member's share in a mean prediction with a small squared error.
 
-    Adds one member per round, possibly one that was added before, until the error stops falling (Caruana
-    et al. 2004).
+    Adds one member to the mean per round, possibly one that was added before, until the error stops falling
+    (Caruana et al. 2004).
 
     Args:
         products: Sums over rows of the products of two members' errors, (members, members).

@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attends to the keys for which `mask` is True; to all keys if it is None.
+        """Attends to the keys for which `mask` is True; to all keys if `mask` is None.
 
         `mask` is (batch, 1, 1, seq) booleans.
         """
@@ -101,12 +101,12 @@ class MixtureBlock(_AttentionBlock):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Maps (batch, seq, dim) to the same shape.
+        """Maps (batch, seq, dim) to (batch, seq, dim).
 
         Args:
             mask: See `Attention`.
-            tokens: (batch, seq) booleans over all tokens of the rows, False for padding; or the result of
-                `WholeRows.told`. If it is None, `mask` is used.
+            tokens: (batch, tokens of a whole row) booleans, False for padding; or the result of
+                `WholeRows.told`. If `tokens` is None, `mask` marks the padding.
         """
         if tokens is None and mask is not None:
             tokens = mask[:, 0, 0]
@@ -160,7 +160,7 @@ class _Trunk(nn.Module):
         if heads % num_ranks:
             raise ValueError(
                 f"parallelism's 'tensor' must divide num_heads ({heads}), got {num_ranks}; set num_heads to "
-                "a multiple of it, or give 'tensor' fewer workers"
+                "a multiple of 'tensor', or give 'tensor' fewer workers"
             )
         plan: dict[str, Any] = {
             "tokens": "vocabulary",
@@ -178,9 +178,9 @@ class _Trunk(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def _features(self, ids: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps (batch, seq) ids to (batch, own seq, dim).
+        """Maps (batch, seq) ids to (batch, tokens on this rank, dim).
 
-        `tokens` is (batch, seq) booleans; attention ignores tokens for which it is False.
+        `tokens` is (batch, seq) booleans, False for tokens that attention ignores.
         """
         x = self._embed(ids)
         mask = self.rows.mask(_attention_mask(tokens), ids.shape[1])

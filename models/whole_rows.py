@@ -41,7 +41,7 @@ class WholeRows:
         return mask
 
     def told(self, tokens: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-        """Packs `tokens` and `seq` into a tensor for later links, which do not see the ids; see `read`."""
+        """Packs `tokens` and `seq` into a tensor for later pipeline stages, which get no ids; see `read`."""
         return tokens
 
     def pool(self, x: torch.Tensor, tokens: torch.Tensor | None, seq: int) -> torch.Tensor:
@@ -64,10 +64,10 @@ class WholeRows:
 
 
 def read(known: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """Returns (batch, seq) booleans that are False for padding, and seq, the number of all tokens.
+    """Returns (batch, seq) booleans that are False for padding, and seq, the number of tokens of a whole row.
 
-    The booleans are None if there is no padding. `known` is a result of `WholeRows.told`. If its shape is (0,
-    seq), it gives only the number of tokens. `x` is (batch, own tokens, ...).
+    The booleans are None if there is no padding. `known` is a result of `WholeRows.told`; the shape (0, seq)
+    means that there is no padding. `x` is (batch, tokens on this rank, ...).
     """
     if known is None:
         return None, x.shape[1]

@@ -1,12 +1,13 @@
 """Plans which rows every shard reads in every step of an epoch. The plan depends only on its arguments.
 
 Row groups are shuffled by (seed, epoch), and the rows of a group by (seed, epoch, group). This gives the
-epoch's sequence of rows. The module `shuffle` distributes it over batches and shards:
+epoch's sequence of rows. The module `shuffle` distributes the sequence over batches and shards:
 
 - Every row is in one batch of an epoch. The last batch may be short but is never dropped.
 - The rows of a batch do not depend on the number of shards, so this number may change within an epoch.
-- A shard reads a contiguous part of the sequence and each row group once. It holds about 96 / num_shards
-  row groups at a time (48 streams, two row groups each).
+- A shard reads a contiguous part of the sequence, and each row group of this part once.
+- Batches take rows in turn from 48 streams, which are contiguous parts of the sequence. Two row groups per
+  stream are in memory, so a shard holds about 96 / num_shards row groups at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _GROUP_ORDER, _ROW_ORDER = 0, 1
 
 @dataclass(frozen=True)
 class StreamSlice:
-    """Rows of a stream that one shard owns, from one row group: local rows `start` to `stop` (see `Deal`)."""
+    """Local rows `start` to `stop` of a stream (see `Deal`), which a shard reads from one row group."""
 
     stream: int
     start: int
@@ -109,7 +110,7 @@ class EpochPlan:
 
     @cached_property
     def group_starts(self) -> Int64Array:
-        """Position of the first row of each row group, in `group_order`; the last entry is `num_rows`."""
+        """First position of each row group, sorted like `group_order`; the last entry is `num_rows`."""
         starts = np.zeros(len(self.row_groups) + 1, dtype=np.int64)
         np.cumsum(self.row_groups[self.group_order], out=starts[1:])
         return _read_only(starts)
@@ -149,7 +150,7 @@ class ShardPlan:
         return RowGroupReads(self.plan, slots, positions, streams, starts, stops)
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
-        """Returns, for each slice of `read`, the indexes of its rows within the row group."""
+        """Returns, for each of `read.slices`, the indexes of the slice's rows within the row group."""
         places = [self._places(read, span) for span in read.slices]
         if not self.plan.shuffle:
             return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
@@ -165,9 +166,10 @@ class ShardPlan:
         return self.deal.rows(span.stream, span.start, span.stop) + offset
 
     def _stream_slices(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
-        """Returns (slot, first position, first row, stop row) of each slice of a stream.
+        """Returns arrays (slot, first position, start, stop), with an entry per `StreamSlice` of a stream.
 
-        A slot is an index into `group_order`. Rows in positions before `start_position` are left out.
+        A slot is an index into `group_order`. A position numbers the rows of all batches in order; rows
+        before `start_position` are left out.
         """
         stream, group_starts = self.deal.streams[index], self.plan.group_starts
         low = max(0, int(np.searchsorted(group_starts, stream.start, side="right")) - 1)

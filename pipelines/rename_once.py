@@ -34,11 +34,11 @@ def rename_once(temporary: str, path: str) -> None:
 
 
 def _claim(temporary: str, path: str) -> list[str]:
-    """Claims `path`: only the holder of the last claim may create it.
+    """Creates a claim file: only the writer with the last claim file may create `path`.
 
-    Raises FileExistsError if another writer that may be alive holds a claim. Returns the claims of writers
-    that were killed, and finally the new claim. The claim of a killed writer is not replaced, because two
-    writers might replace it at the same time. Instead the next number is claimed.
+    Raises FileExistsError if a claim file belongs to a writer that may be alive. Returns the claim files of
+    killed writers, and finally the new one. The claim file of a killed writer is not replaced, because two
+    writers might replace it at the same time. Instead a claim file with the next number is created.
     """
     parent, name = os.path.split(path)
     claims: list[str] = []

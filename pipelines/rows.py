@@ -1,4 +1,4 @@
-"""Rows of one column in memory, as readers shuffle them: of equal or of varying length.
+"""Rows of one column in a reader's memory.
 
 Rows of equal length are one NumPy array. Rows of varying length (lists, sparse vectors, files) are
 concatenated values with offsets.
@@ -21,9 +21,9 @@ class RaggedRows:
     """Rows of varying length.
 
     Attributes:
-        offsets: Int64, (rows + 1,): row i is `part[offsets[i]:offsets[i + 1]]`. They may start above 0,
-            because a slice of rows is a view.
-        parts: Arrays of values, to which the same offsets apply.
+        offsets: Int64, (rows + 1,): row i has the values `part[offsets[i]:offsets[i + 1]]` of every part. The
+            first offset may be above 0, because a slice of rows is a view.
+        parts: Arrays of values.
     """
 
     offsets: npt.NDArray[np.int64]

@@ -3,15 +3,14 @@
 Random numbers are the raw bits of the Philox generator (Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", SC 2011). NumPy keeps these the same in all versions, unlike `Generator.permutation`.
 
-The epoch's sequence of rows is split into `NUM_STREAMS` contiguous streams, and batches take rows from the
-streams in turn. Position i of the epoch, counted over all batches, is row i // NUM_STREAMS of the stream with
-class i % NUM_STREAMS. A batch s of size B has the positions from s * B to (s + 1) * B, for any number of
-shards.
+The epoch's sequence of rows is split into `NUM_STREAMS` (48) contiguous streams, and batches take rows from
+the streams in turn. Each stream has its own class from 0 to 47. Position i of the epoch, counted over all
+batches, is row i // 48 of the stream with class i % 48. Batch s of size B has the positions from s * B to
+(s + 1) * B, for any number of shards.
 
-With R shards, each stream has R units, and row k of the stream is in unit k * stride % R. The units of all
-streams are numbered, stream by stream, and each shard owns 48 consecutive ones of the 48 * R units. The
-classes of the streams and the stride follow the golden ratio (Weyl, 1916), which spreads every batch evenly
-over all shards.
+With R shards, the rows of each stream are divided into R units: row k of the stream is in unit
+k * stride % R. All 48 * R units are numbered, stream by stream, and each shard owns 48 consecutive units. The
+classes and the stride follow the golden ratio (Weyl, 1916), which spreads every batch evenly over all shards.
 
 An epoch in file order has one stream, and each shard owns a slice of every batch.
 """

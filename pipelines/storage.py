@@ -288,8 +288,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
 
     Raises:
         FileExistsError: The file exists and `overwrite` is false. If several processes write at the same
-            time, one of them succeeds: the first, or the last on a store without conditional puts. There
-            is no error if the file already has this writer's bytes.
+            time, the first one succeeds, and on object stores also others with equal bytes. On an object
+            store without conditional puts, all of them succeed, and the file has the bytes of the last one.
     """
     fs, path = filesystem(uri)
     parent, _, name = path.rpartition("/")

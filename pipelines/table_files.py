@@ -54,7 +54,7 @@ class TableFile:
         return (self.window_rows << 27) or (1 << 62)
 
     def windows(self, row_groups: Sequence[int]) -> tuple[Window, ...]:
-        """Splits row groups of these sizes into windows; keeps a row group smaller than two windows whole."""
+        """Splits row groups of these sizes into windows; one below 2 * `window_rows` rows is one window."""
         size = self.window_rows
         return tuple(
             Window(group, start, min(start + step, rows))

@@ -75,7 +75,7 @@ class TablePlan:
 
     Attributes:
         kind: Column type that makes the numbers and ids of each row.
-        edges: For each number, the ascending edges of its bins, in the standardized unit.
+        edges: For each standardized number, ascending edges of the bins by which the network encodes it.
         uses: How the plan uses each column.
         rows: Number of training rows.
         outputs: Arguments of the network that depend on the label.
@@ -113,7 +113,7 @@ class TablePlan:
 
 @dataclass
 class _Choice:
-    """How the plan uses one leaf; see `ColumnUse`."""
+    """How the plan uses one column, struct field or array item; see `ColumnUse`."""
 
     use: str
     reason: str
@@ -125,7 +125,8 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     """Returns the plan for the columns `names` of a DataFrame. Runs a few Spark jobs.
 
     Args:
-        held: Whether a row is held out. Held-out rows only confirm that a number is an id.
+        held: Whether a row is held out. Held-out rows show whether a number is an id, and whether its values
+            keep growing beyond those of the training rows.
         target: The label as a number of mean 0 and variance 1.
 
     Raises:
@@ -138,7 +139,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     if not rows or not rows_held:
         raise ValueError(
             f"the table has {rows + rows_held} rows, {rows} to train on and {rows_held} held out; "
-            "both need rows; give more rows, or another validationFraction or validationIndicatorCol"
+            "each part needs a row; give more rows, or another validationFraction or validationIndicatorCol"
         )
     count_values(frame, leaves, measures, rows + rows_held, held, target)
     uses = [
@@ -237,9 +238,9 @@ def _choose_words(place: dict[str, Any], measured: Measure, rows: int) -> _Choic
 
 
 def _is_id_in_disguise(measured: Measure) -> bool:
-    """Whether rows with equal numbers are alike beyond what neighboring numbers are, also in held-out rows.
+    """Whether a number is an id: its exact value predicts the target better than its bin of neighbors.
 
-    Newer rows have other values of a number that repeats only on one day, such as a measured humidity.
+    This must hold in held-out rows too, which do not repeat the measurements of one day (e.g. a humidity).
     """
     if measured.distinct <= BINS or not measured.repeats(2):
         return False
@@ -255,7 +256,7 @@ def _is_id_in_disguise(measured: Measure) -> bool:
 
 
 def _standard(measured: Measure) -> tuple[float, float]:
-    """Returns the median, and the standard deviation of a normal distribution with these quantiles."""
+    """Returns the median of a number, and its standard deviation as estimated from its quantiles."""
     q: NumpyArray = np.array(measured.quantiles)
     spread = float(np.interp(0.9, QUANTILES, q) - np.interp(0.1, QUANTILES, q)) / 2.563
     spread = spread or float(np.std(q)) or float(measured.high - measured.low) or 1.0

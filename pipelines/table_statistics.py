@@ -75,7 +75,8 @@ class Measure:
         tails: Quantiles at the shares `TAILS`, then at 1 minus them.
         correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
-        values: Value -> its rows and its sum of the target, by fold, then held out: (2, FOLDS + 1).
+        values: For each value, an array (2, FOLDS + 1): number of rows and sum of the target, in each random
+            fold of the training rows and in the held-out rows.
     """
 
     count: int = 0
@@ -97,9 +98,9 @@ class Measure:
     def explained(self, groups: Sequence[int] | None = None) -> float:
         """Returns the share of the target's variance that the column's value explains.
 
-        Each row is predicted by the mean target of equal values in other folds (Micci-Barreca 2001), as if
-        there were five more rows with the overall mean. `groups` has a number per value; values with the same
-        number count as equal.
+        The prediction for a row is the mean target of rows with an equal value in the other folds
+        (Micci-Barreca 2001), and of five added rows with the overall mean. `groups` has a number per value;
+        values with the same number count as equal.
         """
         if not self.values:
             return 0.0
@@ -108,9 +109,9 @@ class Measure:
         return float((2 * others * target - others**2 * rows).sum() / max(rows.sum(), 1.0))
 
     def explained_held(self, groups: Sequence[int] | None = None) -> float:
-        """Returns the same share for held-out rows, predicted by the training rows.
+        """Returns the share of the target's variance that the value explains in held-out rows.
 
-        Both are compared around their means, because newer rows often have another mean.
+        Predicts from the training rows. A different mean of the target, common in newer rows, is ignored.
         """
         if not self.values:
             return 0.0
@@ -123,7 +124,7 @@ class Measure:
         return float((2 * means * held_target - means**2 * held).sum() / count)
 
     def _sums(self, groups: Sequence[int] | None) -> NumpyArray:
-        """Returns (values or groups, 2, FOLDS + 1)."""
+        """Returns the arrays of `values`, added up by group if there are groups: (N, 2, FOLDS + 1)."""
         sums = np.array(list(self.values.values()))
         if groups is None:
             return sums
@@ -135,7 +136,7 @@ class Measure:
 def find_leaves(
     frame: DataFrame, names: Iterable[str], refused: dict[str, tuple[str, str]]
 ) -> Iterator[Leaf]:
-    """Yields the leaves of the columns; adds columns without any to `refused`, as name -> (type, reason)."""
+    """Yields every `Leaf` of the columns; adds unusable columns to `refused` as name -> (type, reason)."""
     from pyspark.sql import functions as F
 
     for name in names:
@@ -277,9 +278,9 @@ def count_values(
     held: SparkColumn,
     target: SparkColumn,
 ) -> None:
-    """Counts the strings and the numbers that repeat in training rows, into `measures`.
+    """Counts the strings and numbers of each leaf, and stores the frequent ones in `Measure.values`.
 
-    Of a large table, it counts a random sample.
+    Skips dates and leaves whose values hardly repeat. Of a large table, it counts a random sample.
 
     Args:
         rows: Number of rows in the table.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def added(default: T) -> T:
-    """Declares a dataclass field with the value that it has if an older file of this format lacks it."""
+    """Declares a dataclass field that older files may lack; the field is then `default`."""
     return field(default=default, metadata={"added": True})
 
 

@@ -25,7 +25,7 @@ _NEEDED = ("open_rendezvous", "connect", *(name for name in dir(Collective) if n
 
 
 def collective_class(name: str) -> Any:
-    """Returns the class registered as `name`; raises ValueError if it is missing or lacks attributes."""
+    """Returns the class registered as `name`; raises ValueError if it is not installed or incomplete."""
     if name not in COLLECTIVES:
         return load_entry_point(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
     module, class_name, package = COLLECTIVES[name]

@@ -32,7 +32,7 @@ _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class CollectiveError(RuntimeError):
-    """A collective operation failed, usually because a peer did; it is never the root cause."""
+    """A collective operation failed, usually because another rank failed; that failure is the root cause."""
 
 
 class Rendezvous(Protocol):
@@ -58,7 +58,7 @@ class Collective(Protocol):
     """Collective operations of a training; every rank calls each one. All except `start_*` block.
 
     Attributes:
-        traffic: Counter of bytes sent; a strategy that sends by another library adds its bytes.
+        traffic: Counter of the bytes that this rank sends, also by other libraries such as FSDP2.
         levels: Collectives within hosts and between hosts; None on one host, or with one rank per host.
         operations: Recorder of operation times.
     """

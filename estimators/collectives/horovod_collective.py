@@ -301,15 +301,15 @@ def _check_name(member: Member) -> None:
     if problem := name_problem(member.host):
         raise ValueError(
             f"Horovod {version} listens at the address to which the host's name resolves, but {problem}; "
-            "add name and address to /etc/hosts there, build Horovod as ringspark's set-up does, or set "
-            "collective='torch'"
+            "add the name and the address to /etc/hosts of that host, build Horovod as ringspark's set-up "
+            "does, or set collective='torch'"
         )
 
 
 def _cycle(*, is_rare: bool) -> dict[str, str | None]:
     """Returns the environment variable of Horovod's cycle time.
 
-    `is_rare`: whether Horovod only starts and ends the gang; its cycle is then longer.
+    `is_rare`: whether shared memory carries the data; a longer cycle then saves messages.
     """
     from horovod import __version__ as version
 

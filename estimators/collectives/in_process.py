@@ -78,7 +78,7 @@ class _Turns:
         self._wake()
 
     def take(self, key: Hashable, rank: int, givers: Sequence[int], takers: int) -> list[Any]:
-        """Waits until all `givers` have given a value for `key`; the last of `takers` removes the values."""
+        """Waits for the values of all `givers` for `key`, returns them; call number `takers` removes them."""
         self._wait(rank, lambda: len(self._given.get(key, ())) == len(givers))
         given = self._given[key]
         self._taken[key] = self._taken.get(key, 0) + 1
@@ -113,7 +113,7 @@ class InProcessCollective(ConnectedMember):
     name = "in-process"
 
     def __init__(self, turns: _Turns, ranks: Sequence[int], rank: int, group: tuple[int, ...]) -> None:
-        """Joins a group of world ranks; `rank` is a world rank, and all ranks give the same `group`."""
+        """Joins the group of the world ranks `ranks` as world rank `rank`; `group` identifies the group."""
         size, index = len(ranks), list(ranks).index(rank)
         super().__init__(Member(rank=index, size=size, local_rank=index, local_size=size))
         self._turns, self._ranks, self._me = turns, list(ranks), rank
@@ -206,5 +206,5 @@ class InProcessCollective(ConnectedMember):
         given = take()
         shapes = {tuple(tensor.shape) for tensor in given}
         if len(shapes) > 1:
-            raise ValueError(f"the ranks reduce tensors of different shapes: {sorted(shapes)}")
+            raise ValueError(f"every rank must reduce a tensor of the same shape, got {sorted(shapes)}")
         return reduce(REDUCTIONS[op], given).clone()

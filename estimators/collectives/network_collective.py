@@ -145,7 +145,7 @@ class NetworkCollective(ConnectedMember, ABC):
 
     @abstractmethod
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
-        """Returns the arriving bytes, in rank order; `joined` holds the bytes to send, as uint8."""
+        """Sends `sent[i]` bytes of `joined` to rank i; returns `arriving[i]` bytes from each rank i."""
 
     @abstractmethod
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None: ...

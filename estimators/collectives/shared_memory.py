@@ -120,7 +120,7 @@ class SharedMemory:
             yield part, [place[: len(part)] for place in places]
 
     def _reduce_split(self, places: list[torch.Tensor], part: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces one slice on each rank, so that no rank has to read the whole data of all ranks."""
+        """Reduces all ranks' data `places` into `part`; each rank computes one slice and copies the rest."""
         slices = [place.tensor_split(self.size) for place in places]
         mine = slices[self._rank][self._rank]
         # Other ranks read this slice only after the next signal.
@@ -252,7 +252,7 @@ def _meet(
 def connect_to_listener(
     name: bytes, token: bytes, rank: int, stack: ExitStack, timeout: float
 ) -> socket.socket | None:
-    """Returns a connection to rank 0's listener that has sent the token; None if it cannot connect."""
+    """Connects to rank 0's listener and sends the token; returns the connection, or None if that fails."""
     if name:
         with suppress(OSError):
             link = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -287,8 +287,8 @@ def _send_endpoints(
 ) -> Endpoint:
     """Makes the memory and a socket pair per pair of ranks; sends each rank its endpoint. Runs on rank 0.
 
-    `meeting` will close the descriptor of the memory. `kept` will close this rank's sockets if the ranks do
-    not share memory in the end.
+    The other ranks connect to the listener `door`. `meeting` will close the memory's file descriptor. `kept`
+    will close rank 0's sockets if the ranks do not share memory in the end.
     """
     with ExitStack() as dealt:
         memory = os.memfd_create("ringspark")

@@ -71,7 +71,7 @@ class Traffic:
     """
 
     def __init__(self, member: Member, whole: Traffic | None = None) -> None:
-        """Starts at 0. `whole` is the counter of a larger group of ranks; it also counts these bytes."""
+        """Starts at 0 bytes. `whole`, the counter of a larger group of ranks, also counts the same bytes."""
         self._member = member
         self._whole = whole
         self.bytes_sent = 0

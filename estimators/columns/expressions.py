@@ -88,7 +88,7 @@ def holds_null(source: Column, data_type: DataType) -> Column:
 def is_valid(
     source: Column, values: Column, data_type: DataType, *, floats: bool, fills_nulls: bool
 ) -> Column:
-    """Whether a row has neither null nor NaN. `values` are the row's values as they are sent to Python."""
+    """Whether a row has no NaN, and no null unless `fills_nulls`; `values` are sent to Python."""
     is_vector, depth = isinstance(data_type, VectorUDT), leaf_type(data_type)[1]
     if not depth and not is_vector:
         there = F.lit(True) if fills_nulls else source.isNotNull()

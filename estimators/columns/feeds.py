@@ -41,7 +41,7 @@ class Feed:
         return (column, {}) if self.kind is None else self.kind.read(column)
 
     def __call__(self, column: pa.Array) -> Array:
-        """Returns an array of shape (rows, ...), fp32 or int64, from a column that `read` returned."""
+        """Returns an array of shape (rows, ...), fp32 or int64, from the column that `Feed.read` returned."""
         if self.kind is None:
             values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
             return values.astype(self.dtype, copy=False) if self.dtype else values

@@ -83,7 +83,7 @@ class ModelInput:
 class BoundInput:
     """An input matched with a column: `valid` is true if the row has neither null nor NaN.
 
-    `filler` replaces invalid values if a null would turn integers into floats.
+    `filler` is sent to Python in place of an invalid value; if it is None, a null is sent.
     """
 
     values: Column
@@ -147,7 +147,7 @@ def source_columns(
 
 
 def _table_field(name: str, kind: TableRow, schema: StructType, exact: bool) -> StructField:
-    """Returns a struct field of a table's columns, which have the names of the training."""
+    """Returns a struct field of the DataFrame's columns that a `TableRow` was trained on, found by name."""
     fields = [
         StructField(column, find_field(column, "the model's column", schema, exact).dataType)
         for column in kind.sources
@@ -156,7 +156,7 @@ def _table_field(name: str, kind: TableRow, schema: StructType, exact: bool) -> 
 
 
 def table_struct(names: Sequence[str]) -> Column:
-    """Returns the struct of a table's columns."""
+    """Returns a struct of the columns `names`."""
     return F.struct(*(F.col(quote(name)).alias(name) for name in names))
 
 

@@ -29,7 +29,7 @@ def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]
 
 
 def find_field(name: str, param: str, schema: StructType, exact: bool) -> StructField:
-    """Returns the one field that Spark means by the name in `param`; raises ValueError if none or several."""
+    """Returns the only field called `name`; raises ValueError if none or several. Errors name `param`."""
     found = find_fields(name, schema, exact)
     if not found:
         hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"

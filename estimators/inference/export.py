@@ -72,9 +72,9 @@ def export_module(
 
 
 def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
-    """Records the module as a program for any number of rows. The program's inputs are results of `prepare`.
+    """Records the module as a program for any number of rows; raises NoProgramError if that fails.
 
-    Raises NoProgramError if it cannot be recorded.
+    `prepare`: the user's function transformInPrediction; the program takes the results of `prepare`.
     """
     if any(item.column is None for item in inputs):
         raise NoProgramError("the types of its inputs are not known")
@@ -92,7 +92,7 @@ def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any 
 
 
 def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Returns zeros; rows of varying length have `_VALUES` values each, or up to `length` if padded."""
+    """Returns sample inputs; a ragged row has `_VALUES` values, a padded row at most `length` values."""
     made = []
     for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
         array = item.array

@@ -96,7 +96,8 @@ def _to_integers(name: str, column: pa.Array, dtype: str) -> pa.Array:
         return column.cast(wanted)
     except pa.ArrowInvalid as error:
         raise ValueError(
-            f"column {name!r} held {dtype} numbers in the training, but a value cannot be cast: {error}"
+            f"column {name!r} held {dtype} numbers in the training, but a value cannot be cast: {error}; "
+            "give whole numbers in the range of that type"
         ) from None
 
 

@@ -32,7 +32,7 @@ def make_expression(
     widths: Sequence[int],
     columns: Sequence[Column],
 ) -> Column:
-    """Applies a pandas UDF to `columns`, which calls `function` with batches of Arrow columns."""
+    """Returns the result of a pandas UDF that calls `function` with Arrow batches of `columns`."""
 
     # The two bodies differ only in type hints, which Spark reads.
     def frames(batches: Iterator[Tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:  # noqa: UP006

@@ -1,7 +1,7 @@
 """Batched inference as a Spark SQL expression, for batch and streaming.
 
 The weights stay on the store. A Python worker maps them once for consecutive tasks, and the workers of a host
-share the pages. On a GPU, whose memory other tasks need, they stay for one task.
+share the pages. A GPU holds the weights for one task only, because other tasks need the memory.
 """
 
 from __future__ import annotations

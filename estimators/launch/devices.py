@@ -100,7 +100,7 @@ def _indices(group: Sequence[Claim]) -> list[int]:
         f"useGpu=True needs PyTorch to see the GPUs that Spark assigns: on host {host} Spark assigned "
         f"{', '.join(given)}, but PyTorch sees {len(visible)} device(s); install a CUDA build of torch, "
         "let the executors see all of their GPUs (spark.executorEnv.CUDA_VISIBLE_DEVICES, and "
-        "spark.python.worker.reuse=false if another job narrows it), or set useGpu=False"
+        "spark.python.worker.reuse=false if another job changes it), or set useGpu=False"
     )
 
 

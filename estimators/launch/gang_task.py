@@ -110,7 +110,7 @@ class _Offer:
             # Every task makes this call, even if it cannot start: the other tasks wait for its message.
             texts = context.allGather(json.dumps(asdict(self)))
         except Exception as error:
-            raise CollectiveError(f"the workers could not reach each other: {error}") from error
+            raise CollectiveError(f"the workers cannot connect, see the executors' logs: {error}") from error
         offers = [record(_Offer, json.loads(text)) for text in texts]
         if self.problem:
             raise RuntimeError(self.problem)

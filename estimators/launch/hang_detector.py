@@ -111,7 +111,7 @@ class HangDetector:
         return Hung(rank=seen.beat.rank, beat=seen.beat, reason=reason)
 
     def restart_clocks(self, now: float) -> None:
-        """Restarts all clocks, because the ranks could not write heartbeats."""
+        """Gives all ranks their full timeout again, because no rank could write heartbeats."""
         if self._began is not None:
             self._began = now
         self._stalled_since = None

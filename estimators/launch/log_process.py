@@ -2,9 +2,10 @@
 
     python -m ringspark.estimators.launch.log_process <process id> <descriptors> <run> <rank> <start> <line>
 
-The descriptors are the pipes of standard output, standard error and the answers. A "?" on standard input
-requests the kept output if it is new; a "!" also reports the end of the rank's work. If the rank dies before
-it sends a "!", this process stores the output.
+The descriptors are the pipes of standard output, standard error and the answers to the rank. <start> names
+this launch, and <line> is the header line of the launch in the log. A "?" on standard input requests the kept
+output if there is new output; a "!" also reports the end of the rank's work. If the rank dies before it sends
+a "!", this process stores the output.
 """
 
 from __future__ import annotations

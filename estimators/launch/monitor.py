@@ -29,7 +29,7 @@ NO_ROOM = "NoRoom"
 class Monitor:
     """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
 
-    `verdict` is then the failure.
+    `verdict` is the failure for which it cancelled the job, otherwise None.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def _start_daemon(spark: Any, context: Any) -> None:
 
 
 def _finds_module(context: Any) -> bool:
-    """Whether a daemon would run this file, in the folder and environment of Spark's JVM."""
+    """Whether a Python process that Spark's JVM starts would find this file as the module `MODULE`."""
     code = (
         f"import importlib.util, os, sys; spec = importlib.util.find_spec({MODULE!r}); "
         "sys.exit(spec is None or os.path.realpath(spec.origin) != sys.argv[1])"

@@ -66,7 +66,7 @@ def slots_of_conf(
 ) -> int | None:
     """Returns how many workers can run at the same time according to the conf; None if the conf does not say.
 
-    With `task_cpus`, each task also needs a whole GPU; without it, tasks need `spark.task.*`.
+    With `task_cpus`, each task also needs a whole GPU; otherwise `spark.task.*` says what a task needs.
     """
     master = conf.get("spark.master", "")
     cpus = task_cpus or int(conf.get("spark.task.cpus", "1"))

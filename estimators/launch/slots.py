@@ -73,7 +73,10 @@ def check_slots(
 
 
 def may_grow(slots: int | None, num_workers: int, expected: int | None, is_young: bool) -> bool:
-    """Whether more executors may still register, because the conf promises `expected` slots."""
+    """Whether more executors may still register, so that the workers fit.
+
+    `expected`: slots that the conf promises; if None, executors may register while the session `is_young`.
+    """
     if slots is None or slots >= num_workers:
         return False
     return slots == 0 or is_young if expected is None else expected >= num_workers
@@ -119,7 +122,7 @@ def _count(spark: SparkSession, conf: Mapping[str, str], task_cpus: int | None) 
 
 
 def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | None:
-    """Returns Spark's default parallelism, the cores of all executors; None if the conf sets it."""
+    """Returns the cores of all executors, read as Spark's default parallelism; None if the conf sets one."""
     if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
         return None
     # Reading the plan starts no job.

@@ -165,8 +165,8 @@ class Supervisor:
             return
         if room < least:
             raise RuntimeError(
-                f"the cluster has {room} task slots left for the {wanted} workers of the training "
-                f"after {cause.sentence}; add executors or lower minWorkers"
+                f"{cause.sentence}; the cluster now has {room} task slots left for the {wanted} "
+                "workers of the training; add executors or lower minWorkers"
             ) from None
         _logger.warning("the training continues with %d workers instead of %d", room, wanted)
         self.config = self.config.with_workers(room)

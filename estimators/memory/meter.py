@@ -40,8 +40,8 @@ class Peak:
 class Meter(TorchDispatchMode):
     """Counts the live bytes of every part, and the highest sum under each of several weightings.
 
-    A weighting is part -> share of one rank; a part without an entry counts in full. So one run of a step
-    measures all types of sharding.
+    A weighting maps a part to the share that one rank holds; a part without an entry counts in full.
+    So one run of a step measures all types of sharding.
     """
 
     def __init__(self, weightings: Mapping[str, Weights]) -> None:

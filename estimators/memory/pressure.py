@@ -128,7 +128,7 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
 def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, int]:
     """Returns part -> lower bound of the host bytes that the most loaded worker holds at once.
 
-    Runs one planner step on two rows, because unused parameters have neither gradient nor state.
+    Plans one step on two rows, to find which parameters get a gradient and optimizer state.
     """
     planner = _planner(config, objects, manifest)
     try:
@@ -211,7 +211,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
 
 
 def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
-    """Returns "memory", else "disk", if there is room for twice `num_bytes`; "none" if neither has it.
+    """Returns the first of "memory" and "disk" that has twice `num_bytes` free; "none" if neither has.
 
     The second half of the memory is left for activations.
     """

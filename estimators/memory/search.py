@@ -90,7 +90,7 @@ def _climb(
 
 
 def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[Rung]:
-    """Yields the changes above the user's values on the ladder; skips settings with a value outside it."""
+    """Yields the changes above the user's values; skips settings whose value is not on the ladder."""
     passed = {name for name, _ in _LADDER if getattr(config, name) in ("none", "fp32", AllReduce())}
     for name, value in ladder:
         present = getattr(config, name)

@@ -1,6 +1,6 @@
 """Computes each rank's share of sharded state, and the communication buffers.
 
-A measured step (`memory.step`) runs on one rank, so it shows neither."""
+`memory.step` measures a step of a single rank, without sharding and communication."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def data_parallel_size(config: TrainConfig) -> int:
 
 
 def shard_group_size(config: TrainConfig) -> int:
-    """Returns the size of the axis `shard`, or else the number of ranks that all-reduce gradients."""
+    """Returns the number of ranks that split sharded state: axis `shard`, or all data-parallel ranks."""
     shard = config.axes["shard"]
     return shard if shard > 1 else data_parallel_size(config)
 

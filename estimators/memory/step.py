@@ -94,8 +94,8 @@ def on_fake_tensors(
     """Enters a context in which tensors have no memory; yields the network and everything that a step needs.
 
     Args:
-        modes: More dispatch modes.
-        weightings: More weightings for the meter, besides one per type of sharding.
+        modes: Further dispatch modes to enter.
+        weightings: Further weightings for the `Meter`, which always has one per type of sharding.
     """
     device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
     gpus = [device] if device.type == "cuda" else []
@@ -134,7 +134,7 @@ def _quiet() -> Iterator[None]:
 
 
 class FakeStep:
-    """The network, the optimizer and the recipe of one rank, on fake tensors."""
+    """The network, the optimizer and the training step of one rank, on fake tensors."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class FakeStep:
 
 
 def initialize_lazy_layers(empty: nn.Module, inputs: Sequence[BatchColumn], objects: UserObjects) -> None:
-    """Initializes lazy layers by a forward pass on the meta device, like `probe`."""
+    """Initializes lazy layers by a forward pass on the meta device."""
     if not any(map(is_lazy, (*empty.parameters(), *empty.buffers()))):
         return
     for owner in empty.modules():

@@ -35,7 +35,7 @@ class Uncompressed(Compression):
 
 @dataclass(frozen=True, kw_only=True)
 class FP16(Compression):
-    """Gradients in fp16, with a common factor per block."""
+    """Gradients in fp16, with a scale factor per slice of the gradient against underflow and overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ringspark.pipelines import storage
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA(Options):
-    """Low-rank adapters: only they are trained, and the model has merged weights.
+    """Low-rank adapters: trained instead of the network's weights, and merged into the weights at the end.
 
     Attributes:
         rank: Rank of the adapters' matrices.

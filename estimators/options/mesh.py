@@ -82,7 +82,7 @@ class Mesh(Options):
 
     @classmethod
     def of(cls, value: Any, subject: str = "") -> Mesh:
-        """Converts a dict. In dicts of earlier versions, the pipeline's options are among the axes."""
+        """Converts a dict to a mesh; in earlier versions, dicts had the pipeline's options among the axes."""
         if isinstance(value, Mapping):
             value = dict(value)
             if "between" in value:
@@ -110,7 +110,7 @@ class Mesh(Options):
         return values
 
     def size(self, axis: str) -> int:
-        """Returns the workers along an axis; 1 for `data` if it takes the rest."""
+        """Returns the number of workers along an axis; 1 if the axis is `data` and `data` is None."""
         found = self.pipeline.stages if axis == "pipeline" else getattr(self, axis)
         return found or 1
 

@@ -26,7 +26,7 @@ class ScaleLearningRate(Options):
 
     @classmethod
     def of(cls, value: Any, subject: str = "") -> ScaleLearningRate:
-        """Converts a dict, also one of an earlier version, whose rule is its "name"."""
+        """Converts a dict to options; a dict of an earlier version has the key "name" instead of "rule"."""
         if isinstance(value, Mapping) and "name" in value:
             value = {"rule": value["name"]} | {name: item for name, item in value.items() if name != "name"}
         return super().of(value, subject)

@@ -235,12 +235,12 @@ class EarlierSetting(NamedTuple):
     """A setting that `sync` replaced.
 
     Attributes:
-        field: Its field in configs of earlier versions.
-        variant: The class of `Sync` that means the same.
-        words: Its meaning.
-        read: Returns its value for a `Sync` of that class.
-        write: Returns the `Sync` for a value; `AllReduce()` for its default.
-        default: Its value for any other `Sync`.
+        field: Name of the setting in configs of earlier versions.
+        variant: Class of `Sync` that replaced the setting.
+        words: Description of the setting.
+        read: (`Sync` of class `variant`) -> value of the setting.
+        write: (value of the setting) -> `Sync`; the default gives `AllReduce()`.
+        default: Value of the setting if `sync` is of another class.
     """
 
     field: str
@@ -286,7 +286,7 @@ def _read_local_steps(sync: LocalTraining) -> dict[str, Any]:
 def _write_consistency(value: Any) -> Sync:
     given = {"name": value} if isinstance(value, str) else value
     if not isinstance(given, Mapping):
-        raise TypeError(f"consistency must be a name or a dict with a name, got {value!r}")
+        raise TypeError(f"consistency must be 'bsp', 'ssp', 'asp', 'hogwild' or a dict, got {value!r}")
     given = dict(given)
     name = given.pop("name", None)
     if name == "bsp" and not given:
@@ -356,7 +356,7 @@ def read_earlier(sync: Sync) -> dict[str, Any]:
 def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
     """Returns `sync` as the earlier settings in `values` change it.
 
-    An earlier setting at its default resets `sync` to AllReduce() only if `sync` is of its variant.
+    A setting at its default resets `sync` to AllReduce() only if `sync` is of the setting's `variant`.
     """
     found = {name: EARLIER[name].write(value) for name, value in values.items()}
     for name, made in found.items():
@@ -376,7 +376,7 @@ def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
 
 
 def upgrade(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Converts a config or identity that an earlier version stored.
+    """Converts settings that an earlier version stored, in a config or in the record of a run.
 
     The settings that `sync` replaced are removed, and `sync` is set to the value that means the same.
     `names` maps each earlier setting to its key in `values`.

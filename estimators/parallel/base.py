@@ -22,7 +22,7 @@ class Scaler(Protocol):
 
 
 def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
-    """Raises ValueError if the gradient is sparse: autograd does not let a hook make it dense."""
+    """Raises ValueError if the gradient is sparse: autograd refuses hooks that return a dense gradient."""
     if gradient.is_sparse:
         raise ValueError(
             f"parameter {name!r} got a sparse gradient, but a rank without rows has none to send; leave "
@@ -31,14 +31,14 @@ def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
 
 
 def dense_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the gradients' values; a sparse gradient gives each row once."""
+    """Returns the values of each gradient; duplicate rows of a sparse gradient are summed first."""
     return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
 def apply_change(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Returns `own` plus a callback's change of weights from `before` to `after`.
+    """Returns the weights `own` plus `after - before`, a callback's change of the shared weights.
 
-    Elements of `own` that equal `before` become exactly `after`; unchanged elements stay.
+    Elements of `own` that equal `before` become exactly `after`; elements without a change stay.
     """
     before, after = before.to(own), after.to(own)
     moved = torch.where(own == before, after, own + (after - before))
@@ -49,7 +49,7 @@ class GradientSync:
     """Synchronizes one module and its optimizer with the other ranks.
 
     This base class does not communicate. Each rank differentiates its part of the global batch's mean loss,
-    times `loss_factor`. After `reduce`, its optimizer sees gradients of the whole mean, or a shard of them.
+    times `loss_factor`. After `reduce`, each optimizer sees the gradients of the whole mean loss, or a shard.
     A parameter without a gradient on any rank keeps None, so no optimizer decays or moves it.
 
     Attributes:
@@ -58,7 +58,7 @@ class GradientSync:
         loss_factor: Factor of a rank's loss before it is differentiated.
         ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflow.
         in_step: Whether the ranks take each step together. If not, weights may differ until `settle`.
-        progress: Called at each step that another rank takes while this rank waits for it by design.
+        progress: Called at each step of another rank while this rank waits for slower ranks.
         local_square: Squared 2-norm of this rank's gradients before the all-reduce, on the device; None
             without `SyncSettings.noise_scale`, or if the strategy does not know it.
     """
@@ -87,7 +87,7 @@ class GradientSync:
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         """Waits until the gradients of this step are summed over all ranks.
 
-        `scale` returns fp16's loss scale, by which the gradients are multiplied; it waits for the device.
+        `scale` returns fp16's loss scale, by which the gradients are multiplied. A call waits for the device.
         """
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -139,8 +139,8 @@ class GradientSync:
         Runs on every rank.
 
         Args:
-            states: `rank_state` of all ranks at the checkpoint; empty if that training used another strategy.
-            is_same: Whether the number of ranks is the same, so that each rank finds its own state.
+            states: `rank_state` of each rank at the checkpoint; empty dicts if the strategy was another.
+            is_same: Whether the mesh is the same as at the checkpoint, so that each rank takes its own state.
         """
 
 
@@ -159,8 +159,8 @@ class Strategy(Protocol):
         """Returns the synchronization of the module and its optimizer. Runs on every rank.
 
         Args:
-            module: This rank's shard of the network on the rank's device. With sync=Zero(stage=3) its
-                weights may be deferred, see `initial_weights`.
+            module: This rank's shard of the network on the rank's device. With sync=Zero(stage=3) the
+                weights may still lack values, see `initial_weights`.
             make_optimizer: Makes the optimizer, after the strategy has changed the parameters.
         """
 

@@ -48,7 +48,7 @@ class CheckpointShare:
 
     Attributes:
         names: Names of the tensors.
-        spreads: All tensors of the checkpoint whose shards lie in several parts, by name.
+        spreads: By name, all tensors of the checkpoint of which several ranks each write a shard.
         total: Number of tensors of the whole network.
     """
 
@@ -99,7 +99,7 @@ class ModelLayout:
         return copy_shard(whole, spec, *self._at(spec))
 
     def full_name(self, name: str) -> str:
-        """Returns a parameter's first name in the whole network; a stage may only know another name of it."""
+        """Returns a parameter's first name in the whole network. Tied parameters have several names."""
         return self._tied.get(name, name)
 
     def shard_parameters(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -107,7 +107,7 @@ class ModelLayout:
         return {name: self.shard(name, tensor) for name, tensor in known.items() if tensor is not None}
 
     def shard_optimizer_state(self, whole: Mapping[str, Mapping[str, StateValue]]) -> OptimizerState:
-        """Returns this rank's shard of a whole optimizer state, by its own names."""
+        """Returns this rank's shard of a whole optimizer state, by the parameter names of this rank."""
         known = {name: whole.get(self.full_name(name)) for name in self._parameters}
         # Keep unknown names, so that loading the state of another network is refused.
         known |= {name: values for name, values in whole.items() if name not in self.shapes}
@@ -118,7 +118,7 @@ class ModelLayout:
         }
 
     def is_counted(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
-        """Whether to add this rank's tensor to a sum over `RankMesh.holders`: no element may count twice."""
+        """Whether this rank adds its tensor to a sum over the axes `among`; each element must count once."""
         here, spec = self.mesh.coordinates, self.cuts.get(name)
         alike = [axis for axis in among if spec is None or spec.axis != axis]
         return name not in self._copies and all(here[axis] == 0 for axis in alike)

@@ -89,7 +89,8 @@ class RankMesh:
             full["data"] = world.size
         if math.prod(full.values()) != world.size:
             raise ValueError(
-                f"parallelism's axes multiply to {math.prod(full.values())}, but there are {world.size} ranks"
+                f"parallelism's axes multiply to {math.prod(full.values())}, but there are {world.size} "
+                "ranks; start as many ranks as this product, or change an axis"
             )
         here = _coordinates(full)[world.rank]
         groups = _Groups(world, full)

@@ -69,7 +69,7 @@ def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, 
 
 
 def gather_value(value: StateValue) -> StateValue:
-    """Returns the whole tensor on the first rank, and only the own shard elsewhere. Runs on every rank."""
+    """Returns the whole tensor on the first rank, and at most a shard on others. Runs on every rank."""
     if not isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "full_tensor"):

@@ -35,7 +35,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class CheckpointShards:
-    """A tensor with shards in several `parts` of a checkpoint, in the order of coordinates.
+    """A tensor with shards in several `parts` of a checkpoint, in the order of ranks along the mesh axis.
 
     Checkpoints store these fields.
     """
@@ -55,7 +55,7 @@ class CheckpointShards:
             is_whole = False
         if not is_whole or len(set(self.parts)) != size or expected != [list(s) for s in shapes]:
             raise ValueError(
-                f"its parts of {name!r} have the shapes {[list(s) for s in shapes]}, which do not make up "
+                f"the shards of {name!r} have the shapes {[list(s) for s in shapes]}, which do not make up "
                 f"{list(self.shape)}"
             )
 
@@ -91,7 +91,7 @@ def shard_shape(whole: Sequence[int], spec: ShardSpec, rank: int, size: int) -> 
 
 
 def join_shards(shards: Sequence[torch.Tensor], spec: ShardSpec) -> torch.Tensor:
-    """Returns the whole tensor; `shards` are in the order of coordinates."""
+    """Returns the whole tensor; `shards` are in the order of ranks along the mesh axis."""
     if spec.grid is not None and len(shards) > 1:
         columns = spec.grid[1]
         return torch.cat(

@@ -1,4 +1,4 @@
-"""Reads the folder of a run, whether the run is training, has failed or has finished."""
+"""Reads the folder of a run that is training, has failed or has finished."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RunFacts:
 
     @property
     def _so_far(self) -> tuple[int, int, float]:
-        """Rows, steps and seconds of the latest position that any file records."""
+        """Rows, steps and seconds of the training so far, from the file with the most steps."""
         if self.outcome is not None:
             return self.outcome.rows, self.outcome.steps, self.outcome.seconds
         steps, seconds = sum(r.steps for r in self.history), sum(r.seconds for r in self.history)

@@ -35,7 +35,7 @@ class RunRefusedError(ValueError):
 
 
 def check_run_uri(run_uri: str | None, resume: bool) -> None:
-    """Raises ValueError for a folder that a fit may not use."""
+    """Raises ValueError unless the folder is new or empty, or holds a run and `resume` is set."""
     if run_uri is None:
         if resume:
             raise ValueError("resume=True continues the run of a folder; set runUri to that folder")
@@ -84,9 +84,9 @@ def remove_old_run(uri: str, resume: bool | None) -> None:
         )
     if is_unfinished and (seconds := _seconds_since_heartbeat(uri)) is not None:
         raise ValueError(
-            f"a worker of the run in {uri} sent a heartbeat {seconds:.0f} s ago, so it may be training; "
-            f"wait {_DEAD_SECONDS:.0f} s if it is not, give --no-resume to start a new run, or name another "
-            "folder"
+            f"a worker of the run in {uri} sent a heartbeat {seconds:.0f} s ago, so the run may be training; "
+            f"if its driver has ended, start again in {_DEAD_SECONDS:.0f} s, or give --no-resume to remove "
+            "the run; else name another folder"
         )
     storage.remove(storage.join(uri, run_layout.OWNER))  # first: without it no rank writes
     storage.remove(uri, recursive=True)
@@ -111,10 +111,10 @@ class Begun:
 
 
 class RunFolder:
-    """A run directory as one fit uses it.
+    """The folder of one training, in use by one fit.
 
-    `is_given`: whether the user named the folder, and so may resume from it. Ranks of another driver end when
-    they see this driver's `token`.
+    `is_given`: whether the user named the folder; only such a training can be resumed. `token` identifies
+    this driver; the workers of an earlier driver end when they read this token in the folder.
     """
 
     def __init__(self, uri: str, *, is_given: bool) -> None:
@@ -161,7 +161,7 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
-        """Writes the identity of the run, or checks that it is unchanged. The driver then owns the run."""
+        """Takes over an unfinished run and writes `run.json`; refuses a run with another `identity`."""
         known = self.identity()
         if known is not None and (changed := list_differences(known.identity, identity)):
             raise self.refusal(changed)
@@ -218,7 +218,7 @@ class RunFolder:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Runs the training in its block; after a failure, keeps the folder and says so, or removes it."""
+        """Context of the training. After a failure, removes the folder, or keeps it and tells the user."""
         try:
             yield
         except BaseException as error:

@@ -88,7 +88,7 @@ def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
-    """Returns the differences between the columns and statistics of two writes of the rows."""
+    """Returns the differences between the columns and statistics of two sets of shards."""
     found = []
     columns = [[f"{column.name}: {column.kind}" for column in manifest.columns] for manifest in (old, new)]
     if columns[0] != columns[1]:
@@ -190,7 +190,7 @@ def _describe(given: Any, *, tensors: bool) -> dict[str, Any]:
 def _settings_of(given: Any) -> Any:
     """Returns the name of a loss, transform or factory; adds its settings and its layers' settings, if any.
 
-    A setting is a constructor argument that is kept under its name; other attributes may be counters.
+    A setting is an attribute with the name of a constructor argument; other attributes may change later.
     """
     layers = dict(given.named_modules()) if isinstance(given, torch.nn.Module) else {"": given}
     found = {}

@@ -29,7 +29,7 @@ class ListedRun:
 
 
 def list_run_folders(root: str) -> list[ListedRun]:
-    """Returns the runs in a folder, the newest last; for a run folder, the run itself."""
+    """Returns the runs in a folder, the newest last. If the folder is a run itself, returns this run."""
     root = storage.normalize(root)
     names = storage.list_names(root)
     if not names and not storage.exists(root):

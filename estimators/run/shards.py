@@ -1,8 +1,8 @@
 """The shards of a run: written once, read again by a resume, and checked at every restart.
 
-Another write of the same DataFrame may order its rows differently, so a resume reads the first files. It
-also writes the DataFrame again and compares both writes, except if plan and source files prove that the
-DataFrame is unchanged (`pipelines.reuse`).
+A DataFrame may return its rows in another order each time, so a resume reads the shards of the first start.
+The resume also writes new shards, and compares them with the first shards. It skips this if Spark's plan and
+the source files show that the DataFrame is unchanged (`pipelines.reuse`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ShardStates:
         storage.write_atomic(self._uri, json.dumps(self._states()).encode())
 
     def check(self) -> None:
-        """Raises ValueError if the manifest, or the content of a touched file, has changed."""
+        """Raises ValueError if the manifest or a file has changed; reads files of another time or version."""
         # Compared as text, because a NaN among the statistics does not equal itself.
         if ShardManifest.load(self._manifest.uri).to_json() != self._manifest.to_json():
             raise ValueError(

@@ -25,10 +25,10 @@ _FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """One folder of a storageUri; `idle_seconds` is 0 if the store does not know.
+    """One folder of a storageUri; `idle_seconds` is 0 if the store does not record changes.
 
-    Shards, or the manifest of a table, have the state "shards". They count as idle once all runs that read
-    them are idle.
+    A folder of shards, or of a table's manifest, has the state "shards". A change of a run that reads such a
+    folder also counts as a change of the folder.
     """
 
     uri: str
@@ -81,8 +81,8 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
     """
     if not older_than_hours >= LEAST_HOURS:
         raise ValueError(
-            f"runs that changed within an hour may be alive; give {LEAST_HOURS:g} hours or more, got "
-            f"{older_than_hours:g}"
+            f"runs that changed within an hour may be alive; remove only runs without a change for "
+            f"{LEAST_HOURS:g} hours or more, got {older_than_hours:g}"
         )
     root = storage.normalize(root)
     if not storage.list_names(root):

@@ -33,7 +33,7 @@ def pinned_version(run_uri: str | None) -> int | None:
 
 
 def check_table(data: FitData) -> None:
-    """Refuses settings that choose among rows, because a table in place is read whole."""
+    """Raises ValueError for settings that select single rows, because a table's files are read whole."""
     if data.validation_fraction is not None:
         raise ValueError(
             "validationFraction selects single rows, but a table that is read in place holds out whole "
@@ -50,7 +50,7 @@ def check_table(data: FitData) -> None:
 def table_rows(
     spark: SparkSession, listing: Listing, data: FitData, run: RunFolder
 ) -> Iterator[tuple[ShardManifest, str]]:
-    """Yields the manifest over a table's files and the key of these rows."""
+    """Yields a manifest of a table's files, and a key that a resume uses to recognize the rows."""
     facts = [asdict(listing.source), listing.files, data.columns, data.validation_col, data.kinds]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if not run.is_given:

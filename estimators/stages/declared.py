@@ -103,7 +103,7 @@ def value_of(stage: Params, setting: Setting[T]) -> T:
 
 
 def _has(stage: Params, setting: Setting[Any]) -> bool:
-    """Whether the stage has this setting as a Param; a search has Spark's `parallelism`, not this setting."""
+    """Whether the stage has this setting, not just a Param of its name, such as Spark's `parallelism`."""
     return bool(stage.hasParam(setting.name) and stage.getParam(setting.name).doc == setting.words)
 
 
@@ -179,7 +179,7 @@ class DeclaredParams(Params):
         return "\n".join(lines) or super().explainParams()
 
     def _notebook_note(self) -> str:
-        """Returns a sentence for the notebook, below the settings."""
+        """Returns the sentence that a notebook shows below the settings."""
         return ""
 
     def _set(self: S, **values: Any) -> S:

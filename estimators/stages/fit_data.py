@@ -30,13 +30,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FitData:
-    """The columns and rows of one fit; fits with equal values can share one write.
+    """The columns and rows of one fit; fits with equal values can share their shards.
 
     Attributes:
-        seed: Seed of the random hold-out; 0 without a hold-out, so that all seeds share the write.
+        seed: Seed of the random hold-out; 0 without a hold-out, so that fits of all seeds share their shards.
         kinds: Column types by column, as JSON text of the setting `columns`.
         root: Parent of the folder with the shards, or the run's folder that the user named.
-        imports: Modules that the tasks of the write also import.
+        imports: Modules that Spark's Python workers import during the write, because the training needs them.
     """
 
     columns: tuple[str, ...]
@@ -75,7 +75,7 @@ class FitData:
         except ValueError as error:
             if "to write_shards" not in str(error):
                 raise
-            raise ValueError(f"{error}; in fit, set the Param columns to the same value") from None
+            raise ValueError(f"{error}; for fit, set the estimator's Param columns to this dict") from None
 
 
 class SharedShards:
@@ -119,7 +119,7 @@ class _Write:
 
 
 def discard(uri: str) -> None:
-    """Removes a folder; a failure is only logged, because it must hide neither a model nor an error."""
+    """Removes a folder. A failure is only logged, so that it replaces neither the model nor another error."""
     try:
         storage.remove(uri, recursive=True)
     except OSError as error:

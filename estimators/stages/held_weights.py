@@ -1,7 +1,7 @@
 """Keeps a model's weights readable after the folder that they were saved in is removed.
 
 `PipelineModel.load(p).write().overwrite().save(p)` removes `p` first. On a local disk a loaded model keeps
-its weights open, and an open file stays readable. On other stores, an error explains this.
+its weights open, and an open file stays readable. On other stores, the model then raises a ValueError.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HeldWeights:
         return info
 
     def map_into(self, module: nn.Module) -> None:
-        """Maps the checkpoint's tensors into the module, also after the folder was removed from a disk."""
+        """Maps the checkpoint's tensors into the module, from the file that `hold` opened or the folder."""
         if self._descriptor is None:
             map_checkpoint(self.uri, module, expected_id=self.info().checkpoint_id)
         else:
@@ -88,7 +88,7 @@ class HeldWeights:
             self.info()
 
     def copy_to(self, target: str) -> None:
-        """Copies the checkpoint into the folder `target` on any store, the committing file last."""
+        """Copies the checkpoint into the folder `target`; writes the file that makes it complete last."""
         self.check()
         commit = self._commit or storage.read_bytes(storage.join(self.uri, COMMIT))
         with replacing(target, WEIGHTS) as writer:

@@ -72,13 +72,13 @@ class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
 
 
 def check_distinct(names: Sequence[str], exact: bool = False) -> None:
-    """Raises ValueError if two output columns have the same name; `exact`: see `find_fields`."""
+    """Raises ValueError if two output columns have the same name. `exact`: whether case counts."""
     if len({name if exact else name.lower() for name in names}) < len(names):
         raise ValueError(f"the output columns must differ from each other, got {list(names)}")
 
 
 def check_free(schema: StructType, names: Sequence[str], exact: bool) -> None:
-    """Raises ValueError, as Spark's stages do, if an output column exists or occurs twice."""
+    """Raises ValueError if an output column exists already or two are equal. `exact`: whether case counts."""
     check_distinct(names, exact)
     for name in names:
         if find_fields(name, schema, exact):

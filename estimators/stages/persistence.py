@@ -65,7 +65,7 @@ class Description:
 
 
 class StageWriter(MLWriter):
-    """Writes any stage; only models have `weights`, `extra` and a function that makes their program."""
+    """Writes any stage; only models have `weights`, `program` and `extra` (fields of `ringspark.json`)."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class StageWriter(MLWriter):
         )
 
     def _network(self, uri: str, param: str, module: nn.Module) -> dict[str, Any] | None:
-        """Writes a network's files without pickle, if it can; returns its part of `ringspark.json`."""
+        """Writes a network without pickle; returns its entry in `ringspark.json`, None if it needs pickle."""
         description = describe_network(module)
         if self._holds_weights_of(param):
             if description is None and (program := self._program()) is not None:

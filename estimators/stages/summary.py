@@ -45,7 +45,7 @@ class TrainingSummary:
         checkpoint_errors: One line per checkpoint that could not be written.
         non_finite: One line per step whose loss or gradient was not finite.
         column_uses: What became of each column of a table; see `columns`.
-        parallelism: How the workers shared the network, as the setting of this name; {} for data parallelism.
+        parallelism: Setting `parallelism` of the training, as a dict; {} for data parallelism.
     """
 
     epochs: tuple[EpochRecord, ...]
@@ -65,9 +65,9 @@ class TrainingSummary:
 
     @property
     def columns(self) -> pd.DataFrame:
-        """One row per column of the table: its type, values, missing share, use, and why.
+        """One row per column of the table: type, distinct values, missing share, use, reason for the use.
 
-        It is empty if the estimator had a network with its own inputs.
+        The DataFrame is empty if the user gave the estimator a whole network.
         """
         names = [each.name for each in fields(ColumnUse)]
         return pd.DataFrame([use.to_json() for use in self.column_uses], columns=names)
@@ -163,7 +163,7 @@ class TrainingSummary:
 
     @classmethod
     def of_run(cls, finished: str, run_uri: str) -> tuple[TrainingSummary, TrainResult]:
-        """Returns the summary and the result of a finished run, from its record; `run_uri` is its folder."""
+        """Returns summary and result of a run; `finished`: text of `result.json`; `run_uri`: its folder."""
         try:
             found = record(FinishedRun, parse_object(finished, allow_nan=True))
         except ValueError as error:

@@ -92,7 +92,7 @@ class Tracker:
         return {}
 
     def as_setting(self) -> dict[str, Any] | None:
-        """Returns the name and changed options; None if they are not plain data."""
+        """Returns the name and non-default options; None if the tracker has no name or is no dataclass."""
         # A user's class may have a name without being a dataclass.
         if not self.name or not is_dataclass(self):
             return None

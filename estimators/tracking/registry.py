@@ -28,7 +28,7 @@ TRACKERS: LazyRegistry[type[Tracker]] = LazyRegistry(
 
 
 def make_trackers(given: Sequence[Any], shows_progress: bool) -> list[Tracker]:
-    """Returns the trackers of `tracking` and `showProgress`, checked."""
+    """Makes and checks the trackers for the Params `tracking` and `showProgress`."""
     trackers = [_make_tracker(entry) for entry in given]
     if shows_progress and not any(tracker.name == "console" for tracker in trackers):
         trackers.insert(0, TRACKERS["console"]())

@@ -142,12 +142,12 @@ class _Channel:
 
     @property
     def gives_up_at(self) -> float:
-        """Deadline: `END_SECONDS` after the start of the call in progress, or from now if there is none."""
+        """Time to stop waiting: `END_SECONDS` after the running call began, or after now if no call runs."""
         begun = self._begun
         return (time.monotonic() if begun is None else begun) + END_SECONDS
 
     def put(self, call: Call | None, always: bool = False) -> None:
-        """Queues a call; None ends the thread. `always`: even if the tracker has failed."""
+        """Queues a call; None ends the thread. A tracker that failed too often gets only `always` calls."""
         self.calls.put(None if call is None else (call, always))
 
     def _work(self) -> None:

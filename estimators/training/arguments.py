@@ -20,10 +20,10 @@ of its rows. The input of starts has its own index."""
 
 
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the batch arrays that a network gets for each name of a column or array.
+    """Returns the batch arrays that a network gets for each of `names`: names of columns or of their arrays.
 
-    A column's name stands for all arguments that its column type makes. If another array of the column is
-    named too, it stands only for the array of the same name.
+    A column's name stands for all arrays that a network gets of its column type. If `names` also holds
+    another array of the column, the name stands only for the array with the column's name.
     """
     by_name = {column.name: column for column in columns}
 

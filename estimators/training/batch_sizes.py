@@ -34,7 +34,7 @@ class BatchSizes:
         return self.sizes[bisect_right(self.starts, epoch) - 1]
 
     def twice_each(self) -> list[int]:
-        """Returns the first two epochs with each size; without a shuffle, later ones repeat the batches."""
+        """Returns the first two epochs of each size; unshuffled epochs of one size have the same batches."""
         stops = (*self.starts[1:], self.epochs)
         spans = zip(self.starts, stops, strict=True)
         return [epoch for start, stop in spans for epoch in range(start, min(start + 2, stop))]

@@ -66,7 +66,7 @@ def prepare_inputs(function: Any, inputs: Tensors, layout: InputLayout = ()) -> 
 
 
 def prepare_function(function: Any, device: torch.device, training: bool) -> Any:
-    """Returns the user's function on `device`; a module is copied, because its owner may use it too."""
+    """Returns the user's function. A module is copied to `device` and frozen; `training` sets its mode."""
     if not isinstance(function, nn.Module):
         return function
     return copy_module(function).to(device).train(training).requires_grad_(False)
@@ -126,7 +126,7 @@ def _row_of_zeros(tensors: Tensors) -> Tensors:
 
 
 def _check_result(result: Any, setting: str, what: str, rows: Sequence[int | None]) -> Tensors:
-    """Returns the result as a tuple; `rows` holds the length of each tensor, None for any."""
+    """Returns the tensors as a tuple; `rows`: length of each, None for any; `what`: their name in errors."""
     tensors = (result,) if isinstance(result, torch.Tensor) else result
     if (
         not isinstance(tensors, tuple | list)

@@ -48,11 +48,11 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer of a module in its final form. Runs on every rank.
+    """Builds the optimizer of a module that is already frozen and sharded as configured.
 
     `spec` is a name in `OPTIMIZERS`, or a function that makes an optimizer from the list of trainable
-    parameters. With `groups` (see `check_groups`) the function gets a list of group dicts instead, and sets
-    the rate and the decay if a group lacks them.
+    parameters. With `groups` (see `check_groups`) the function gets a list of group dicts instead. A dict may
+    lack the learning rate and the weight decay; the function then chooses them.
     """
     trainable: list[Any] = [p for p in module.parameters() if p.requires_grad]
     if not trainable and layout_of(module) is not None:

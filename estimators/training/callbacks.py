@@ -25,16 +25,16 @@ class TrainingState:
         rank: This rank's number, from 0.
         size: Number of ranks that train.
         module: The network, without wrappers. Change its weights on all ranks or on none. With
-            sync=Zero(stage=3) its parameters are DTensors; `parameter.full_tensor()`, called on every rank,
-            returns a whole tensor. With parallelism 'pipeline' it holds this rank's stages and cannot be
-            called. A gradient is the same memory in every step, so clone it to keep it.
+            sync=Zero(stage=3) the parameters are DTensors; `parameter.full_tensor()`, called on every rank,
+            returns a whole tensor. With parallelism 'pipeline' the module holds this rank's stages and cannot
+            be called. Each step overwrites the gradients, so clone a gradient to keep it.
         optimizer: This rank's optimizer (with sharding, of its shard); its groups hold the present rates.
         epoch: Present epoch, from 1.
         step: Optimizer steps taken, at most `num_steps`.
         history: One record per finished epoch; in `on_epoch_end` the last one is the present epoch.
         stop_reason: Why the training will end after this epoch; None if it continues.
-        averaged: Returns a context in which `module` holds the weights that are validated and saved: with
-            `emaDecay` the average. Every rank must enter it.
+        averaged: Returns a context in which `module` holds the weights that are validated and saved; with
+            `emaDecay`, these are the averaged weights. Every rank must enter the context.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Callback:
 
 
 class Callbacks:
-    """Calls callbacks in order, `stateless` last; checkpoints keep no state of `stateless`."""
+    """Calls `callbacks` in order, then the callback `stateless`, whose state no checkpoint keeps."""
 
     def __init__(self, callbacks: Sequence[Callback], stateless: Callback | None = None) -> None:
         self._callbacks = list(callbacks)

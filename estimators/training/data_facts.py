@@ -1,4 +1,4 @@
-"""The facts of a run's data, which outlive its shards: the manifest without the list of files."""
+"""What a run knows of its data after the shards are deleted: the shard manifest without the file list."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class MemberChoice:
 
     @classmethod
     def of(cls, network: nn.Module, config: TrainConfig, mesh: RankMesh) -> MemberChoice | None:
-        """Returns None if the network is no ensemble, or if ranks do not have equal replicas of it."""
+        """Returns a `MemberChoice` for an ensemble with an equal replica on every rank, else None."""
         is_whole = not config.cuts_network and config.sync.sharding == "none" and config.is_in_step
         return cls(network, mesh, config.task) if isinstance(network, Pack) and is_whole else None
 

@@ -23,7 +23,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteStep:
-    """One step with a loss or gradient that is not finite; `epoch`, and `step` in the epoch, are from 1."""
+    """A step with a loss or gradient that is not finite; `epoch` and the epoch's `step` count from 1."""
 
     epoch: int
     step: int
@@ -47,7 +47,7 @@ class RollBackError(Exception):
 
 
 class FirstBadLoss:
-    """Keeps a rank's first step with a loss that is not finite; on a CPU, `check` reads each loss."""
+    """Keeps a rank's first step with a loss that is not finite. Only the property `step` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_immediate = device.type == "cpu"
@@ -73,7 +73,7 @@ class FirstBadLoss:
 
 
 def raise_first_bad(epoch: int, first_bad: Sequence[int], advice: str) -> None:
-    """Raises FloatingPointError if a rank had a bad step. `first_bad`: each rank's first bad step, or 0."""
+    """Raises FloatingPointError for the earliest of `first_bad`: each rank's first non-finite step, or 0."""
     found = [(step, rank) for rank, step in enumerate(first_bad) if step]
     if found:
         step, rank = min(found)

@@ -59,7 +59,7 @@ class WholePasses:
         inputs: Sequence[torch.Tensor],
         keeps_outputs: bool,
     ) -> list[MicroBatchOutput]:
-        """Runs the forward and backward passes of the micro-batches, and accumulates their gradients.
+        """Runs the forward and backward passes, accumulates gradients, and returns the results.
 
         The loss is the sum over these rows, divided by `divisor`, the weight of all ranks' rows (from
         `step.global_weights`). So the sum of all ranks' gradients is the gradient of the global mean loss.
@@ -87,13 +87,13 @@ class WholePasses:
         return results
 
     def drain(self) -> None:
-        """Adds the gradients of one step that are still in flight; an optimizer step follows each call."""
+        """Accumulates the gradients of one of the `steps_in_flight`; the caller then steps the optimizer."""
 
     def settle(self) -> None:
         """Makes parameters that several ranks share bitwise equal. Runs on every rank."""
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
-        """Computes the losses of rows without gradients; returns like `train`."""
+        """Returns a list with the result of one micro-batch, computed without gradients."""
         network = self._sync.network
         return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
 
@@ -212,5 +212,5 @@ Passes = WholePasses | PipelinedPasses
 
 
 def _sum_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns a sum of 0 that has zero gradients. Its backward pass lets other ranks' gradients through."""
+    """Returns 0 for values without rows; the backward pass still brings other ranks' gradients to experts."""
     return torch.stack([value.float().sum() for value in values]).sum()

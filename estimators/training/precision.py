@@ -79,7 +79,7 @@ class LossScaler:
         """Stores the settings.
 
         Args:
-            combine: Returns the maximum of a tensor (1,) over all ranks, which hold different gradients.
+            combine: Returns the maximum of a tensor (1,) over all ranks; None if gradients are equal on all.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too.
         """
         self.enabled = precision == "fp16" or guards

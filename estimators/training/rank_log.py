@@ -38,7 +38,7 @@ def died_uri(run_uri: str, rank: int) -> str:
 
 
 def store(run_uri: str, rank: int, line: str, text: bytes) -> None:
-    """Stores `text` as the output of the start with header `line`, after the end of earlier output."""
+    """Stores `text` under the header `line` of one start of the rank, after the output of earlier starts."""
     uri = _uri(run_uri, rank)
     earlier = b""
     with suppress(FileNotFoundError):

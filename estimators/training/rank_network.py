@@ -32,7 +32,7 @@ from ringspark.pipelines import ShardManifest
 
 
 class RankNetwork:
-    """The network of one rank; call its methods in their order, on every rank."""
+    """The network of one rank. Every rank calls `build`, `shard`, `recompute` and `wrap`, in this order."""
 
     module: nn.Module
     pipeline: PipelinePasses | None = None

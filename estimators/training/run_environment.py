@@ -39,7 +39,7 @@ MOST_STARTS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RankHost:
-    """The machine of one rank. Both peaks are in bytes, and 0 until the training ends."""
+    """The machine of one rank; sizes of memory are in bytes, and the peaks are 0 until the training ends."""
 
     host: str
     device: str
@@ -73,7 +73,7 @@ class Environment:
 def record_start(
     config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, device: torch.device
 ) -> GangStart | None:
-    """Records a start of the ranks and their data. Runs on every rank; returns None if it writes nothing."""
+    """Records a start of the ranks and their data. Runs on every rank; rank 0 returns the start."""
     texts = gather_bytes(mesh.world, _describe_rank(device), to_all=False)
     if not mesh.writes:
         return None

@@ -81,7 +81,7 @@ class TimeBudget(Callback):
 
 @contextmanager
 def calibrated(module: nn.Module, record: EpochRecord | None) -> Iterator[None]:
-    """Sets the network's temperature to the record's metric inside the context, in which it is saved.
+    """Gives the network the temperature in `record`, clamped to 0.5 to 4, while the context is open.
 
     Guo, Pleiss, Sun and Weinberger 2017, "On Calibration of Modern Neural Networks". The training itself
     continues with a temperature of 1. Networks without the attribute `calibrates` are not changed.

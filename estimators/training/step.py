@@ -56,7 +56,7 @@ def forward_backward(
 def scale_loss(
     recipe: Recipe, sync: GradientSync, losses: torch.Tensor, divisor: torch.Tensor | float
 ) -> torch.Tensor:
-    """Returns the loss to differentiate: the rows' share of the global mean loss, times all factors."""
+    """Returns the weighted sum of `losses` / `divisor`, times `sync.loss_factor` and the loss scale."""
     loss = recipe.criterion.total(losses / divisor)
     if recipe.config.on_non_finite != "stop":
         loss = poison(loss)
@@ -66,9 +66,9 @@ def scale_loss(
 def forward(
     recipe: Recipe, module: nn.Module, network: nn.Module, batch: Batch, *, keeps_outputs: bool
 ) -> tuple[torch.Tensor, MicroBatchOutput]:
-    """Returns each head's weighted loss summed over the rows, (num_heads,), and the results for the history.
+    """Returns each head's weighted loss summed over the rows, (num_heads,), and the output for the history.
 
-    Only the summed losses include the losses that layers add (`models.reports`), not the results.
+    The summed losses include the losses that layers add by `add_loss`. The output for the history does not.
     """
     config = recipe.config
     hooks = saved_tensor_hooks(
@@ -126,7 +126,7 @@ def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Te
     for values in reports.losses:
         if values.shape != (batch.num_rows,):
             raise ValueError(
-                f"a layer may add a loss of shape ({batch.num_rows},), one value per row, got "
+                f"add_loss needs a loss of shape ({batch.num_rows},), one value per row, got "
                 f"{tuple(values.shape)}; give add_loss the mean of each row"
             )
     total = torch.stack([values.float() for values in reports.losses]).sum(0)  # (rows,)
@@ -138,8 +138,8 @@ def global_weights(
 ) -> torch.Tensor | float:
     """Returns the total weight of all ranks' rows, which divides the losses. Runs on every rank.
 
-    It is one number if rows have no weights, else one per loss, (num_heads,). If `together` is None, it is
-    estimated: the other ranks' rows get the mean weight of this rank's rows.
+    Without row weights, returns `global_rows`; with row weights, one total per loss, (num_heads,). If
+    `together` is None, the other ranks' rows are assumed to have the mean weight of this rank's rows.
     """
     weights = _sum_weights(recipe, batch)
     if not isinstance(weights, torch.Tensor):

@@ -1,6 +1,6 @@
 """Records the loss within an epoch: one mean over all ranks every few steps.
 
-Records from step n replace earlier records from step n, so repeated steps count once.
+A resumed training may repeat steps. A record of step n replaces earlier records of step n and later steps.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class StepLog:
         return self._every > 0 and step % self._every == 0
 
     def mean_loss(self, sums: Sums, data: Collective | None) -> float | None:
-        """Returns the mean loss since the previous record, over the ranks of `data`.
+        """Returns the mean loss since the previous record, over all ranks of the collective `data`.
 
-        Without `data`, returns this rank's mean loss, or None if it had no rows.
+        If `data` is None, returns this rank's mean loss, or None if this rank had no rows.
         """
         totals = sums.totals()
         since = totals if self._before is None else totals - self._before
@@ -102,7 +102,7 @@ class StepLog:
 
 
 class StepFiles:
-    """The files of losses of a run, read while more are written."""
+    """Reader of a run's files of step records; the training may still write more files."""
 
     def __init__(self, run_uri: str) -> None:
         self._folder = storage.join(run_uri, run_layout.STEPS)

@@ -43,7 +43,7 @@ class TrainResult:
     """The result that returns through Spark: a few kilobytes, never weights.
 
     Attributes:
-        seconds: Training time over all continuations, without steps that a failure lost.
+        seconds: Training time of the first start and all resumes, without steps that a failure lost.
         checkpoint_errors: One sentence per checkpoint that rank 0 could not write.
     """
 
@@ -179,7 +179,7 @@ def _train(
 def _final_weights(
     config: TrainConfig, mesh: RankMesh, state: TrainingState, best: BestCheckpoint | None, status: Status
 ) -> tuple[str, int]:
-    """Returns the folder of the resulting weights and their epoch; writes the weights."""
+    """Writes the last weights if there is no best checkpoint; returns the weights' folder and epoch."""
     if best is not None and best.uri is not None:
         if mesh.writes:
             best.remove_others()

@@ -2,7 +2,7 @@
 
 client.push(index, gradient)      # in the current step
 client.tick()                     # ends the step
-client.pull(index)                # waits until the bound allows it; sees this worker's own pushes
+client.pull(index)                # waits until the staleness bound allows the read; includes own pushes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParameterClient:
 
     Attributes:
         clock: Number of steps that this worker has finished.
-        progress: Function called at each step that another worker takes while this worker waits.
+        progress: Function called as other workers take steps while this worker waits.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ParameterClient:
 
         Args:
             pieces: For each server, the slices that it holds, by the parameter's index.
-            optimizer: Each push sends its group settings, such as the learning rate.
+            optimizer: Holds the group settings, such as the learning rate, that each push sends.
             bound: See `Asynchronous.bound`.
         """
         self.clock = 0
@@ -74,7 +74,7 @@ class ParameterClient:
         self.clock += 1
 
     def pull_all(self, bound: int | None) -> None:
-        """Overwrites the worker's parameters with the servers' current values; waits like `pull`."""
+        """Waits until the staleness `bound` allows the read; copies the servers' values to all parameters."""
         self._read(None, bound, dict(enumerate(self._parameters)))
 
     def await_all(self) -> None:

@@ -2,8 +2,8 @@
 
 Recht et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". If two ranks
 write the same element at the same time, one update may be lost. A rank's step uses the mean gradient of its
-own rows, and the learning rate is divided by the number of ranks. The servers hold no parameters here; they
-only count each rank's steps.
+own rows, and the learning rate is divided by the number of ranks. Each rank also runs a `ShardServer` without
+parameters, which only counts the ranks' steps.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ class ServerLink(Protocol):
     """A connection to one server. Its methods raise `CollectiveError` if the training has lost a worker."""
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
-        """Sends gradients; returns the bytes sent."""
+        """Sends gradients and the optimizer settings `groups`; returns the bytes sent over the network."""
 
     def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
-        """Starts to pull parameters."""
+        """Starts to pull parameters; takes the arguments of `ParameterTable.pull`."""
 
     def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
-        """Waits for the values of the pull that `ask` started, and returns them."""
+        """Returns the values that `ask` requested; meanwhile calls `progress` as other workers take steps."""
 
     def close(self) -> None: ...
 
@@ -92,7 +92,8 @@ class RemoteLink:
                 raise
         except OSError as error:
             raise CollectiveError(
-                f"the parameter server of rank {server} cannot be reached: {error}"
+                f"the parameter server of rank {server} cannot be reached: {error}; allow TCP connections "
+                "between the hosts of all workers"
             ) from error
         self._connection.settimeout(timeout_seconds + _SPARE_SECONDS)
 

@@ -1,7 +1,8 @@
 """A parameter server that is sharded over the workers: every rank trains, and serves one shard.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". With a staleness bound of 0,
-all workers have the same weights after each step. Otherwise their weights differ until `settle`.
+all workers have the same weights after each step. Otherwise the workers' weights differ until `settle`
+makes them equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serves one rank's table to the other workers, in threads of the rank's process.
+"""Serves one rank's `ParameterTable` to the other workers, in threads of the rank's process.
 
 Each worker has one connection, so a pull sees the worker's own earlier pushes. A peer that does not know the
 run's token is disconnected. When a connection ends, its worker counts as gone.

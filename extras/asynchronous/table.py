@@ -23,7 +23,7 @@ from ringspark.estimators.options.sync import Asynchronous
 from ringspark.estimators.parallel.base import apply_change
 from ringspark.estimators.parallel.sharded.parameter_shards import hide_empty_groups
 
-# One worker's gradients of a clock, by the parameter's index, and its optimizer's settings by group.
+# One worker's gradients of a step, by the parameter's index, and the settings of its optimizer's groups.
 Gradients = Mapping[int, torch.Tensor]
 Groups = Sequence[Mapping[str, Any]]
 
@@ -103,7 +103,7 @@ class ParameterTable:
         self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
-        """Takes a worker's gradients of its current step. Parameters without a gradient are left out."""
+        """Takes a worker's gradients and optimizer settings; `ends_step` marks the last push of a step."""
         with self._changed:
             if self._sync.in_step:
                 self._keep(worker, gradients, groups)
@@ -192,7 +192,8 @@ class ParameterTable:
             rank = self.clocks.behind(needed)[0]
             raise WorkerLeftError(
                 f"rank {rank} has taken no step for {self._timeout:g} s after its step "
-                f"{self.clocks.pushed[rank]}, and other workers wait for its step {needed}"
+                f"{self.clocks.pushed[rank]}, and other workers wait for its step {needed}; "
+                "raise timeoutSeconds if the rank is only slow"
             )
 
     def _keep(self, worker: int, gradients: Gradients, groups: Groups) -> None:
@@ -214,7 +215,7 @@ class ParameterTable:
                 self._step(sums, of_clock[min(of_clock)][1], 1.0)
 
     def _step(self, gradients: Gradients, groups: Groups, rate_share: float) -> None:
-        """Takes an optimizer step; parameters without a gradient do not change."""
+        """Takes an optimizer step with `rate_share` times the learning rate of `groups`."""
         assert self._optimizer is not None
         for index, tensor in self.held.items():
             gradient = gradients.get(index)

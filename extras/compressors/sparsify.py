@@ -16,10 +16,10 @@ _ROUNDS = 4
 
 
 class SparsifyCompressor(Compressor):
-    """Sends a number g as g / p with probability p = min(1, lambda |g|): unbiased, with the least variance.
+    """Sends a number g as g / p with probability p = min(1, c |g|): unbiased, with the least variance.
 
-    With error feedback it sends g itself: the residual of g / p may be larger than g, so the residuals would
-    grow without bound.
+    `ratio`, the share of numbers to send, determines c. With error feedback the compressor sends g itself,
+    because the residual of g / p may be larger than g, so the residuals would grow without bound.
     """
 
     unbiased = True

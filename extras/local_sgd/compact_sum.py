@@ -69,7 +69,7 @@ def start_average(
 
 
 def _as_bytes(values: torch.Tensor, levels: int) -> torch.Tensor:
-    """Rounds values from -`levels` to `levels`, adds `levels`, and packs four such bytes into an int32."""
+    """Rounds values between -`levels` and `levels` to bytes from 0 to 2 `levels`; packs four per int32."""
     padded = torch.zeros(-(-len(values) // _PER_INT32) * _PER_INT32, dtype=torch.uint8, device=values.device)
     # A value that is not finite becomes any number here; the scale makes its parameter NaN.
     padded[: len(values)] = values.nan_to_num_(0.0, 0.0, 0.0).round_().add_(levels).to(torch.uint8)

@@ -3,9 +3,9 @@
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models".
 
 Streaming (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"): the parameters are split
-into F fragments, and every H / F steps one fragment synchronizes. Its outer gradient is sent tau steps before
-it is used. Each rank's weights then become alpha * its own weights + (1 - alpha) * the outer optimizer's
-weights.
+into fragments, and every `steps` / `fragments` steps one fragment synchronizes. The ranks send a fragment's
+outer gradient `delay` steps before the outer step. Then each rank's weights become `alpha` * the rank's
+weights + (1 - `alpha`) * the outer optimizer's weights.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Fragment:
     """Parameters that synchronize together, with the state of their outer optimizer.
 
     Attributes:
+        start: Weights of the outer optimizer.
         is_settled: Whether the weights of all ranks equal `start`.
         pending: Function that waits for the outer gradient in flight and returns it; None if none is in
             flight.

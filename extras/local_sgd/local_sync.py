@@ -34,8 +34,8 @@ from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensor
 class Statistics:
     """Averages floating-point buffers over the ranks, such as running statistics of batch normalization.
 
-    A buffer is averaged only if it has changed on some rank since the last call, because the rounding of an
-    average must not change constants. An example is a mask with infinities.
+    A buffer is averaged only if some rank has changed the buffer since the last call. The rounding of an
+    average could change a constant buffer, such as a mask.
     """
 
     def __init__(self, network: nn.Module, collective: Collective) -> None:
@@ -174,7 +174,7 @@ class LocalSync(GradientSync):
         self._weights.write(values)
 
     def _apply_change(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Applies a callback's change of the shared weights to the other weight vectors of this rank."""
+        """Applies a callback's change of the network's weights to this rank's other copies of the weights."""
         if self._own is not None:
             self._own = apply_change(self._own, before, after)
 

@@ -110,7 +110,7 @@ def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tens
 
 
 def calibrate(calibration: Calibration, num_ranks: int) -> tuple[dict[int, float], Link]:
-    """Returns the seconds of a step by its number of rows, and the link between `num_ranks` local processes.
+    """Returns the seconds of a step by number of rows, and the `Link` between `num_ranks` local processes.
 
     Raises:
         WorkerError: A rank failed.

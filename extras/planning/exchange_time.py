@@ -1,7 +1,7 @@
 """Predicts the time of an all-reduce from a link's time per message and per byte.
 
-The time per byte includes the additions. Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of
-Collective Communication Operations in MPICH".
+The time per byte includes the addition of received numbers. Source: Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH".
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def hierarchical_seconds(
 ) -> float:
     """Returns the time of a hierarchical all-reduce; messages between hosts are compressed by `compression`.
 
-    The ranks of each host reduce-scatter. Then each rank all-reduces its shard with the same ranks of other
-    hosts, and the ranks of each host all-gather. All hosts except perhaps the last have `ranks_per_host`
+    The ranks of each host reduce-scatter. Then the ranks with the same shard, one per host, all-reduce the
+    shard, and the ranks of each host all-gather. All hosts except perhaps the last have `ranks_per_host`
     ranks.
     """
     local = min(num_ranks, ranks_per_host)

@@ -40,8 +40,8 @@ class ScalingFit:
     Attributes:
         form: Name of f, a key of `FORMS`.
         compute: C, the time that one worker needs for the work.
-        exchange: K, the time that two workers would communicate in the number of steps that one worker needs
-            for the work.
+        exchange: K, the communication time per step of two workers, times the number of steps that one worker
+            needs for the work.
         measured: Number of workers -> measured time.
     """
 

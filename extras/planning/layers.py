@@ -124,7 +124,7 @@ def _log(terms: int) -> int:
 
 
 def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWork:
-    """Counts operations in a forward pass of a copy on `meta`; `inputs`, its arguments, have any device."""
+    """Counts the operations of `module(*inputs)`, run on copies of module and inputs on `meta`."""
     copy = deepcopy(module).to("meta").train()
     count = _Count()
     for name, layer in copy.named_modules():

@@ -38,7 +38,7 @@ class Text(Block):
 
 @dataclass(frozen=True)
 class Cards(Block):
-    """A few figures, each with its name."""
+    """A few pairs (name, value), each shown as a card."""
 
     entries: Sequence[tuple[str, str]]
 

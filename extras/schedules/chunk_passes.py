@@ -62,10 +62,11 @@ def run_forward(
     """Runs a stage's forward pass.
 
     Args:
+        lengths: Number of time steps of each chunk.
         arriving: The stage's inputs, leaves of the graph, as chunks or as whole rows.
         give: Function called with each result of the last section.
         streams_in: Whether the inputs arrive in chunks.
-        span: Returns a context for each computation; waiting for inputs is outside of it.
+        span: Returns a context, which is open during each computation but not during a wait for inputs.
     """
     kept: list[list[ChunkPass]] = [[] for _ in sections]
     chunks, is_chunked = arriving, streams_in
@@ -92,8 +93,8 @@ def run_backward(
 ) -> Iterator[list[torch.Tensor]]:
     """Runs a stage's backward pass; yields gradients of the stage's inputs, for the last chunk first.
 
-    If `streams_in` is True, yields gradients chunk by chunk, as the previous stage needs them; otherwise
-    yields the gradients of whole rows at once.
+    `kept` is the result of `run_forward`, and `lengths` has the time steps of each chunk. If `streams_in` is
+    False, yields the gradients of whole rows at once.
     """
     for number in range(len(sections) - 1, -1, -1):
         found = _section_backward(kept[number], gradients, span)

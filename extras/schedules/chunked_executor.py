@@ -100,7 +100,7 @@ class ChunkedExecutor(Executor):
         give: Give,
         span: Span,
     ) -> list[list[ChunkPass]]:
-        """Runs a stage's forward pass and returns its sections, each with one pass per sequence chunk.
+        """Runs a stage's forward pass; returns the `ChunkPass` objects of each `StageSection`.
 
         Stage 0 takes `arguments`; a later stage takes the values that the previous stage sends.
         """

@@ -25,12 +25,12 @@ from ringspark.estimators.parallel.model.pipeline.orders import Orders
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedStep:
-    """One step of all stages.
+    """One training step of all pipeline stages.
 
     Attributes:
         orders: Actions of each stage, in order.
         micros: Numbers of the micro-batches that start in this step.
-        released: For a stage, the step whose gradients are complete after this step.
+        released: By stage, the number of the step whose gradients the stage applies now; no entry if none.
         finished: Numbers of the micro-batches whose last backward pass runs in this step.
     """
 
@@ -50,7 +50,7 @@ def late_by_depth(num_ranks: int, num_micro: int) -> list[int]:
 
 
 class Backlog:
-    """Tracks the micro-batches in flight. Every rank computes the same result."""
+    """Orders the passes of all micro-batches in flight. Every rank computes the same orders."""
 
     def __init__(self, delays: list[int]) -> None:
         self._delays = delays

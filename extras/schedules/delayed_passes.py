@@ -1,4 +1,4 @@
-"""Runs the passes of schedules without a flush, whose gradients belong to earlier steps; see `delayed`."""
+"""Runs the passes of the schedules in `delayed`: a stage may apply the gradients of an earlier step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_dep
 
 
 class StashedWeights:
-    """Copy of a module's parameters at one step; it also collects the gradients of the step's micro-batches.
+    """Copy of a module's parameters at one step, with the gradients of the step's micro-batches.
 
     Weight stashing (Narayanan et al. 2019, "PipeDream"): a micro-batch's backward pass uses the same weights
     as its forward pass.
@@ -40,7 +40,7 @@ class StashedWeights:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Makes the module use the copies. Backward passes need this too, for layers that are recomputed."""
+        """Makes the module use this copy, also in backward passes, which may recompute layers."""
         for owner, name, _, copy in self._places:
             setattr(owner, name, copy)
         try:

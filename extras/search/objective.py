@@ -32,7 +32,7 @@ class Objective:
         evaluator: Any,
         held_out: DataFrame | None,
     ) -> Objective:
-        """Determines `monitor` as a training does. Raises ValueError if the history would not contain it."""
+        """Returns a search's objective. Raises ValueError if the training history would lack `monitor`."""
         # A pretrained checkpoint has no effect here; each trial resolves its folder.
         config = replace(fit.config, shards_uri=manifest.uri, keep="best", pretrained=None)
         if monitor is not None:
@@ -73,9 +73,9 @@ class Objective:
         return self.turn(record.value(self.monitor))
 
     def turn(self, value: float) -> float:
-        """Negates a value of `monitor` if smaller is better for it and not for the objective, or vice versa.
+        """Negates a value of `monitor` if larger is better for only one of `monitor` and the objective.
 
-        Turning the result again returns `value`.
+        A second call with the result returns `value`.
         """
         return value if self.is_larger_better == self.monitor_is_larger_better else -value
 

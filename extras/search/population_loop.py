@@ -1,7 +1,7 @@
 """Runs the rounds of a population: all members train, then the worst resume from the best.
 
 In each round, each member trains in a new folder, which starts with a copy of a checkpoint of the previous
-round. If the driver was killed, the round that it had not saved is resumed.
+round. If the driver was killed, a new driver resumes the unfinished round.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PopulationLoop:
                 if not self._population.ranked(self._values(number)):
                     reason = self._rounds[number][-1].reason
                     raise RuntimeError(
-                        f"all members of the population failed in round {number}; the last error: {reason}"
+                        f"all members of the population failed in round {number}; correct the error: {reason}"
                     )
             last = num_rounds - 1
             best = members[self._population.ranked(self._values(last))[0]]

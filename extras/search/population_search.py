@@ -69,8 +69,8 @@ class PopulationSearch(_PopulationParams, SearchStage):
         fit = CheckedFit.of(prepared.estimator, dataset)
         if fit.config.looks_for_best:
             raise ValueError(
-                "PopulationSearch resumes members from the last epoch, so the estimator must keep it; set "
-                "keep='last' and leave patience unset"
+                "PopulationSearch resumes members from the last epoch, so the estimator must keep the last "
+                "epoch; set keep='last' and leave patience unset"
             )
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
@@ -117,7 +117,8 @@ def _check_changeable(space: Space, estimator: Any) -> None:
     for name, values in space.ranges.items():
         if name == "learningRate" and own_rate:
             raise ValueError(
-                "space names 'learningRate', which the optimizer's factory sets; set optimizer to a name"
+                "space names 'learningRate', but the optimizer's factory sets the learning rate; set "
+                "optimizer to a name such as 'sgd'"
             )
         if name in _CHANGEABLE:
             continue

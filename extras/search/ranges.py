@@ -139,7 +139,7 @@ class Choice:
         return {"choice": {"values": list(self.values)}} if is_plain else None
 
     def _labels(self) -> list[Any]:
-        """Returns a label for each value in optuna's records: the value itself if optuna can store it."""
+        """Returns the labels of the values in optuna's records: the values themselves, or unique texts."""
         labels: list[Any] = []
         for number, value in enumerate(self.values):
             label = value if value is None or type(value) in (bool, int, float, str) else _text(value)
@@ -164,5 +164,5 @@ def from_json(form: dict[str, Any]) -> SearchRange:
     try:
         found: SearchRange = kinds[kind](**fields)
     except TypeError as error:
-        raise ValueError(f"the range {form} cannot be read: {error}") from None
+        raise ValueError(f"the range {form} cannot be read: {error}; correct its arguments") from None
     return found

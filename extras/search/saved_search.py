@@ -49,8 +49,8 @@ _OURS = ("ringspark.estimators.", "ringspark.extras.")
 def load_part(uri: str, name: str) -> Any:
     """Loads one of the stages inside a saved stage; returns None if it is missing.
 
-    Raises ValueError if the class is neither from ringspark nor an evaluator of Spark ML, unless the user has
-    allowed other code.
+    Raises ValueError if the class is neither from ringspark nor an evaluator of Spark ML, unless
+    RINGSPARK_ALLOW_PICKLE=1 allows other classes.
     """
     folder = storage.join(uri, name)
     if not storage.exists(storage.join(folder, METADATA)):

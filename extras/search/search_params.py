@@ -145,7 +145,7 @@ class _SearchParams(DeclaredParams):
         self._setDefault(**{setting.name: setting.default for setting in self._defaults})
 
     def getSpace(self) -> Any:
-        """Gets `space`: ranges by name, or the callable."""
+        """Gets `space`: a dict from names to ranges, or a callable."""
         held = self.getOrDefault("space") if self.isDefined("space") else None
         if held is None or callable(held):
             return held

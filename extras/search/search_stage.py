@@ -91,9 +91,9 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         return self.getOrDefault(self.space)
 
     def _checked_run(self, dataset: DataFrame, *known: str) -> str | None:
-        """Returns the search's folder and creates it if needed; None if the user set none.
+        """Returns the search's folder and creates the folder if needed; None if `runUri` is unset.
 
-        `known` are prefixes of the names that a folder of this kind of search contains.
+        `known` are prefixes of the file names that only this class of search writes.
         """
         given = self.getRunUri()
         if given is None:

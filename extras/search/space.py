@@ -148,7 +148,8 @@ class Space:
     def _check_name(self, name: str) -> None:
         if name in _OWN:
             raise ValueError(
-                f"space must not hold {name!r}: the search gives each trial its own {_OWN[name]}"
+                f"space must not hold {name!r}, because the search gives each trial its own {_OWN[name]}; "
+                "leave it out"
             )
         shared = _OF_TABLES if self._prepared.plan is not None else ("timeCol",)
         if name in shared:

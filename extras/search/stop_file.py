@@ -20,7 +20,7 @@ class TrialStoppedError(RuntimeError):
 
 
 class StopFile(Callback):
-    """Ends the training once the driver has written the file. Only rank 0 looks for it."""
+    """Ends the training once the driver has written the stop file. Only rank 0 looks for this file."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri

@@ -74,7 +74,7 @@ def pruner_of(pruner: Any, epochs: int | None) -> Any:
 
 
 def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: dict[str, str]) -> Any:
-    """Opens the study from the journal in the search's folder on a disk, or creates a study.
+    """Opens or creates the study in the search's folder; `run_uri` None creates a study in memory.
 
     `about` holds settings, as text, that must be the same in a resumed search.
     """

@@ -92,7 +92,7 @@ class SearchFolder:
             write_owner(self.uri, self._token, 0)
 
     def check_owner(self) -> None:
-        """Raises RuntimeError if another driver has taken over the search, so that no trial counts twice."""
+        """Raises RuntimeError if another driver has taken over the search."""
         if self.uri is None:
             return
         owner = read_owner(self.uri)

@@ -46,7 +46,7 @@ class ClockOffset:
 def measure_offset(
     world: Collective, clock: Clock = now_ns, rounds: int = ROUNDS
 ) -> tuple[ClockOffset, SharedMoment]:
-    """Returns this rank's clock offset, and a moment that is the same on all ranks. Runs on every rank."""
+    """Returns this rank's clock offset, and the `SharedMoment` of rank 0. Every rank must call it."""
     lows: list[int] = []
     highs: list[int] = []
     sent, received = 0, 0

@@ -60,9 +60,9 @@ class DeviceStep:
 class DeviceClock:
     """Converts times of CUDA events to the host's clock.
 
-    CUDA returns the time between two events as fp32 milliseconds, which are exact only if the events are a
-    few seconds apart. Each step is therefore timed from the previous step. The first step is timed from an
-    event that was synchronized with the host's clock.
+    CUDA returns the time between two events as fp32 milliseconds. This time is exact only if the events
+    are at most a few seconds apart, so each step is timed from the previous step. The first step is timed
+    from an event for which the host's time is known.
     """
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
@@ -103,7 +103,7 @@ class _OpenStep:
 
 
 class RankTimeline(Timeline):
-    """Writes a file with every `every`-th step of this rank, and with all checkpoints and validations.
+    """Writes a file with every `every`-th step of this rank, and with its newest checkpoints and validations.
 
     The constructor compares the ranks' clocks, so every rank must call it.
     """
@@ -179,7 +179,7 @@ class RankTimeline(Timeline):
         self._file.close(self._content())
 
     def _compare_clocks(self) -> None:
-        """Compares the clocks again, because they drift. Runs on every rank at the start of an epoch."""
+        """Measures the clock offset again, because clocks drift. Every rank calls this in each epoch."""
         if self._taken_steps:
             self._offsets.append(measure_offset(self._world, self._clock, _LATER_ROUNDS)[0])
         if len(self._offsets) > MOST_OFFSETS:

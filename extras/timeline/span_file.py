@@ -1,6 +1,6 @@
-"""File of one rank's spans: `timeline/rank-<k>-<start>.json` in the run folder.
+"""File of one rank's spans in the run folder: `timeline/rank-<k>-<start>.json`; see `RankSpans.start`.
 
-All times are nanoseconds on the rank's own clock. The file also holds the offset of this clock to rank 0's.
+All times are nanoseconds on the rank's own clock. The file also holds the offset to the clock of rank 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class RareSpan:
-    """A checkpoint or a validation after `step`. Every checkpoint and validation is recorded."""
+    """A checkpoint or a validation after `step`. A file holds the newest `MOST_RARE_SPANS` of them."""
 
     kind: str
     epoch: int
@@ -64,7 +64,7 @@ class RankSpans:
         every: Recording interval in steps.
         taken_steps: Number of steps that the rank has taken, recorded or not.
         left_out: Number of spans that were not recorded, because a step had too many.
-        moment: A moment on both clocks of rank 0; the same on all ranks of a launch.
+        moment: One moment of the launch, on rank 0's span clock and since 1970; equal on all ranks.
         offsets: Measured clock offsets, ordered by time.
     """
 

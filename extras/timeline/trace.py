@@ -1,8 +1,8 @@
 """Puts the spans of all ranks of a run on one time axis, and computes how ranks spend their time.
 
-A `wait` is the part of an `exchange` in which the last rank had not begun its own `exchange` yet. It is shown
-only if it is longer than the error of the two ranks' clocks. If ranks that arrive earlier already communicate
-with each other, this time also counts as `wait`.
+An `exchange` is a span in which a rank waits for reduced gradients. The time until the last rank begins its
+`exchange` is a `wait` slice, even if other ranks already communicate. A `wait` is left out if it is shorter
+than the sum of the clock errors of the rank and the last rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TraceSlice:
     """One span of one rank on the common time axis.
 
     Attributes:
-        kind: A kind of `observation.timeline`, or `wait`, or `step <n>` for a whole step.
+        kind: A `StepKind` or `RareKind`, `wait`, a collective operation, or `step <n>` for a whole step.
         begin_ns, end_ns: Nanoseconds since 1970 on the clock of rank 0.
         is_whole: Whether the slice is a whole recorded step, which encloses the slices of its parts.
         is_on_device: Whether the GPU measured the slice's times.
@@ -52,7 +52,7 @@ class TraceSlice:
 
 
 def make_slices(ranks: Sequence[RankSpans]) -> list[TraceSlice]:
-    """Returns all slices, ordered by rank and time; each `wait` lies inside an `exchange`."""
+    """Returns all slices, ordered by rank and time. A `wait` slice lies inside an `exchange` slice."""
     arrivals = _last_arrivals(ranks)
     found = [piece for spans in ranks for piece in _slice_rank(spans, arrivals)]
     return sorted(found, key=lambda piece: (piece.rank, piece.begin_ns, -piece.end_ns))
@@ -127,10 +127,10 @@ def write_trace(run_uri: str, path: str) -> str:
 
 
 def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
-    """Returns, for each rank, the share of the training's time per kind, estimated from the recorded steps.
+    """Returns each rank's share of the training's time per kind of span, estimated from the recorded steps.
 
-    A rank's shares, including `other`, sum to 1. If a step has device times, they replace its host times.
-    Raises the errors of `chrome_trace`.
+    A rank's shares sum to 1, with "other" for the rest of the steps. Device times of a step replace its host
+    times. Raises the errors of `chrome_trace`.
     """
     ranks = load_spans(run_uri)
     arrivals = _last_arrivals(ranks)
@@ -220,7 +220,7 @@ def _slice_rank(spans: RankSpans, arrivals: _Arrivals) -> Iterator[TraceSlice]:
 
 
 def _slice_operations(spans: RankSpans, step: StepSpans, of_step: dict[str, Any]) -> Iterator[TraceSlice]:
-    """Yields the collective operations of a step, each in the first lane that is free."""
+    """Yields a slice per collective operation of a step; slices that overlap get different lanes."""
     busy_until: list[int] = []
     for name, ready_ns, begin_ns, end_ns in step.operations:
         lane = next((n for n, until in enumerate(busy_until) if until <= begin_ns), len(busy_until))
@@ -247,7 +247,7 @@ def _key_steps(spans: RankSpans) -> Iterator[tuple[_Key, StepSpans]]:
 
 
 def _last_arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
-    """Returns, for each exchange, the time when the last rank began it, and the error of that rank's clock.
+    """Returns, per `exchange` span of a step, the begin on the last rank and the last rank's clock error.
 
     Leaves out steps that some ranks have not recorded, or in which ranks have different numbers of exchanges.
     """

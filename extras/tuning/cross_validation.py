@@ -101,7 +101,7 @@ def _name_evaluators(evaluator: Any) -> dict[str, Any]:
     for name, each in named.items():
         if not hasattr(each, "evaluate"):
             raise ValueError(
-                f"evaluator must be an evaluator of Spark ML or a mapping of names to them, got "
+                f"evaluator must be an evaluator of Spark ML or a mapping of names to evaluators, got "
                 f"{type(each).__name__} for {name!r}"
             )
         if name in (_FOLD, _SECONDS):

@@ -46,7 +46,7 @@ def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
         given = ", ".join(sorted(map(str, found)))
         raise ValueError(
             f"foldCol {name!r} must hold each number from 0 to {k - 1} and nothing else, got "
-            f"{given or 'no rows'}"
+            f"{given or 'no rows'}; set k to the number of folds, or correct the column"
         )
     return [Fold(df.where(column != i), df.where(column == i)) for i in range(k)]
 

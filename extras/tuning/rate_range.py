@@ -54,10 +54,10 @@ class RateRange:
 
     Attributes:
         table: One row per step: "step", "learning_rate", "train_loss" over all workers, and "smoothed", its
-            moving mean. The loss is NaN in a step that was skipped because it was not finite.
+            moving mean. A step whose loss is not finite changes no weights and has loss NaN.
         suggestion: Rate at which the smoothed loss fell most steeply; None if it never fell.
-        diverges_at: The last rate before the loss diverged: the smoothed loss was then still at most twice
-            its minimum. None if it did not diverge.
+        diverges_at: Last rate at which the smoothed loss was at most twice its minimum; None if the loss did
+            not diverge.
     """
 
     table: pd.DataFrame
@@ -131,7 +131,7 @@ def rate_range(rates: list[float], losses: list[float], has_diverged: bool = Fal
     """Evaluates the losses of a range test.
 
     A loss that is not finite is ignored if a finite loss follows; otherwise it is the start of divergence.
-    `has_diverged` says that divergence ended the training early, perhaps before the smoothed loss shows it.
+    `has_diverged` says that the training ended early because its loss diverged.
     """
     loss = np.asarray(losses, float)
     table = pd.DataFrame({"step": range(1, len(rates) + 1), "learning_rate": rates, "train_loss": loss})

@@ -35,13 +35,13 @@ _SINGLE = ("byte", "short", "float", "boolean")
 
 @dataclass(frozen=True, kw_only=True)
 class RowWindows:
-    """Definition of windows over a DataFrame's rows; all columns belong to that DataFrame.
+    """Definition of windows over a DataFrame's rows. A time gap above `max_gap` divides a series into runs.
 
     Attributes:
         values: Columns whose last `steps` values a window holds.
         target: Column whose values after the window are the targets; None for no targets.
         stride: Number of rows from the end of a window to the end of the next window in the same run.
-        max_gap: Largest difference in time between two rows of the same run: in microseconds or days, or in
+        max_gap: Largest difference in time between neighbouring rows of a run: in microseconds or days, or in
             the unit of a numeric `time`.
         gap_days: Number of calendar days in `max_gap`. A calendar day may have 25 hours in the session's time
             zone.
@@ -65,7 +65,7 @@ class RowWindows:
         """Returns the rows at which a window ends, with additional columns. Runs no Spark job.
 
         `outputs` are expressions for one row; each becomes an array of its values in the last `steps` rows.
-        `targets` are expressions that may use `label()` and `end()`.
+        `targets` are expressions that use the results of the methods `label()` and `end()`.
         """
         histories = {
             name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))
@@ -94,7 +94,7 @@ class RowWindows:
         return F.col(_END)
 
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
-        """Adds each row's number, last break and last null so far, and `more`, the targets and `_REASON`.
+        """Adds the columns `more`, the targets, and `_REASON` with the columns that `_REASON` needs.
 
         `_REASON` is the reason why no window ends at the row; it is null if a window ends there.
         """

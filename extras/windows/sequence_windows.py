@@ -184,7 +184,7 @@ def _check_values(fields: Sequence[StructField]) -> None:
 
 
 def _ticks(gap: str | int | None, time: StructField) -> tuple[int | None, int]:
-    """Returns `maxGap` in the unit in which times are compared, and its number of calendar days."""
+    """Checks `timeCol` and `maxGap`; returns `max_gap` and `gap_days` of `RowWindows`."""
     name = time.dataType.typeName()
     if name not in (*WHOLE, "date", "timestamp", "timestamp_ntz"):
         raise ValueError(

@@ -37,8 +37,8 @@ def days_and_microseconds(text: str) -> tuple[int, int]:
             break
     if place < len(text) or not days + rest:
         raise ValueError(
-            "maxGap must be a duration such as '1 hour' or '2 days 12 hours', of microseconds to weeks, or a "
-            f"whole number if timeCol holds whole numbers, got {text!r}"
+            "maxGap must be a duration such as '1 hour' or '2 days 12 hours', in units from microseconds to "
+            f"weeks, or a whole number if timeCol holds whole numbers, got {text!r}"
         )
     return days, rest
 

@@ -69,14 +69,14 @@ class Experts(nn.Module):
 class MixtureOfExperts(CountingLayer):
     """A mixture of experts: (batch, seq, dim) -> (batch, seq, dim). The caller adds the output to the input.
 
-    In training, it adds each row's balance loss and z loss to the network's loss. In evaluation, the router
-    gets no noise. In both, tokens beyond an expert's capacity are dropped: their output is zeros.
+    In training, the layer adds each row's balance loss and z loss to the network's loss. In evaluation, the
+    router gets no noise. Experts drop tokens beyond their capacity; a token without an expert gets zeros.
 
     Attributes:
         dispatch: Sends rows to experts on other ranks and returns the experts' outputs. None if this rank has
             all experts.
-        rows: See `WholeRows`. With sequence-sharded rows, each rank computes the routing of all tokens of a
-            row.
+        rows: Access to a row's tokens, see `WholeRows`. If context parallelism spreads a row over ranks, each
+            rank computes the routing of all tokens of the row.
     """
 
     rows = WholeRows()
@@ -108,8 +108,8 @@ class MixtureOfExperts(CountingLayer):
             z_weight: Factor of the z loss in the training loss.
             jitter: In training, the router's input is multiplied by random numbers between 1 - jitter and 1 +
                 jitter.
-            random_second: Whether training requests the second choice of `gshard` at random; see
-                `CapacityRule`.
+            random_second: Whether router `gshard` requests a token's second expert at random in training;
+                see `routing.CapacityRule`.
             causal: Whether the routing of a token must not depend on later tokens of the row. If so, earlier
                 tokens get capacity first.
         """
@@ -135,9 +135,10 @@ class MixtureOfExperts(CountingLayer):
         """Returns the sum of the experts' weighted outputs for each token.
 
         Args:
-            x: (batch, own tokens, dim).
+            x: (batch, tokens of this rank, dim).
             real: (batch, seq) booleans over all tokens of the rows; False for padding, which uses no
-                capacity. Or the result of `WholeRows.told`. None if there is no padding.
+                capacity. None if there is no padding. Context parallelism needs the result of
+                `WholeRows.told` instead.
         """
         if torch.compiler.is_dynamo_compiling():
             # The number of rows per expert is known only at run time.
@@ -149,8 +150,8 @@ class MixtureOfExperts(CountingLayer):
     def _forward(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         if real is None and self.rows.is_spread:
             raise ValueError(
-                "a mixture of experts with sequence-sharded rows needs the length of whole rows; call it "
-                "with the result of WholeRows.told"
+                "a mixture of experts with sequence-sharded rows needs the length of whole rows; pass "
+                "the result of WholeRows.told as the argument `real`"
             )
         real, seq = read(real, x)
         if real is None:
@@ -183,7 +184,7 @@ class MixtureOfExperts(CountingLayer):
             return F.linear(x, self.router.weight.to(x.dtype))
 
     def _select_own(self, routing: Routing, seq: int) -> Routing:
-        """Keeps the assignments of this rank's tokens, renumbered; all other tokens get no expert."""
+        """Renumbers the tokens by their places on this rank; tokens of other ranks get no expert."""
         own = self.rows.own(torch.arange(seq, device=routing.tokens.device), 0)
         places = torch.full((seq,), -1, device=own.device).index_copy(
             0, own, torch.arange(len(own), device=own.device)
@@ -215,7 +216,7 @@ class MixtureOfExperts(CountingLayer):
         return counts
 
     def _compute_all(self, flat: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Computes every token with every expert. Equals `_compute_assigned`; no shape depends on values."""
+        """Computes every token with every expert, so that no shape depends on a value, for torch.export."""
         places = routing.tokens * (self.num_experts + 1) + routing.experts
         num_tokens = flat.shape[0]  # not `len`, which would be a constant of an exported program
         factors = routing.weights.new_zeros(num_tokens * (self.num_experts + 1))

@@ -25,8 +25,8 @@ class CapacityRule:
             network needs. If False, all first choices come before all second choices, as in GShard.
         random_second: Whether a token requests its second choice at random, with twice the choice's weight as
             probability.
-        chances: Returns random numbers from 0 to 1 in the shape of its argument; used for random second
-            choices.
+        chances: Function that takes a tensor and returns random numbers from 0 to 1 in the tensor's shape.
+            These numbers decide random second choices.
     """
 
     capacity_factor: float | None = 1.25
@@ -69,8 +69,9 @@ class Routing:
         asked: Number of requested assignments, (batch,) fp32. With expert choice, the number of tokens.
         dropped: Number of requested assignments beyond the capacity, (batch,) fp32. With expert choice, the
             number of tokens that no expert took.
-        balance: Balance loss of the Switch paper for each row, (batch,) fp32. It is `num_experts` times a sum
-            over experts: the share of tokens with this expert as first choice, times its mean probability.
+        balance: Balance loss of the Switch paper for each row, (batch,) fp32: `num_experts` times the sum of
+            f * P over the experts. f is the share of the row's tokens with the expert as first choice, and P
+            the expert's mean probability.
     """
 
     tokens: torch.Tensor
@@ -104,7 +105,7 @@ def gshard(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Rout
 
 
 def expert_choice(logits: torch.Tensor, real: torch.Tensor, rule: CapacityRule) -> Routing:
-    """Lets each expert take the tokens of a row with the highest probabilities (Zhou et al. 2022).
+    """Lets each expert take a row's tokens with the expert's highest probabilities (Zhou et al. 2022).
 
     A token may get several experts, or none. The load is even, so the balance loss is 0.
     """
@@ -191,7 +192,7 @@ def _best(probabilities: torch.Tensor, choices: int) -> torch.Tensor:
 
 
 def _queue(values: torch.Tensor, in_order: bool) -> torch.Tensor:
-    """Flattens (batch, seq, choices) to (batch, seq * choices), in the order that choices get capacity."""
+    """Flattens (batch, seq, choices) to (batch, seq * choices): by token if `in_order`, else by choice."""
     return (values if in_order else values.transpose(1, 2)).flatten(1)
 
 

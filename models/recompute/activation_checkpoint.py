@@ -26,16 +26,16 @@ Chain = nn.Sequential | nn.ModuleList
 
 
 def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> Net:
-    """Changes `net` in place so that the backward pass recomputes some activations, and returns it.
+    """Changes `net` in place so that the backward pass recomputes some activations; returns `net`.
 
     Args:
-        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks, which may
-            be the network itself; of equally long chains, the outermost. A block is an item that has
-            parameters; in a list it must also have several layers. If the network's loop over a list makes
-            tensors between two blocks, these tensors are kept.
-        policy: `"none"`; `"all"` recomputes every block separately; a number from 2 divides the chain into
-            that many segments of consecutive blocks; `"sqrt"` chooses the number; a list names the submodules
-            to recompute. The last segment keeps its activations, because the backward pass starts with it.
+        net: The network. Its chain is the `nn.Sequential` or `nn.ModuleList` with the most blocks; if
+            several are equal, the first in `named_modules()`. A block is an item that has parameters; an item
+            of a list must also have child modules. Tensors made between two blocks of a list are kept.
+        policy: `"none"`; `"all"` recomputes every block separately; a number n from 2 divides the chain into
+            n segments of consecutive blocks; `"sqrt"` takes the square root of the number of blocks as n; a
+            list names the submodules to recompute. The last of n segments keeps its activations, because the
+            backward pass starts there.
 
     Raises:
         ValueError: If the policy is unknown, if there is no chain, or if a policy was already applied.
@@ -71,10 +71,10 @@ def block_names(net: nn.Module) -> list[str]:
 
 
 def compile_segments(net: nn.Module, mode: str | None) -> bool:
-    """Compiles every recomputed module with torch.compile; returns whether there is one.
+    """Compiles every recomputed module by torch.compile with `mode`; returns whether a module is recomputed.
 
-    A module that contains recomputed submodules is not compiled: compiled code would bypass the Python calls
-    of the submodules, in which recomputation is set up.
+    A module that contains recomputed submodules is not compiled: compiled code would skip the Python code
+    that sets up the recomputation of the submodules.
     """
     forwards = [vars(module).get("forward") for module in net.modules()]
     recomputed = [forward for forward in forwards if isinstance(forward, _Recompute)]

@@ -28,7 +28,7 @@ class RandomState:
     cuda: Cuda | None
 
     def since(self, other: RandomState | None) -> RandomState:
-        """Returns a copy in which each generator state that is the same object in `other` is None."""
+        """Returns a copy in which a state is None if it has not changed since `other` (the same object)."""
         if other is None:
             return self
         names = ("python", "numpy", "cpu", "cuda")

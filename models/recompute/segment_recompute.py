@@ -1,11 +1,11 @@
 """A segment: a group of module calls that stores only its inputs, and runs again in the backward pass.
 
-As in `torch.utils.checkpoint` (non-reentrant), a rerun only computes again the tensors that the forward pass
-saved for its autograd graph. The network's own code between two calls is not run again.
+As in `torch.utils.checkpoint` (non-reentrant), a rerun stops once all tensors that autograd saved in the
+forward pass are computed again. The network's own code between two calls is not run again.
 
-Autograd saves every argument that comes from outside the segment. Outer hooks (offload, compression)
-therefore see it, and a change in place raises an error. No node refers to a later node of the graph, so a
-graph that is never used for a backward pass is freed at once.
+Autograd saves every tensor argument that comes from outside the segment. Hooks on saved tensors (offload,
+compression) therefore get these arguments, and changing an argument in place raises an error. No node of the
+graph refers to a later node, so a graph that is never used for a backward pass is freed at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MovingBuffers:
 
     @contextlib.contextmanager
     def record(self, module: nn.Module) -> Iterator[Values]:
-        """Context of a forward pass; at its end, the yielded dict has the old values of changed buffers."""
+        """Yields a dict during a forward pass; afterwards, the dict has the old values of changed buffers."""
         recorded: Values = {}
         before = _buffers(module)
         versions = {key: buffer._version for key, buffer in before.items()}
@@ -62,7 +62,7 @@ class MovingBuffers:
 
 @contextlib.contextmanager
 def replace_buffers(module: nn.Module, recorded: Values) -> Iterator[None]:
-    """Context of a rerun: replaces each buffer by a copy of its recorded value, or else of its present one.
+    """Replaces each buffer in a rerun by a copy of the recorded value (if none is recorded, the present one).
 
     The buffers are replaced, because writing into them would fail autograd's version check on saved tensors.
     """
@@ -100,11 +100,11 @@ class _Call:
     """A recorded call of a module.
 
     Attributes:
-        arguments: Flattened (args, kwargs), with a slot in place of each tensor.
-        random: States of the random generators before the call. A state is None if it is the state at the end
-            of the previous call.
+        arguments: Flattened (args, kwargs), with a `_Slot` in place of each tensor.
+        random: States of the random generators before the call. A state is None if a rerun need not restore
+            it after the previous call.
         autocast: (device type, enabled, dtype) of autocast for each device type.
-        outputs: Slot number of each leaf of the return value; None for a leaf that is not a tensor.
+        outputs: Slot number of each value in the flattened return value; None if the value is not a tensor.
     """
 
     module: nn.Module
@@ -239,7 +239,7 @@ _AGAIN: ContextVar[tuple[nn.Module, Forward] | None] = ContextVar("_AGAIN", defa
 
 
 def take_rerun(module: nn.Module) -> Forward | None:
-    """Returns the function that `module`'s forward must call if this is a rerun; otherwise None."""
+    """Returns the function that `module.forward` must call in a rerun of the module; None in other calls."""
     pending = _AGAIN.get()
     if pending is None or pending[0] is not module:
         return None
@@ -299,7 +299,7 @@ class _Refill:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a tensor for backward, as an operation does, so that outer hooks and the version check see it."""
+    """Saves a tensor in the autograd graph, so that hooks on saved tensors and version checks apply to it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -308,10 +308,10 @@ class _Keep(torch.autograd.Function):
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor whose `grad_fn` saves `tensor`.
+    """Returns an empty tensor whose `grad_fn`, a node of the graph, saves `tensor`.
 
-    Before torch 2.13, a node frees its saved tensors once no tensor refers to the node, even if a Python
-    variable still does. The caller therefore keeps this tensor.
+    The caller must keep the empty tensor: before torch 2.13, a node frees its saved tensors once no tensor
+    refers to the node, even if a Python variable refers to the node.
     """
     # Detached: otherwise the segment and the graph between its calls would refer to each other.
     anchor = torch.empty(0, requires_grad=True)

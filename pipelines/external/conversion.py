@@ -103,7 +103,7 @@ def _doubles(decimals: Any) -> Any:
 
 
 def _vectors(values: Any, dtype: str) -> Any:
-    """Converts vectors from Spark's storage format to the form of `vector_struct`."""
+    """Converts vectors from Spark's storage format to structs of size, indices and values."""
     names = [field.name for field in values.type] if pa.types.is_struct(values.type) else []
     if not {"size", "indices", "values"} <= set(names):
         raise ValueError(f"should hold vectors, but the data is {values.type}")

@@ -45,7 +45,7 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
             "because of a VACUUM; pass a newer version"
         ) from None
     if not names:
-        raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}")
+        raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}; pass another")
     schema = table.schema().to_json()
     return Listing(
         source=TableSource(uri=root, format="delta", version=table.version()),

@@ -35,8 +35,8 @@ class Footer:
     Attributes:
         types: Arrow type of each column, as text; "" if the file does not have the column.
         num_bytes: Bytes of these columns in memory, per row group. For strings this is a lower bound.
-        list_bytes: Bytes of the lists among these columns in memory, per row group.
-        cuts: For each row group, whether it can be split, because the rows of each page are known.
+        list_bytes: The part of `num_bytes` that array columns take, per row group.
+        cuts: For each row group, whether readers can split it. They must know which rows each page holds.
         rebase: Calendar of each column's dates and timestamps: "LEGACY" (Julian), "CORRECTED" (Gregorian), or
             the name of the Spark setting that determines it.
         problem: Reason why the file cannot be read, or "".

@@ -36,7 +36,8 @@ class Listing:
     Attributes:
         source: URI, format and version of the table.
         schema: All columns, including partition columns.
-        files: (path relative to the table, number of bytes, state) of every non-empty file, sorted by path.
+        files: (path relative to the table, number of bytes, state) of every non-empty file, sorted by path. A
+            state, such as the modification time, changes if the file is replaced.
         folder_columns: For each partition column, an Arrow array with its value for each file.
     """
 
@@ -76,7 +77,7 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
         # The first line may be py4j's, about one of its variables.
         lines = [line.strip(": ") for line in str(error).splitlines() if not line.startswith("An error")]
         reason = next(filter(None, lines), type(error).__name__)
-        raise ValueError(f"Spark cannot read {root!r} as Parquet: {reason}") from error
+        raise ValueError(f"Spark cannot read {root!r} as Parquet ({reason}); pass another folder") from error
     paths = sorted({storage.normalize(unquote(name)) for name in names})
     if paths != [root]:  # Spark lists summaries such as "_metadata", which hold no rows
         paths = [path for path in paths if not _is_hidden(path.rpartition("/")[2])]

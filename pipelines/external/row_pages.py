@@ -143,7 +143,7 @@ class PageReader:
         return pa.table({name: _join_leaves(columns) for name, columns in parts.items()})
 
     def _span(self, row_group: int, leaf: int, start: int, stop: int) -> tuple[int, int]:
-        """Returns the first row of the first page, and the end of the last page, that has wanted rows."""
+        """Returns the first row and the stop row of the pages that hold the rows `start` to `stop`."""
         first_rows = self._pages_of(row_group, leaf).first_rows
         first = int(np.searchsorted(first_rows, start, side="right")) - 1
         last = int(np.searchsorted(first_rows, stop, side="left"))

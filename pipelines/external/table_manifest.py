@@ -85,7 +85,7 @@ def table_manifest(
     footers = read_footers(spark, uris, [column.name for column in in_files])
     _check_types(in_files, footers[0], uris[0])
     if not any(sum(footer.row_groups) for footer in footers):
-        raise ValueError(f"the table {listing.source.uri!r} has no rows")
+        raise ValueError(f"the table {listing.source.uri!r} has no rows; pass a table that has rows")
     rows = [sum(footer.row_groups) for footer in footers]
     splits = _splits(listing, validation_col)
     if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
@@ -173,7 +173,7 @@ def _add_folder_columns(
 
 
 def _check_types(columns: Sequence[Column], footer: Footer, uri: str) -> None:
-    """Raises ValueError for time columns that Spark reads as numbers, because Arrow uses another unit."""
+    """Raises ValueError if Spark reads a time column as numbers: Arrow may count in another unit of time."""
     times = ("date", "time", "duration")
     for column, stored in zip(columns, footer.types, strict=True):
         if stored.startswith(times) and not column.source.startswith(times):
@@ -308,7 +308,7 @@ class _FolderColumn:
             one = collector.result
             if one.nans or one.infs:
                 raise ValueError(
-                    f"a folder of partition column {column.name!r} does not name a finite number; rename it"
+                    f"partition column {column.name!r} is NaN or infinite in a folder; give it a finite value"
                 )
             if number:
                 fractional = one.fractional * number

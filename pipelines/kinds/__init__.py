@@ -1,4 +1,4 @@
-"""Column types: one file per family, one registry, one contract.
+"""Column types: `Kind` is their base class, and `KINDS` lists all of them.
 
 To add a column type, write a subclass of `Kind`, list it in `KINDS`, and add an example to
 tests/pipelines/test_kinds.py.

@@ -99,7 +99,7 @@ class Array(Kind):
         if prod(low) == 0:
             raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
         if self.shape is not None and self.shape != low:
-            raise ValueError(f"column {name!r} has arrays of shape {low}, but shape={self.shape} is set")
+            raise ValueError(f"column {name!r} has arrays of shape {low}, not shape={self.shape}; omit shape")
         return replace(self, shape=low, nullable=nullable)
 
     def decode(self, columns: Sequence[Any]) -> Rows:

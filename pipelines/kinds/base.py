@@ -66,7 +66,7 @@ class Kind(ABC):
 
     Attributes:
         tag: Name of the column type in the manifest.
-        is_choice: Whether the user must choose this type. If so, `transform` runs the same code as the write.
+        is_choice: Whether users must choose this type. If so, `transform` converts rows by the type's code.
         suffixes: Suffixes of the column's arrays in a batch.
     """
 
@@ -78,7 +78,7 @@ class Kind(ABC):
 
     @abstractmethod
     def adopt(self, name: str, data_type: DataType) -> Self:
-        """Returns the column type, completed from a Spark type.
+        """Returns the column type, with unset fields filled in from a column's Spark type.
 
         Raises ValueError if the Spark type does not fit.
         """
@@ -118,8 +118,9 @@ class Kind(ABC):
     # On the driver, after the write.
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
-        """Completes the column type from the shapes of all rows.
+        """Returns the column type, with unset fields filled in after all rows are written.
 
+        `shapes` has the form of `Encoded.shapes`, over all rows. `nullable` is True if null rows were stored.
         Raises ValueError if the shapes do not fit.
         """
         return self
@@ -146,7 +147,7 @@ class Kind(ABC):
 
     @property
     def value_bytes(self) -> int:
-        """Bytes per value if rows vary in length; 0 if all rows have `row_bytes`."""
+        """Bytes per value if rows vary in length; 0 if every row takes `row_bytes`."""
         return 0
 
     @property

@@ -33,7 +33,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`; reads only the header if the format has one."""
+        """Returns shape and dtype of the array in `data`; `shape` and `dtype` are the expected ones."""
 
     @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
@@ -41,7 +41,7 @@ class Decoder(ABC):
 
 
 class RawDecoder(Decoder):
-    """Decodes bare numbers: little-endian, in row-major order."""
+    """Decodes numbers without a header: little-endian, in row-major order."""
 
     def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
         size = np.dtype(dtype).itemsize * prod(shape)
@@ -113,7 +113,7 @@ class Binary(Kind):
         if self.decoder not in DECODERS:
             raise ValueError(
                 f"decoder of Binary must be one of {', '.join(DECODERS)}, got {self.decoder!r}; "
-                "convert other bytes first"
+                "convert bytes of another format first"
             )
         if self.decoder == "image":
             channels = self.shape[2] if len(self.shape) == 3 else 1
@@ -125,7 +125,7 @@ class Binary(Kind):
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         if data_type.simpleString() != "binary":
-            raise ValueError(f"column {name!r} has type {data_type.simpleString()}, not binary")
+            raise ValueError(f"column {name!r} has type {data_type.simpleString()}, not binary; cast it")
         if self.decoder == "image":
             pillow(_SUBJECT)
         return self

@@ -1,7 +1,7 @@
 """Column type "image": images of any size and format, stored as pixels of one size.
 
-The writing tasks decode each image once, to uint8 of shape (channels, height, width), which takes a quarter
-of the bytes of float32. So the write finds broken files, and epochs decode nothing.
+The writing tasks decode each image once and store uint8 of shape (channels, height, width). Uint8 takes a
+quarter of the bytes of float32. The write finds broken files, and the epochs decode nothing.
 """
 
 from __future__ import annotations

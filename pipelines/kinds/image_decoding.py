@@ -37,7 +37,7 @@ _SPARE = 2
 
 
 def pillow(subject: str) -> Any:
-    """Returns `PIL.Image`. Raises ValueError if Pillow is not installed."""
+    """Returns `PIL.Image`. Raises ValueError, which names `subject`, if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -121,7 +121,7 @@ def _from_spark(data: bytes) -> Any:
             "CV_8UC1, CV_8UC3 and CV_8UC4 can be read"
         )
     if len(pixels) != height * width * channels:
-        raise ValueError(f"{origin!r} has {len(pixels)} bytes for {height} x {width} x {channels} values")
+        raise ValueError(f"{origin!r} has {len(pixels)} bytes, but needs {height} x {width} x {channels}")
     values = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
     if channels == 1:
         return Image.fromarray(values[:, :, 0])

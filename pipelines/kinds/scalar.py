@@ -61,7 +61,9 @@ class Scalar(Kind):
                 )
             return replace(self, dtype=match_dtype(name, self.dtype, "float64"))
         if simple not in SPARK_DTYPES:
-            raise ValueError(f"column {name!r} has type {simple}, not a number, boolean, date or timestamp")
+            raise ValueError(
+                f"column {name!r} has type {simple}, not a number, boolean, date or timestamp; cast it first"
+            )
         return replace(self, dtype=match_dtype(name, self.dtype, SPARK_DTYPES[simple]))
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
@@ -99,7 +101,7 @@ class Scalar(Kind):
 
 
 def number_of(source: SparkColumn, type_name: str) -> SparkColumn:
-    """Returns the Spark expression of the number that `Scalar` stores, for a column of this simple type."""
+    """Returns a Spark expression for the number that `Scalar` stores; `type_name` is the Spark type."""
     from pyspark.sql import functions as F
 
     if type_name.startswith("decimal"):

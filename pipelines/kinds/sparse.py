@@ -65,7 +65,7 @@ class Sparse(Kind):
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         size = common_size(name, shapes)
         if self.size is not None and self.size != size:
-            raise ValueError(f"column {name!r} has vectors of size {size}, but size={self.size} is set")
+            raise ValueError(f"column {name!r} has vectors of size {size}; remove size={self.size} of Sparse")
         return replace(self, size=size)
 
     def decode(self, columns: Sequence[Any]) -> Rows:

@@ -50,7 +50,9 @@ class Struct(Array):
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         if data_type.typeName() != "struct":
-            raise ValueError(f"column {name!r} has type {data_type.simpleString()}, not a struct")
+            raise ValueError(
+                f"column {name!r} has type {data_type.simpleString()}, not a struct; make one with F.struct"
+            )
         paths = self.fields or tuple(_paths(name, data_type))
         leaves = [_leaf(name, data_type, path) for path in paths]
         named = zip(paths, leaves, strict=True)
@@ -107,7 +109,7 @@ def _paths(name: str, data_type: DataType) -> Iterator[Path]:
     for field in fields:
         if names.count(field.name.lower()) > 1:
             raise ValueError(
-                f"column {name!r} has two fields named {field.name!r}; rename one of them by a cast"
+                f"column {name!r} has two fields named {field.name!r}; rename one by casting the struct"
             )
         is_struct = field.dataType.typeName() == "struct"
         inside = _paths(join_path((name, field.name)), field.dataType) if is_struct else ((),)

@@ -1,8 +1,8 @@
 """Column type "table_row": the mixed columns of a table as one row of numbers and one row of category ids.
 
 The source is a struct of the table's columns. Python computes every number from it, in the write and in
-`transform` alike: standardized values, the calendar of dates, and the ids of strings. A missing number is
-NaN, and the network learns what it means. Id 0 of a category stands for strings that training rows lack.
+`transform` alike: standardized numbers, the cyclic parts of dates, and ids. A missing number is NaN. Id 0 of
+a category stands for all values without an id of their own, such as new or rare strings.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def title_of(name: str, path: Sequence[str], item: int | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumn:
-    """How one column becomes numbers or an id of a row.
+    """How one column of a table becomes numbers or a category id.
 
     Attributes:
         name: Name of the field in the struct.
         path: Fields inside a nested struct, from the outermost inwards.
         item: Index in an array or vector; None for other types.
-        form: "number": one standardized number. "levels": the id of a number that repeats. "words": the id
-            of a string. "calendar": a trend, which is a standardized number, and cyclic parts of the date.
+        form: "number": one standardized number. "levels": an id for each number that occurs repeatedly.
+            "words": an id for each string. "calendar": `parts` of the date, and the standardized date.
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
         type: Spark type that the column must have. If it is numeric, every numeric type is accepted.
@@ -167,7 +167,7 @@ class TableRow(Kind):
 
     @property
     def sources(self) -> list[str]:
-        """The table's columns, each once, in order."""
+        """Names of the table's columns in order, without repetition."""
         return list(dict.fromkeys(column.name for column in self.columns))
 
     def titles(self, part: str) -> list[str]:
@@ -296,10 +296,7 @@ def _select_value(source: SparkColumn, data_type: DataType, column: TableColumn)
 
 
 def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
-    """Returns the local time in the session's time zone as seconds since 1970, a double.
-
-    So its hours and weekdays are local.
-    """
+    """Returns the local time (session's time zone) in seconds since 1970-01-01, as a double."""
     from pyspark.sql import functions as F
 
     days = F.unix_date(value if type_name == "date" else F.to_date(value)).cast("double") * F.lit(_DAY)

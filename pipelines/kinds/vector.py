@@ -98,7 +98,7 @@ def common_size(name: str, shapes: tuple[Shape, Shape] | None) -> int:
     (low,), (high,) = shapes or ((0,), (0,))
     if low != high:
         raise ValueError(
-            f"column {name!r} has vectors of size {low} to {high}; every row needs the same size"
+            f"column {name!r} has vectors of size {low} to {high}; give every row a vector of the same size"
         )
     return low
 
@@ -107,7 +107,9 @@ def check_vector(tag: str, dtype: str, name: str, data_type: DataType) -> None:
     if dtype not in SPARK_FLOATS:
         raise ValueError(f"dtype of {tag} column {name!r} must be float32 or float64, got {dtype!r}")
     if not is_vector(data_type):
-        raise ValueError(f"column {name!r} has type {data_type.simpleString()}, not a vector")
+        raise ValueError(
+            f"column {name!r} has type {data_type.simpleString()}, not a vector; make one by VectorAssembler"
+        )
 
 
 def is_vector(data_type: DataType) -> bool:

@@ -70,7 +70,7 @@ class ArrowReader(ShardReader):
             raise ValueError(problem)
 
     def _open(self, index: int, kept: KeptPages) -> tuple[Any, PageReader, ExitStack]:
-        """Returns a row group's open Parquet file, a reader for its pages, and a stack that closes both."""
+        """Returns a row group's Parquet file, a page reader (cache: `kept`), and a stack to close both."""
         (uri, _), (shard_file, _) = self.locate(index), self._located[index]
         self._check_unchanged([uri])
         is_local = storage.is_local(uri)

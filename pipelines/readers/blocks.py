@@ -1,9 +1,9 @@
 """Builds batches from shuffle streams: arranges the rows of many steps (a block) at once.
 
-The positions of a block take their rows from the streams in a short repeating cycle (see `shuffle`). All
-positions with the same place in the cycle form a line. Wide rows are gathered line by line, and transposing
-the lines gives the block. Narrow rows are put into the stream's order when their row group arrives, because
-many small gathers are slow.
+A block takes its rows from the streams in a short repeating cycle of streams (see `shuffle`). All rows of a
+block at the same place of the cycle form a line. Wide rows (`WIDE_BYTES` or more) are gathered line by line,
+and transposing the lines gives the block. Narrow rows are sorted into the order of their stream when their
+row group arrives, because many small gathers are slow.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _KEPT_ARRAYS = 256  # a stream may hold two row groups, and a block uses every s
 class StreamRows(NamedTuple):
     """Rows of a row group that belong to one stream.
 
-    Narrow columns hold exactly these rows. Wide columns hold the whole row group, and `rows` are the indexes
-    into it.
+    Columns with short rows (below `WIDE_BYTES`, of equal length) hold exactly these rows. All other columns
+    hold the whole row group, and `rows` are the indexes into the row group.
     """
 
     columns: RowGroup
@@ -80,7 +80,7 @@ class Buffers:
         return array.reshape(shape)
 
     def trim(self) -> None:
-        """Releases the memory if it is large, because large epochs are slow and can afford new memory."""
+        """Releases the memory if it is large: large epochs take so long that new memory costs little."""
         with self._lock:
             if self.num_bytes > _KEPT_BYTES:
                 self._kept.clear()
@@ -100,7 +100,7 @@ class StreamBuffer:
         self._next: int | None = None
 
     def add(self, start: int, piece: StreamRows) -> None:
-        """Adds the rows from local row `start` on (see `Deal`). Row groups may be added in any order."""
+        """Adds `piece`, whose first row is local row `start` (see `Deal`). Pieces may come in any order."""
         self._pieces.append((start, piece))
         if len(self._pieces) > 1 and self._pieces[-2][0] > start:
             self._pieces = deque(sorted(self._pieces, key=lambda item: item[0]))
@@ -129,9 +129,9 @@ def assemble(
     empty: RowGroup,
     buffers: Buffers,
 ) -> RowGroup:
-    """Takes the shard's rows `start` to `stop` of an epoch from the streams, in the order of their positions.
+    """Takes rows `start` to `stop` of the shard's epoch from the streams, in the order of the batches.
 
-    The i-th row is the next row of stream `stream_cycle[i % len(stream_cycle)]`.
+    Row i is the next row of stream `stream_cycle[i % len(stream_cycle)]`. `empty` is a block of 0 rows.
     """
     num_rows, step = stop - start, len(stream_cycle)
     if not num_rows:
@@ -177,7 +177,7 @@ def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]
 
 
 def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
-    """Gathers wide rows line by line into `block`; a single line is gathered directly."""
+    """Gathers a column of wide rows into `block`, line by line (see the module)."""
     step, height = len(lines), len(block) // len(lines)
     table = block if step == 1 else buffers.empty(f"lines of {name}", len(block), block)
     for place, parts in enumerate(lines):

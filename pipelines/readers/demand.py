@@ -28,7 +28,7 @@ _MOST_EPOCHS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RowsInFlight:
-    """Bytes of rows that wait in the streams for their batch, and bytes of rows in blocks."""
+    """Bytes of rows in a reader: in row groups, waiting for their batch, and in blocks of batches."""
 
     row_groups: int
     blocks: int

@@ -2,8 +2,8 @@
 
 Petastorm 0.12 and 0.13 need parts of pyarrow that versions 15 and 16 removed (`pyarrow.filesystem`,
 `pyarrow.hdfs`, the legacy Parquet dataset) and two names that NumPy 2 removed. The replacements are put only
-into Petastorm's modules, and a dataset is replaced only if its file system is a `Files`. Other code is
-therefore not affected.
+into Petastorm's modules, so other code is not affected. Other users of Petastorm keep pyarrow's dataset: it
+is replaced only for the file system `Files`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
 
 
 class _LocalFiles(Files):
-    """Opens files with Arrow. Petastorm never closes its files, and Arrow's files then give no warning."""
+    """Opens files with Arrow. Petastorm never closes files, and Python warns of its own unclosed files."""
 
     def open(self, path: str) -> Any:
         return pa.OSFile(path)
@@ -167,7 +167,7 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
 
 
 class _ConsumerGone(Exception):  # noqa: N818
-    """Tells the consumer that `Closed` was raised, because Petastorm's pool passes on only Exceptions."""
+    """Stands for `Closed` in Petastorm's pool, which passes on only subclasses of Exception."""
 
 
 class _TableResults:

@@ -1,8 +1,8 @@
 """Runs an iterator ahead of its consumer in one thread.
 
 The thread never outlives the iterator. It ends when the source ends or fails, or when the consumer closes the
-iterator. Code in such a thread that waits must poll `closed_check()`; then closing the outermost iterator
-also ends the inner ones.
+iterator. A source may use such iterators itself. Code that waits in a thread must poll `closed_check()`, so
+that closing the outermost iterator also ends the iterators inside its source.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 def prefetch_bundles(
     source: Generator[T, None, None], depth: int, size: Callable[[T], int], least: int
 ) -> Generator[T, None, None]:
-    """Like `prefetch`, but wakes a thread, which is slow, only per bundle of total size `least` or more."""
+    """Like `prefetch`, but hands over bundles of items; each but the last has a total `size` >= `least`."""
     with closing(prefetch(_bundles(source, size, least), depth)) as bundles:
         for bundle in bundles:
             yield from bundle

@@ -74,7 +74,7 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Returns bytes from the current position. Raises Closed if the consumer has closed."""
+        """Returns bytes from the current position. Raises Closed if the consumer has closed the reader."""
         start = self._position
         stop = self._num_bytes if size < 0 else min(start + size, self._num_bytes)
         if start >= stop:

@@ -58,5 +58,5 @@ def _file_state(path: str) -> FileState:
     known = {key.lower().replace("-", "_"): value for key, value in info.items()}
     marks = [f"{mark}={known[mark]}" for mark in _MARKS if known.get(mark) is not None]
     if not marks:
-        raise ValueError(f"the storage of {path!r} reports neither checksums nor times of its files")
+        raise ValueError(f"the storage of {path!r} reports no checksum or time of files; use another store")
     return path, int(info["size"]), " ".join(marks)

@@ -90,7 +90,7 @@ def clean(manifest: ShardManifest, folder: str, previous: Sequence[str]) -> None
 
 
 def discard(uri: str, folder: str, is_new: bool) -> None:
-    """Removes the files of a failed write. Keeps them if the commit may have reached the store."""
+    """Removes a failed write's folder unless the manifest may name it, and an empty `uri` if `is_new`."""
     try:
         if folder.encode() in storage.read_bytes(storage.join(uri, MANIFEST_NAME)):
             return

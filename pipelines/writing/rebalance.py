@@ -61,7 +61,7 @@ def plan_even_files(
 def copy_files(
     plan: WritePlan, split: Split, files: Sequence[Sequence[RowRange]], batches: Iterator[Any]
 ) -> Iterator[Any]:
-    """Writes `files[i]` for each i in `batches`; yields manifest entries as JSON. Runs in a Spark task."""
+    """Copies the rows `files[i]` to new file i, for each i in `batches`; yields manifest entries as JSON."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             entry = _copy(plan, split, number, files[number])

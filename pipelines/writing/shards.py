@@ -75,7 +75,7 @@ def write_shards(
             the partitions are skewed, or many and tiny, their rows are redistributed.
         row_group_rows: Rows per row group. By default as many as fit in 4 MiB, but at most 32,768.
         compression: One of `COMPRESSIONS`.
-        columns: Column types by column name, for columns whose Spark type does not determine it:
+        columns: Column types by column name, for columns that need a choice or another type than the default:
             `Vocabulary()` or `HashBuckets(n)` for strings, `Tokens.of(tokenizer)` for texts, `Padded()` or
             `Ragged()` for arrays of varying length, `Sparse()` to keep vectors sparse, `Vector("float64")`,
             `Image(height, width)` for images, `Binary("npy", shape=...)`.
@@ -98,7 +98,7 @@ def write_shards(
         The committed manifest.
 
     Raises:
-        ValueError: A column cannot be trained on, holds nulls, or holds arrays of several lengths. Or there
+        ValueError: A column has an unsupported type, or holds nulls or arrays of several lengths. Or there
             are no training rows, or `uri` cannot be written, or it holds shards already. No files are left
             behind.
     """
@@ -180,7 +180,7 @@ def _handling(
     if not isinstance(asked, str):
         unknown = set(asked) - {column.name for column in columns}
         if unknown:
-            raise ValueError(f"handle_invalid names {sorted(unknown)[0]!r}, which is not a column to write")
+            raise ValueError(f"handle_invalid names {sorted(unknown)[0]!r}, not a column to write; remove it")
     given = {
         column.name: asked if isinstance(asked, str) else asked.get(column.name, "error")
         for column in columns

@@ -47,7 +47,9 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
         counts = (
             f" (of {seen} rows, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
         )
-        raise ValueError(f"the DataFrame has no training rows{counts if seen else ''}; nothing was written")
+        raise ValueError(
+            f"the DataFrame has no training rows{counts if seen else ''}; nothing was written; check filters"
+        )
     settled: dict[str, Kind] = {}
     for index, column in enumerate(plan.columns):
         shapes: tuple[Shape, Shape] | None = None

@@ -64,7 +64,7 @@ def test_runs_are_listed_with_age_size_and_state(root: Path) -> None:
 
 def test_only_the_dead_are_removed(root: Path) -> None:
     before = set(os.listdir(root))
-    with pytest.raises(ValueError, match="may be alive; give 1 hours or more, got 0"):
+    with pytest.raises(ValueError, match="without a change for 1 hours or more, got 0"):
         remove_runs(str(root), 0)
     assert not remove_runs(str(root), 40)
     assert set(os.listdir(root)) == before

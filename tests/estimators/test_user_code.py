@@ -65,7 +65,7 @@ def test_modules_that_cannot_travel_say_why(folder: Path) -> None:
 
     told = _elsewhere(rs_g.answer, folder)
     assert told.startswith("module 'rs_g' is not installed here and could not be pickled with the network (")
-    assert "import functions and classes from it rather than the module" in told
+    assert "import functions and classes from the module, not the module itself" in told
     assert len(told.splitlines()) == 1
 
 

@@ -89,7 +89,7 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     assert f"shards: 1 runs and shards, 2 bytes removed in {tmp_path}\n" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["run-ba9876543210"]
     assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 1
-    assert "may be alive; give 1 hours or more, got 0.5" in capsys.readouterr().err
+    assert "without a change for 1 hours or more, got 0.5" in capsys.readouterr().err
     assert run("runs", str(tmp_path), "--finished") == 1
     assert "--finished needs --remove-older-than HOURS" in capsys.readouterr().err
 

@@ -289,7 +289,7 @@ def test_an_image_that_spark_could_not_read_is_named_by_its_file(spark: Any, tmp
     # bytes.
     bad = [("file:/a.png", -1, -1, -1, -1, bytearray()), ("file:/b.png", 2, 2, 3, 16, bytearray(5))]
     for row, said in zip(
-        bad, ["could not read 'file:/a.png'", "'file:/b.png' has 5 bytes for 2 x 2 x 3"], strict=True
+        bad, ["could not read 'file:/a.png'", "'file:/b.png' has 5 bytes, but needs 2 x 2 x 3"], strict=True
     ):
         df = spark.createDataFrame([(row,)], ImageSchema.imageSchema)
         with pytest.raises(ValueError, match=f"column 'image' holds an image that cannot .*{said}"):

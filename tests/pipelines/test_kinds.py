@@ -650,7 +650,7 @@ def test_vectors_of_several_sizes_get_no_advice_that_is_refused(spark: Any, tmp_
     from pyspark.ml.linalg import Vectors
 
     df = spark.createDataFrame([(Vectors.dense([1.0]),), (Vectors.dense([1.0, 2.0]),)], ["v"])
-    with pytest.raises(ValueError, match="vectors of size 1 to 2; every row needs the same size"):
+    with pytest.raises(ValueError, match="vectors of size 1 to 2; give every row a vector of the same size"):
         write_shards(df, str(tmp_path / "s"))
 
 

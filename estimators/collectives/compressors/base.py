@@ -68,7 +68,7 @@ class Compressor(ABC):
 
 
 def generator_for(vector: torch.Tensor, *numbers: int) -> torch.Generator:
-    """Returns a random generator with a seed made of `numbers`, so that a resumed run repeats its values."""
+    """Returns a random generator seeded by `numbers`, so that a resumed run draws the same random numbers."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:
         # The finalizer of SplitMix64, so that neighbouring numbers give different seeds.

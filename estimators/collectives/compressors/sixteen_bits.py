@@ -59,15 +59,15 @@ class _SixteenBits(Compressor):
 
 
 class Fp16Compressor(_SixteenBits):
-    """Sends fp16 numbers, with one scale factor per rank's slice of the vector.
+    """Sends fp16 numbers; each slice of the vector has its own scale factor.
 
-    Rounds twice, each time with a relative error of at most 2^-11.
+    Rounds the gradients and the sums, each with a relative error of at most 2^-11.
     """
 
     codec = _Fp16()
 
 
 class Bf16Compressor(_SixteenBits):
-    """Sends bf16 numbers as bytes. Rounds twice, each time with a relative error of at most 2^-8."""
+    """Sends bf16 numbers. Rounds the gradients and the sums, each with a relative error of at most 2^-8."""
 
     codec = _Bf16()

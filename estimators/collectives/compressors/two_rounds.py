@@ -1,6 +1,6 @@
 """All-reduces encoded vectors: each rank decodes and sums one shard, and sends the sum encoded again.
 
-Tang et al. 2021, "1-bit Adam". A rank adds the error of its second encoding to its own error.
+The algorithm is from Tang et al. 2021, "1-bit Adam". A rank's error includes the error of encoding the sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_reduce_codes(
     *,
     has_feedback: bool,
 ) -> Sent:
-    """Sums the ranks' vectors; only their codes are sent."""
+    """Sums the ranks' vectors, but sends only codes; with `has_feedback`, also returns the coding error."""
     size, dtype = collective.size, vector.dtype
     length = -(-len(vector) // size)
     padded = torch.nn.functional.pad(vector, (0, length * size - len(vector)))

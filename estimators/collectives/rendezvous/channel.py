@@ -124,7 +124,7 @@ def prove_as_client(
     deadline = time.monotonic() + seconds
     hello = read_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
-        raise ChannelError("the server does not speak this protocol")
+        raise ChannelError("the server is not a rendezvous of ringspark; start the training again")
     said = os.urandom(NONCE_BYTES) + struct.pack("!I", rank)
     answer = said + _mac(secret, b"client", hello, said)
     connection.sendall(answer)

@@ -38,7 +38,7 @@ class RendezvousClient:
     """An authenticated connection to rank 0's server; several threads may use it.
 
     Args:
-        address: The server's `address`; if its port is not known, "host:port,port" with `meeting_ports`.
+        address: "host:port" of the server; "host:port,port" with all `meeting_ports` if the port is unknown.
         timeout_seconds: How long to try to reach the server.
 
     Attributes:
@@ -102,7 +102,7 @@ class RendezvousClient:
         more = int(num_missing) - len(shown)
         raise CollectiveError(
             f"rank {', '.join(shown)}{f' and {more} more' if more else ''} of {size} did not come to the "
-            f"rendezvous within {timeout_seconds:g} s"
+            f"rendezvous within {timeout_seconds:g} s; see the missing ranks' logs, or raise timeoutSeconds"
         )
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class RendezvousClient:
         except OSError as error:
             raise CollectiveError(f"the connection to the rendezvous of rank 0 failed: {error}") from error
         if answer[:1] == REFUSED:
-            raise CollectiveError("the rendezvous is full: the ranks stored more bytes than it accepts")
+            raise CollectiveError("the rendezvous of rank 0 accepts no more data; lower numWorkers")
         return (answer[1:], b"") if answer[:1] == DONE else (None, answer[1:])
 
 

@@ -53,7 +53,7 @@ _NUM_PORTS = 8
 
 
 def meeting_ports(secret: bytes) -> list[int]:
-    """Derives ports from the secret, which the ranks of one host try if rank 0's port is not known."""
+    """Returns ports derived from the secret; the ranks of one host try them if rank 0's port is unknown."""
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
 
@@ -79,7 +79,7 @@ def unpack(message: bytes) -> list[bytes]:
 
 
 class KeyValues:
-    """Key-value store of one run. Only the thread of `loop` may use it."""
+    """Key-value store of one run. Only the thread that runs the event loop `loop` may use the store."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -157,9 +157,9 @@ class KeyValues:
         self._waiting.setdefault(key, set()).add(wake)
 
     def _meet(self, name: bytes, size: int, rank: int, value: bytes, wait_ms: int, reply: Reply) -> None:
-        """Registers a rank; replies once all ranks are registered. Rank 0's reply has the values of all.
+        """Registers a rank; replies once all ranks are registered. Rank 0 gets the values of all ranks.
 
-        After `wait_ms` it replies with the number of missing ranks, and names some if `wait_ms` is 0.
+        After `wait_ms`, replies with the number of missing ranks; if `wait_ms` is 0, also names some of them.
         """
         if name not in self._missing:
             self._missing[name] = set(range(size))

@@ -86,8 +86,8 @@ class CompressedGradients:
 class CompressedAllReduce(GradientSync):
     """Sums gradients by a compressor.
 
-    A single rank sends nothing. If it resumes the training of a gang, its first step adds the gang's
-    residuals.
+    A single rank sends nothing. If a single rank resumes a training of several ranks, the first step adds
+    the residuals of all these ranks.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Group:
     """The compressed gradients of one dtype, end to end.
 
     Attributes:
-        residual: Values that this rank has not sent yet, (elements,); zeros without feedback.
+        residual: Values that this rank has not sent yet, (elements,); zeros without error feedback.
         had: 1 for each parameter with a gradient on this rank, else 0.
         is_bad: Whether a gradient, or its sum with the residual, is not finite.
     """

@@ -44,7 +44,7 @@ class EmptyPasses(GradientSync):
     def add_empty_passes(
         self, num_passes: int, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """Makes every step have `num_passes` passes. 0 adds none, for a pipeline, which adds its own."""
+        """Makes every step have `num_passes` passes; 0 for a pipeline, which adds passes itself."""
         self._num_passes, self._passes, self._autocast = num_passes, 0, autocast
         self._like: list[torch.Tensor] = []
         if num_passes:

@@ -65,7 +65,7 @@ class GradientAllReduce(GradientSync):
 
         Args:
             over: Returns the collective of a parameter, by its name; None uses `collective` for all.
-            bucket_bytes: Bytes at which a bucket is full; None for one message after the backward pass.
+            bucket_bytes: Bytes of a full bucket; None for one message; 'chosen' calls `choose_bucket_bytes`.
         """
         super().__init__(module, optimizer)
         self._collective = collective

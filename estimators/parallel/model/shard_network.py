@@ -61,7 +61,7 @@ def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) 
             raise ValueError(
                 "Pipeline's sequence_chunks needs two consecutive layers that support sequence chunks, as in "
                 f"the model 'recurrent', but {type(module).__name__} has none; give its links "
-                "over_time, as ringspark.models.chain describes, or leave sequence_chunks out"
+                "a function `over_time`, as ringspark.models.chain describes, or leave sequence_chunks out"
             )
     if sizes["expert"] > 1:
         shard_experts(module, last["expert"])
@@ -77,7 +77,7 @@ def shard_network(
     sample: Sequence[torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> PipelinePasses | None:
-    """Leaves this rank's shard of the network, in place; returns its pipeline. Runs on every rank.
+    """Leaves this rank's shard in `module`; returns the rank's pipeline passes or None. Runs on every rank.
 
     `sample` are arguments of one micro-batch, to measure the cost of layers.
     """

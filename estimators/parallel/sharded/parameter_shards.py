@@ -42,7 +42,7 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's parameters may be split anywhere; our own classes declare it."""
+    """Whether parameters may be split at any element, by `ELEMENTWISE` or the class's `is_elementwise`."""
     return type(optimizer) in ELEMENTWISE or getattr(type(optimizer), "is_elementwise", False)
 
 
@@ -117,7 +117,7 @@ class ShardedParameters:
         return [piece for slices in self._slices for piece in slices if piece.index == index]
 
     def flat_gradients(self, bucket: int) -> tuple[torch.Tensor, list[int]]:
-        """Moves a bucket's gradients into one tensor; returns it and the parameters that had one."""
+        """Moves a bucket's gradients into a tensor; returns (tensor, indices of the parameters moved)."""
         slots, present = self.buckets[bucket].slots, []
         like = self.parameters[slots[0].index]
         buffer = torch.zeros(self.buckets[bucket].num_elements, dtype=like.dtype, device=like.device)
@@ -131,7 +131,7 @@ class ShardedParameters:
         return buffer, present
 
     def set_gradients(self, bucket: int, part: torch.Tensor, had: Sequence[float]) -> None:
-        """Sets the gradients of this rank's slices to views of `part`, its range of the bucket's sum."""
+        """Sets the gradients of this rank's slices to views of `part`, the rank's part of a bucket's sum."""
         for piece in self.mine[bucket]:
             tensor = self.held[piece]
             if not had[piece.index]:
@@ -232,7 +232,7 @@ def hide_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sync: Sync) -> None:
-    """Raises ValueError if the optimizer needs whole parameters, because each server holds only parts."""
+    """Raises ValueError if the optimizer needs whole parameters: a parameter server holds only slices."""
     if not is_elementwise(optimizer):
         raise ValueError(
             f"sync={sync!r} splits parameters at any element, but optimizer "

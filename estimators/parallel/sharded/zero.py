@@ -1,8 +1,8 @@
 """ZeRO stages 1 and 2: each rank keeps the optimizer state, and the gradients, of a shard of the network.
 
 Rajbhandari et al. 2020. With an axis `shard` in the mesh, ranks along `data` have the same shards (hybrid
-sharding: Zhao et al. 2023, "PyTorch FSDP"). Every rank sends every bucket in the same order, in one round for
-each micro-batch that any rank may have. One rank updates each element, so weights are bitwise equal.
+sharding: Zhao et al. 2023, "PyTorch FSDP"). All ranks send the same buckets in the same order; a rank without
+gradients sends zeros. One rank updates a shard and sends it to the others, so weights are bitwise equal.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SyncGroup:
 
     Attributes:
         wants: (parameter name) -> whether the parameter belongs to the group.
-        equal_along: Axes along which ranks hold the same values. Only one rank along them adds these values
-            to the gradient norm, so that they count once.
+        equal_along: Axes along which ranks hold the same values. Only one rank per axis adds these values to
+            the gradient norm.
     """
 
     shard_group: ShardGroup
@@ -81,11 +81,11 @@ class SyncGroup:
 
 @dataclass
 class _GroupState:
-    """The parameters of one `SyncGroup`, and the rounds of this step so far.
+    """The parameters of one `SyncGroup`, and their gradients in the present step.
 
     Attributes:
-        summed: Sum of the gradients in this rank's range of each bucket.
-        had: Number of rounds in which this rank had a gradient, by parameter.
+        summed: For each bucket, the sum of the ranks' gradients in the part that this rank updates.
+        had: For each parameter, 1.0 if this rank had a gradient in this step, else 0.0.
     """
 
     group: SyncGroup
@@ -114,10 +114,11 @@ class ZeroSync(GradientSync):
         """Shards the parameters.
 
         Args:
-            groups: Groups with each parameter in one group. The first group has the ranks of all groups.
-            rounds: Number of micro-batches per step if gradients are sent for each of them; None to send once
-                per step, after the last backward pass.
-            reacts: Whether to send during a backward pass instead of after it.
+            groups: Each parameter is in one group. The first group includes the ranks of all groups.
+            rounds: Number of micro-batches per step if gradients are sent for each micro-batch. With None,
+                gradients are sent once per step, after the last backward pass.
+            bucket_bytes: Size of a bucket; None takes the default.
+            reacts: Whether gradients are sent during the backward pass instead of after it.
         """
         super().__init__(network, optimizer)
         self.ranks_differ = True
@@ -229,7 +230,7 @@ class ZeroSync(GradientSync):
         self._in_step = False
 
     def _ask(self) -> tuple[list[list[float]], bool]:
-        """Returns how often ranks had a gradient, by parameter, and whether a rank has gradients left."""
+        """Returns how many ranks had a gradient, per parameter, and whether any rank has unsent gradients."""
         late = any(p.grad is not None for p in self._parameters())
         found, total_late = [], 0.0
         for own in self._states:

@@ -43,7 +43,10 @@ def check_losses(
             resolve_loss(head.loss)(output.float(), labels)
         except Exception as error:
             given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
-            raise ValueError(f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}; set another loss, "
+                "or match the model's output to the label"
+            ) from error
 
 
 def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
@@ -75,7 +78,7 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
 
 
 def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
-    """Raises ValueError if a user's column is named like a null mask, which only older shards allow."""
+    """Refuses shards of older versions in which a user's column has the name of a null mask."""
     known = {column.name: column for column in manifest.columns}
     for mask in known.values():
         owner = mask.name.removesuffix(MASK)
@@ -94,7 +97,7 @@ def _check_weights(name: str, manifest: ShardManifest) -> None:
     for split, columns in manifest.stats.items():
         stats = columns[name]
         if stats.minimum is not None and stats.minimum < 0:
-            raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}")
+            raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}; drop these rows")
         if stats.rows and stats.maximum == 0:
             raise ValueError(
                 f"weightCol {name!r} is 0 in all {split} rows, which leaves nothing to average; "

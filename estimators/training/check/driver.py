@@ -203,7 +203,7 @@ def _check_batch_transform(
     except Exception as error:
         raise ValueError(
             f"model {type(module).__name__} cannot take what transformBatch returns, [{got}]: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; return inputs that the model's forward takes"
         ) from error
     if found != list(shapes):
         raise ValueError(

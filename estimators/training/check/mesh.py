@@ -235,7 +235,7 @@ class _MeshCheck:
         return list(_differences(own, found, TOLERANCE))
 
     def _run(self, passes: Passes, sync: GradientSync, share: int, seed: int) -> _Results:
-        """Returns the outputs for rows of data rank `share`, in both modes; leaves gradients in `.grad`."""
+        """Returns evaluation and training outputs for data rank `share`; leaves gradients in `.grad`."""
         seed_rank(seed, 0, 0)
         found: _Results = {}
         sync.network.eval()
@@ -265,7 +265,7 @@ class _MeshCheck:
         )
 
     def _deal(self, inputs: tuple[torch.Tensor, ...]) -> list[list[Batch]]:
-        """Returns each data rank's micro-batches; with several data ranks, the last one has one less."""
+        """Returns each data rank's micro-batches; the last of several data ranks gets one fewer."""
         num_micro, num_shares = self._config.gradient_accumulation, self._sizes["expert"]
         rows = torch.arange(self._num_rows) // PROBE_ROWS  # number of the micro-batch
         batch = Batch(inputs=inputs, labels=(rows,) * len(self._heads), weight=None, layout=self._layout)

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 def samples(names: Sequence[str], manifest: ShardManifest) -> tuple[torch.Tensor, ...]:
-    """Returns `PROBE_ROWS` rows of zeros per input, with the largest id in the last row.
+    """Returns `PROBE_ROWS` rows of zeros per input; in the last row, categories have their largest number.
 
     A row of varying length holds one value.
     """
@@ -43,7 +43,7 @@ def random_samples(
 ) -> tuple[torch.Tensor, ...]:
     """Returns random rows per input; a row of varying length holds one value.
 
-    `zero_ids` sets integers to 0, for networks that accept fewer ids in some elements of an array.
+    `zero_ids` sets all integers to 0, because random integers may be too large for an embedding table.
     """
     generator = torch.Generator().manual_seed(0)
 

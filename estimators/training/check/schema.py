@@ -33,7 +33,7 @@ from ringspark.pipelines.manifest import Split
 def check_schema(
     config: TrainConfig, objects: UserObjects, columns: Sequence[Column], splits: Sequence[Split]
 ) -> tuple[Head, ...]:
-    """Raises ValueError if settings and columns do not fit; returns the heads, before `settle_heads`.
+    """Raises ValueError if settings and columns do not fit; returns the heads: loss and metrics per label.
 
     Args:
         columns: The inputs, labels and weight, each with its type; shapes may be unknown.
@@ -77,7 +77,7 @@ def _on_meta(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
 
 
 def check_network(config: TrainConfig, module: nn.Module) -> None:
-    """Raises ValueError for networks that several workers, the loss or the mesh cannot train."""
+    """Raises ValueError if the network does not work with several workers, the mesh or the default loss."""
     model = f"model {type(module).__name__}"
     for name, layer in module.named_modules() if config.num_workers > 1 else ():
         # Its forward pass waits for all workers, but a worker without rows in a step runs no forward pass.
@@ -111,7 +111,8 @@ def find_monitor(
 ) -> str:
     """Returns the history's entry that `monitor` means; raises ValueError if there will be none.
 
-    A name without a split, such as "loss", means the value on the first of `splits`.
+    A name without a split, such as "loss", means the value on the first of `splits`. `has_train_metrics`:
+    whether the history has metrics of training rows.
     """
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:
@@ -146,12 +147,12 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
         if name in columns and not columns[name].is_dense:
             dense = "the type Vector()" if columns[name].kind.tag == "sparse" else "arrays of one length"
             raise ValueError(
-                f"column {name!r} is {columns[name].kind.tag}, but a label or weight is one dense array; "
-                f"give it {dense}"
+                f"column {name!r} is {columns[name].kind.tag}, but a label or weight must be dense; "
+                f"give the column {dense}"
             )
     weight = config.weight_column
     if weight is not None and weight in columns and not _is_number(columns[weight]):
-        raise ValueError(f"weightCol {weight!r} must hold one number per row, got an array column")
+        raise ValueError(f"weightCol {weight!r} holds arrays; give a column with one number per row")
     if config.task == "any":
         return
     (name,) = config.label_columns
@@ -159,7 +160,9 @@ def _check_targets(config: TrainConfig, columns: dict[str, Column]) -> None:
     if column is None:  # one of the arrays of a column, which only shards can have as a label
         return
     if config.task == "classification" and not _is_number(column):
-        raise ValueError(f"labelCol {name!r} must hold one class number per row, got an array column")
+        raise ValueError(
+            f"labelCol {name!r} holds arrays; give one class number per row, or use TorchEstimator"
+        )
     if isinstance(column.kind, HashBuckets):
         raise ValueError(
             f"labelCol {name!r} is of HashBuckets, which may give two strings one number and does not store "
@@ -205,7 +208,7 @@ def _check_transforms(
 
 
 def _refusal(called: Callable[..., Any], num_arguments: int, **named: Any) -> str:
-    """Returns why a function or module cannot take N arguments; "" if it can or has no signature."""
+    """Returns why a function or module cannot take these arguments; "" if it can or has no signature."""
     try:
         signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
     except (TypeError, ValueError):  # a function in C has no signature

@@ -62,7 +62,7 @@ class RankState:
 
 @dataclass(frozen=True, eq=False)
 class GatheredRanks:
-    """The states of all ranks, only on rank 0; `error` says why `file` could not take their tensors."""
+    """The states of all ranks, only on rank 0; `error`: the error of writing their tensors to `file`."""
 
     values: Sequence[dict[str, Any]] = ()
     file: IO[bytes] | None = None

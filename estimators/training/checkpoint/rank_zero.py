@@ -17,7 +17,7 @@ REPORT_SECONDS = 1.0
 
 
 class RankZeroSection:
-    """Every rank makes a section and calls `end` equally often; rank 0 calls `progress` in between."""
+    """Makes the other ranks wait for rank 0: all ranks call `end`; before, only rank 0 calls `progress`."""
 
     def __init__(self, mesh: RankMesh, tick: Callable[[], None]) -> None:
         self._mesh = mesh

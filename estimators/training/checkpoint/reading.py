@@ -39,24 +39,24 @@ from ringspark.pipelines import storage
 
 def read_record(uri: str) -> Record:
     if not storage.exists(storage.join(uri, RECORD)):
-        raise ValueError(f"{uri} holds no training state ({RECORD} is missing); give one that was saved")
+        raise ValueError(f"{uri} holds no training state ({RECORD} is missing); use another checkpoint")
     info = read_info(uri)
     text = storage.read_bytes(storage.join(uri, RECORD))
     if hashlib.sha256(text).hexdigest() != info.training_sha256:
         raise ValueError(
-            f"{uri}/{RECORD} does not match {COMMIT}; the file is damaged, take another training state"
+            f"{uri}/{RECORD} does not match {COMMIT}; the file is damaged, use another checkpoint"
         )
     record = Record.from_json(text, f"{uri}/{RECORD}")
     if record.position.step != info.step:
         raise ValueError(
             f"{uri} holds the weights of step {info.step} and the optimizer state of step "
-            f"{record.position.step}; take another training state"
+            f"{record.position.step}; use another checkpoint"
         )
     return record
 
 
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
-    """Checks size, SHA-256 and shards of all files in the checkpoint folder `uri`; returns its record."""
+    """Checks each file's size and SHA-256, and that no shard is missing; returns the checkpoint's record."""
     _refuse_links(uri, (RECORD, COMMIT))
     record = read_record(uri)
     files = _list_files(uri, record)
@@ -70,8 +70,8 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
                 progress()
         if digest.hexdigest() != expected.sha256:
             raise ValueError(
-                f"{uri}/{name} has another SHA-256 than when it was written; the file is damaged, take "
-                "another training state"
+                f"{uri}/{name} has another SHA-256 than when it was written; the file is damaged, "
+                "use another checkpoint"
             )
     if record.num_parts > 1:
         for kind in (WEIGHTS, OPTIMIZER, AVERAGE):
@@ -79,7 +79,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
             try:
                 locate_tensors(found, record.spreads.get(kind, {}))
             except ValueError as error:
-                raise ValueError(f"{uri} is damaged: {error}; take another training state") from error
+                raise ValueError(f"{uri} is damaged: {error}; use another checkpoint") from error
     return record
 
 
@@ -93,7 +93,7 @@ def _list_files(uri: str, record: Record) -> list[str]:
     if not 1 <= record.num_parts <= max(1, len(record.files)):
         raise ValueError(
             f"{uri}/{RECORD} is damaged: it has {record.num_parts} shards in {len(record.files)} files; "
-            "take another training state"
+            "use another checkpoint"
         )
     names = [RANKS, *(name for kind in (WEIGHTS, OPTIMIZER) for name in _name_shards(kind, record))]
     averages = _name_shards(AVERAGE, record)
@@ -102,7 +102,7 @@ def _list_files(uri: str, record: Record) -> list[str]:
     if others := sorted(set(record.files) - set(names)):
         raise ValueError(
             f"{uri}/{RECORD} names {others[0]!r}, which is a file of none of its {record.num_parts} shards; "
-            "take another training state"
+            "use another checkpoint"
         )
     return names
 
@@ -114,15 +114,15 @@ def _name_shards(kind: str, record: Record) -> list[str]:
 def _check_size(uri: str, name: str, record: Record) -> FileSum:
     expected = record.files.get(name)
     if expected is None:
-        raise ValueError(f"{uri}/{RECORD} lacks the size of {name}; take another training state")
+        raise ValueError(f"{uri}/{RECORD} lacks the size of {name}; use another checkpoint")
     try:
         size = storage.size(storage.join(uri, name))
     except FileNotFoundError as error:
-        raise ValueError(f"{uri} holds no {name}; take another training state") from error
+        raise ValueError(f"{uri} holds no {name}; use another checkpoint") from error
     if size != expected.bytes:
         raise ValueError(
-            f"{uri}/{name} has {size} bytes, but {expected.bytes} were written; the file is damaged, take "
-            "another training state"
+            f"{uri}/{name} has {size} bytes, but {expected.bytes} were written; the file is damaged, "
+            "use another checkpoint"
         )
     return expected
 
@@ -132,7 +132,7 @@ def load_training_state(
 ) -> tuple[Record, list[RankState]]:
     """Loads weights, average and optimizer state from the folder `uri`. Runs on every rank.
 
-    Returns the record, and the states of the ranks that wrote it, for `restore_rank`.
+    Returns the record, and the state of each rank that wrote the checkpoint. Calls `tick` during a download.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)
@@ -164,8 +164,8 @@ def load_training_state(
         rank, _, name = key.partition("/")
         if not rank.isdigit() or int(rank) >= len(reads):
             raise ValueError(
-                f"{uri}/{RANKS} has tensors of rank {rank!r}, but the record has {len(reads)} ranks; take "
-                "another training state"
+                f"{uri}/{RANKS} has tensors of rank {rank!r}, but the record has {len(reads)} ranks; use "
+                "another checkpoint"
             )
         reads[int(rank)][name] = partial(read, key)
     states = zip(reads, record.ranks, strict=True)
@@ -193,7 +193,7 @@ def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer)
 
 
 def set_group_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Restores the result of `group_values`, in the types of the group."""
+    """Sets a parameter group to stored values; tensors stay tensors, and tuples stay tuples."""
     for key, value in values.items():
         present = group.get(key)
         if key in NOT_KEPT:

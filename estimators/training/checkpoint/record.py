@@ -60,8 +60,8 @@ class Record:
     """The content of a checkpoint's record file.
 
     Attributes:
-        optimizer_values: Parameter -> key -> state value, for values that are not tensors.
-        spreads: Tensors that are split over shards: file without shards -> tensor name -> its pieces.
+        optimizer_values: Parameter -> key of the optimizer state -> value, for values that are not tensors.
+        spreads: File name without the number of the shard -> name of a split tensor -> pieces of the tensor.
         token: Token in the file names of shards, see `shards`.
     """
 
@@ -97,4 +97,4 @@ class Record:
         except OtherFormatError as error:
             raise OtherFormatError(f"{name} cannot be read: {error}") from None
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"{name} is damaged ({error}); take another training state") from error
+            raise ValueError(f"{name} is damaged ({error}); use another checkpoint") from error

@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 class CheckpointSchedule:
     """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
 
-    Only rank 0 reads the clock. In a few steps it broadcasts that a checkpoint is due, or the number of steps
-    until its next broadcast.
+    Only the clock of rank 0 counts. Rank 0 reads it in a few steps, and broadcasts the number of steps until
+    the next reading; 0 means that a checkpoint is due.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Recovery:
             self._writer.start(replace(snapshot, shard=shard))
 
     def roll_back(self, found: NonFiniteStep, train_state: TrainState) -> None:
-        """Returns to the newest good checkpoint and halves its learning rates. Runs on every rank."""
+        """Returns to the newest good checkpoint; each return halves the learning rate. Runs on every rank."""
         self._status.phase = f"rollback from epoch {found.epoch}, step {found.step}"
         if self._writer is not None:
             self._writer.wait(self._config.timeout_seconds * _WAIT_SHARE, self._status.tick)
@@ -253,7 +253,7 @@ class Recovery:
         section.end()
 
     def _wait_for_shards(self) -> bool:
-        """Waits for the other ranks' shards; returns whether this rank's is written."""
+        """Waits a limited time for the shards of ranks above 0; returns False if this rank still writes."""
         if self._mesh.num_checkpoint_parts == 1:
             return True
         is_over, is_mute = True, False
@@ -286,19 +286,19 @@ class Recovery:
         epoch, steps = position.finished_epochs, train_state.steps
         if position.steps_per_epoch != steps.in_epoch(epoch):
             raise ValueError(
-                f"{uri} is of a training with {position.steps_per_epoch} steps per epoch, this one has "
-                f"{steps.in_epoch(epoch)}; give the same data and batchSize, or runUri a new folder"
+                f"{uri} is of a training with {position.steps_per_epoch} steps per epoch, this training has "
+                f"{steps.in_epoch(epoch)}; give the same data and batchSize, or set runUri to a new folder"
             )
         if position.step - position.step_in_epoch != steps.before(epoch):
             raise ValueError(
                 f"{uri} is of a training with {position.step - position.step_in_epoch} steps before epoch "
-                f"{epoch + 1}, this one has {steps.before(epoch)}; give the same batchSizeSchedule, or "
-                "runUri a new folder"
+                f"{epoch + 1}, this training has {steps.before(epoch)}; give the same batchSizeSchedule, or "
+                "set runUri to a new folder"
             )
         if position.finished_epochs > self._config.epochs:
             raise ValueError(
-                f"{uri} has finished {position.finished_epochs} epochs, this training has "
-                f"{self._config.epochs}; raise epochs, or give runUri a new folder"
+                f"{uri} is of a training with {position.finished_epochs} finished epochs, but epochs is "
+                f"{self._config.epochs}; raise epochs, or set runUri to a new folder"
             )
 
     def _take_position(self, position: Position, train_state: TrainState) -> None:

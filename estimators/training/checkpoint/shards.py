@@ -1,10 +1,10 @@
-"""A sharded checkpoint: each rank with different weights writes one shard.
+"""A checkpoint in shards: ranks that hold different parts of the network write one shard each.
 
-    model-00001-of-00004.<token>.safetensors    the second of four shards, with the whole network's names
-    part-00001-of-00004.<token>.json            that shard's report, which rank 0 reads, then removes
+    model-00001-of-00004.<token>.safetensors    the second of four shards; tensor names of the whole network
+    part-00001-of-00004.<token>.json            the report of this shard; rank 0 reads and removes the report
 
-`CheckpointShards`, in `training.json`, says how to join the pieces of a split tensor. Each attempt has
-another token, so a late write of an earlier attempt never counts.
+`CheckpointShards`, in `training.json`, says how to join the pieces of a split tensor. Each attempt to write
+a checkpoint has a new token, so a late write of an earlier attempt never counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """Shard `number`, from 0, of `of` shards; the writer of the first waits `seconds` for the others."""
+    """Shard `number` (from 0) of `of` shards. The writer of shard 0 waits `seconds` for the other shards."""
 
     number: int = 0
     of: int = 1
@@ -74,7 +74,7 @@ def report_shard(uri: str, shard: CheckpointShard, files: Mapping[str, FileSum],
 
 
 def wait_for_shards(uri: str, shard: CheckpointShard, check: Callable[[], None]) -> dict[str, FileSum]:
-    """Waits for the reports of all other shards; returns their files. Calls `check` before each look."""
+    """Waits for the reports of all other shards; returns the reported files. Each poll calls `check`."""
     missing = {number: _name_report(shard, number) for number in range(1, shard.of)}
     files: dict[str, FileSum] = {}
     end = time.monotonic() + shard.seconds
@@ -110,7 +110,7 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 def locate_tensors(
     found: Sequence[Mapping[str, TensorSpec]], spreads: Mapping[str, CheckpointShards]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shards of each tensor's pieces, in order. Raises ValueError if pieces are missing."""
+    """Maps each tensor to the shards with its pieces, in order. Raises ValueError if pieces do not fit."""
     having: dict[str, list[int]] = {}
     for number, specs in enumerate(found):
         for name in specs:
@@ -120,15 +120,17 @@ def locate_tensors(
         spread = spreads.get(name)
         if spread is None:
             if len(parts) > 1:
-                raise ValueError(f"its shards {parts} each have {name!r}, but only one should")
+                raise ValueError(f"tensor {name!r} is in shards {parts}, but must be in only one")
             places[name] = (parts[0],)
             continue
         if sorted(spread.parts) != parts:
-            raise ValueError(f"its shards {parts} have {name!r}, but {sorted(spread.parts)} should")
+            raise ValueError(
+                f"tensor {name!r} is in shards {parts}, but must be in shards {sorted(spread.parts)}"
+            )
         specs_of = [found[number][name] for number in spread.parts]
         spread.check(name, [shape for _, shape in specs_of])
         if len({dtype for dtype, _ in specs_of}) > 1:
-            raise ValueError(f"its shards have {name!r} in several dtypes")
+            raise ValueError(f"the pieces of tensor {name!r} have different dtypes")
         places[name] = spread.parts
     if lost := sorted(set(spreads) - set(having)):
         raise ValueError(f"no shard has {lost[0]!r}")
@@ -167,13 +169,13 @@ class LazyMapping(Mapping[str, T]):
 
 
 def map_shards(paths: Sequence[str], spreads: Mapping[str, CheckpointShards]) -> LazyMapping[torch.Tensor]:
-    """Maps the local files of all shards; a split tensor is joined at each access."""
+    """Memory-maps the shards and returns all tensors by name; each access joins the pieces of its tensor."""
     files = [tensor_file.read(path) for path in paths]
     found = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in file.items()} for file in files]
     try:
         places = locate_tensors(found, spreads)
     except ValueError as error:
-        raise ValueError(f"{paths[0]} is damaged: {error}; take another training state") from error
+        raise ValueError(f"{paths[0]} is damaged: {error}; use another checkpoint") from error
 
     def read(name: str) -> torch.Tensor:
         pieces = [files[number][name] for number in places[name]]

@@ -199,13 +199,13 @@ def _copy_all(
 
 
 def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lambda: None) -> CheckpointInfo:
-    """Writes a checkpoint, or its first shard, and commits it; `check` may raise to give up."""
+    """Writes the first (or only) shard, waits for the others, and commits; `check` raises to abort this."""
     shard = snapshot.shard
     files = write_shard(uri, snapshot, check) | wait_for_shards(uri, shard, check)
     names = {kind: name_files(kind, shard.of, shard.token) for kind in snapshot.contents}
     expected = {RANKS, *chain(*names.values())}
     if files.keys() != expected:
-        raise ShardError(f"the shards are {sorted(files)}, but must be {sorted(expected)}")
+        raise ShardError(f"the shards reported {sorted(files)}, but a checkpoint needs {sorted(expected)}")
     text = replace(snapshot.record, files=files, token=shard.token).to_json().encode()
     check()
     storage.write_atomic(storage.join(uri, RECORD), text)

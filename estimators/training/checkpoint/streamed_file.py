@@ -95,7 +95,7 @@ def _read_slices(descriptor: int) -> dict[str, TensorSlice]:
             raise ValueError(f"a tensor begins at byte {entry.start}, the one before it ends at {end}")
         end += entry.num_bytes
     if end != size:
-        raise ValueError(f"its tensors end at byte {end} of {size}")
+        raise ValueError(f"its tensors end at byte {end}, but the file has {size} bytes")
     return slices
 
 

@@ -61,12 +61,12 @@ def check_state(state: Mapping[str, object]) -> None:
         if tensor.dtype not in _NAMES:
             raise ValueError(
                 f"the model's tensor {name!r} has dtype {tensor.dtype}, which a checkpoint cannot hold; "
-                f"supported are {', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}"
+                f"convert it to one of {', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}"
             )
 
 
 def write(state: Mapping[str, torch.Tensor], file: IO[bytes], section: RankZeroSection | None = None) -> int:
-    """Writes each tensor under its own name, even if two share memory; returns the number of bytes."""
+    """Writes one tensor per name; returns the number of bytes. `section` tells other ranks of progress."""
     check_state(state)
     header, _ = make_header(state)
     file.write(header)
@@ -101,7 +101,7 @@ def make_header(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int
 
 
 def assist(state: Mapping[str, torch.Tensor], section: RankZeroSection | None = None) -> None:
-    """Sends this rank's shards (`DTensor`) to the rank that calls `write`; all other ranks call this."""
+    """Sends this rank's `DTensor` shards to the rank that calls `write`; every other rank calls `assist`."""
     check_state(state)
     is_sharded = _is_sharded(state)
     for name in order_names(state):

@@ -68,7 +68,7 @@ def save_together(
 def save_checkpoint(
     uri: str, module: nn.Module, *, epoch: int = 0, step: int = 0, section: RankZeroSection | None = None
 ) -> CheckpointInfo:
-    """Writes the module's state dict, and adapters also alone, to the folder `uri`, atomically."""
+    """Atomically writes the state dict to the folder `uri`; `lora` adapters also get a file of their own."""
     states, num_bytes = _collect_states(module), {}
     for name, state in states.items():
         with replacing(uri, name) as target:
@@ -135,7 +135,7 @@ def read_info(uri: str) -> CheckpointInfo:
 
 
 def parse_info(text: bytes, uri: str) -> CheckpointInfo:
-    """Parses the file of a record; `uri` names its folder in messages."""
+    """Parses the content of `checkpoint.json`; error messages name its folder `uri`."""
     try:
         return record(CheckpointInfo, versioned(text, FORMAT_VERSION))
     except OtherFormatError as error:
@@ -154,7 +154,7 @@ def load_checkpoint(
 
 
 def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies the whole network's tensors into the module's own; `uri` names them in messages."""
+    """Copies the whole network's tensors into the module, which may hold only shards; messages name `uri`."""
     layout, held, state = layout_of(module), module.state_dict(), {}
     # By name: each access may join a tensor from pieces, and a rank may need only its shard.
     for name in whole:
@@ -179,10 +179,10 @@ def map_checkpoint(
     expected_id: str | None = None,
     tick: Callable[[], None] | None = None,
 ) -> CheckpointInfo:
-    """Replaces the module's tensors with tensors of the checkpoint `uri`; the CPU maps them uncopied.
+    """Replaces the module's tensors with tensors of the checkpoint `uri`, memory-mapped on the CPU.
 
     Args:
-        module: May be a meta-device module. Tensors that no checkpoint holds also move to `device`.
+        module: May be a meta-device module. Non-persistent buffers also move to `device`.
         cache: Local folder for a download that processes share; its owner removes it.
         expected_id: `checkpoint_id` that the folder must have; None accepts any.
     """
@@ -222,7 +222,7 @@ def map_file(path: str, module: nn.Module, uri: str) -> None:
 
 @contextmanager
 def local_file(uri: str, name: str, tick: Callable[[], None] | None = None) -> Iterator[str]:
-    """Yields a local path of file `name` in folder `uri`; removes a download, whose mappings stay valid."""
+    """Yields a local path of file `name` in folder `uri`; deletes a downloaded copy at exit."""
     if storage.is_local(uri):
         storage.check_inside(uri, name)
         yield os.path.join(uri, name)
@@ -292,5 +292,5 @@ def _model_errors(uri: str) -> Iterator[None]:
         # torch puts each difference on its own line.
         differences = " ".join(str(error).split())
         raise ValueError(
-            f"the checkpoint {uri} is not of this model: {differences}; take the model that it was made from"
+            f"the checkpoint {uri} is not of this model: {differences}; use the model that was saved"
         ) from error

@@ -52,7 +52,7 @@ class BackgroundWriter:
     def clear(
         self, step: int, seconds: float = float("inf"), progress: Callable[[], None] = lambda: None
     ) -> str:
-        """Removes incomplete checkpoints; returns why it failed or exceeded `seconds`, else an empty text."""
+        """Removes incomplete checkpoints within `seconds`; returns why this failed, or an empty text."""
         reasons: list[str] = []
 
         def remove() -> None:

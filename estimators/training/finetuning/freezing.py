@@ -71,7 +71,7 @@ def _within(prefix: str, name: str) -> str:
 
 
 def match_names(patterns: Iterable[str], names: Sequence[str], setting: str, kind: str) -> set[str]:
-    """Returns the names that match a pattern; raises ValueError if a pattern matches none."""
+    """Returns all matching names. A pattern of `setting` that matches no `kind` raises ValueError."""
     found: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if fnmatchcase(name, pattern)}
@@ -105,7 +105,7 @@ def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
 def check_adapters(module: nn.Module, run: Callable[[], Tensors]) -> Tensors:
     """Returns the outputs of `run`, which calls the module on a few rows. Runs on the driver.
 
-    Raises ValueError if a layer with an adapter is not called, or the merged network computes something else.
+    Raises ValueError if a layer with an adapter is not called, or if merging adapters changes the outputs.
     """
     silent = find_adapters(module)
 

@@ -107,10 +107,10 @@ class Criterion:
     def sum_layer_losses(
         self, values: torch.Tensor, labels: Sequence[torch.Tensor], weight: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns what the layers' own losses add to the summed losses, (num_losses,).
+        """Returns what the losses of layers (`add_loss`) add to each output's summed loss, (num_losses,).
 
-        Divided by the divisors and passed to `total`, it gives the weighted mean of `values`, (batch,). The
-        rows have the same weights as in the outputs' losses. `weight`, (batch,), is the weight column.
+        `values`, (batch,), is the layers' loss of each row; `weight`, (batch,), is the weight column. Rows
+        weigh as in the outputs' losses, so `total(result / divisors)` is the weighted mean of `values`.
         """
         weights = self.row_weights(labels)
         columns = values[:, None].float()

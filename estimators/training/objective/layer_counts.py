@@ -52,7 +52,7 @@ class LayerCounts:
                 self._views[layer].add_(own)
 
     def take(self, data: Collective) -> dict[str, float]:
-        """Returns the numbers over all ranks and stages by name. Runs on every rank."""
+        """Returns the history's entries from the counts of all ranks and stages. Runs on every rank."""
         values: dict[str, float] = {}
         if not self._layers:
             return values
@@ -73,7 +73,7 @@ class LayerCounts:
         return self._totals.detach().cpu().clone() if self._layers else None
 
     def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:
-        """Adds up the states of all ranks of a checkpoint if `takes_all`; else starts from zero."""
+        """On the first stage, sums all ranks' checkpointed counts if `takes_all`; else starts at zero."""
         first = self._stages is None or self._stages.rank == 0
         self.load(torch.stack(list(states)).sum(0) if states and takes_all and first else None)
 

@@ -67,9 +67,10 @@ def average_precision(scores: torch.Tensor, positive: torch.Tensor) -> torch.Ten
 
 
 def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor:
-    """Returns the mean over the classes whose curve is defined, NaN if none is.
+    """Returns the mean of `curve` over all classes for which the curve is defined; NaN if there are none.
 
-    torchmetrics is exact only up to 16.7 million positives, and scores a class without rows as 0.
+    A curve needs rows of the class, and also rows of other classes if `needs_negatives`. torchmetrics is
+    exact only up to 16.7 million positives, and scores a class without rows as 0.
     """
     scores, label = torch.cat(metric.preds), torch.cat(metric.target)
     columns = [(1, scores)] if scores.dim() == 1 else list(enumerate(scores.unbind(1)))

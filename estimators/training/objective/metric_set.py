@@ -186,9 +186,9 @@ class MetricSet:
         return [states, *self._carried]
 
     def load_states(self, states: Sequence[Tensors], carried: bool = False) -> None:
-        """Replaces all rows by a result of `states`. Raises ValueError if it is of other metrics.
+        """Replaces all rows by a result of `states`. Raises ValueError if other metrics made the result.
 
-        `carried`: whether the states are of a checkpoint's ranks; they are kept apart from this rank's rows.
+        `carried`: Whether ranks of an earlier start made the states; they stay apart from this rank's rows.
         """
         self.reset()
         if carried or not states:
@@ -225,7 +225,7 @@ def _add(name: str, metric: OwnState, output: torch.Tensor, label: torch.Tensor)
     except Exception as error:
         raise ValueError(
             f"metric {name!r} failed on outputs {tuple(output.shape)} and labels {tuple(label.shape)}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; correct the metric, or leave it out"
         ) from error
 
 

@@ -2,10 +2,9 @@
 
 With two classes, precision, recall, f1, auroc and average_precision are for class 1, as in scikit-learn. With
 more classes they are averages over the classes (macro); only "f1_weighted", which Spark calls f1, weights a
-class by its rows. "auroc" and
-"average_precision" need all rows at once: every rank holds 8 bytes for each row and class of the whole split.
-"temperature" is the number by which logits must be divided for the smallest log loss: above 1, the network is
-too sure of itself.
+class by its number of rows. "auroc" and "average_precision" need all rows at once: every rank holds 8 bytes
+for each row and class of the whole split. "temperature" is the number by which logits must be divided for the
+smallest log loss: above 1, the network is too sure of itself.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def check_own_tasks(metrics: Mapping[str, Any], task: str) -> None:
     for name, metric in metrics.items():
         if task != "any" and get_task(metric) not in (None, task):
             raise ValueError(
-                f"metrics of a {task} must take its labels, got {name!r} of a {get_task(metric)}; drop it"
+                f"metric {name!r} is for {get_task(metric)}, but the task is {task}; drop it from metrics"
             )
 
 
@@ -92,7 +92,10 @@ def _check_entry(name: Any, metric: Any) -> Any:
             raise ValueError(f"metrics renames {metric!r} to {name!r}; give {metric!r} without a name")
         return metric
     if not isinstance(name, str) or not name or "/" in name or name == "loss" or name.startswith("loss_"):
-        raise ValueError(f"metrics has the name {name!r}; use a text without '/', not 'loss' or 'loss_...'")
+        raise ValueError(
+            f"metrics has the name {name!r}, which the history cannot hold; use a text without '/' that is "
+            "not 'loss' or 'loss_...'"
+        )
     if isinstance(metric, type):
         if not is_torchmetric(metric):
             raise TypeError(f"metrics holds the class {name}; give an object of it, {name}(...)")
@@ -131,7 +134,7 @@ def _check_states(name: str, metric: Any) -> None:
 
 
 def to_number(value: Any) -> float:
-    """Converts a metric's value to a float. The message of its ValueError needs a subject before it."""
+    """Converts a metric's value to a float. The caller adds the metric's name to the ValueError's message."""
     try:
         if not isinstance(value, str | dict | list | tuple):
             return float(value)
@@ -146,7 +149,7 @@ def to_number(value: Any) -> float:
 def try_metric(
     name: str, metric: Any, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
 ) -> OwnMetric:
-    """Calls a metric on a few rows of each output of its task; raises ValueError if it gives no number."""
+    """Calls a metric on a few rows of each given output. Raises ValueError if the value is no number."""
     kinds = set()
     try:
         for output, label in zip(outputs, labels, strict=True):

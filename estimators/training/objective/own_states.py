@@ -22,7 +22,7 @@ class OwnState(ABC):
     @property
     @abstractmethod
     def metric_state(self) -> dict[str, Any]:
-        """The states by name: tensors, or lists of at most one tensor of values per row."""
+        """The states by name: a tensor, or a list that is empty or holds one tensor with values per row."""
 
     @abstractmethod
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None: ...
@@ -62,7 +62,9 @@ class RowMean(OwnState):
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
         values = self._function(match_shapes(output, label), label)
         if not is_per_row(values, len(label)):
-            raise ValueError(f"it gave one number per row on the driver, but {describe_value(values)} now")
+            raise ValueError(
+                f"the function returned one number per row on the driver, but {describe_value(values)} here"
+            )
         self._sum = self._sum + values.to(self._dtype).sum()
         self._rows += len(label)
 
@@ -203,7 +205,7 @@ def is_torchmetric(metric: Any) -> bool:
 
 
 def find_family(metric: Any) -> str:
-    """Returns the family of a torchmetrics object: one of `CLASS_FAMILIES`, "regression", or ""."""
+    """Returns one of `CLASS_FAMILIES` or "regression" for a torchmetrics object; "" for other metrics."""
     for kind in type(metric).__mro__:
         if kind.__module__.startswith("torchmetrics.classification"):
             for family in CLASS_FAMILIES:

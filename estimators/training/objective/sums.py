@@ -138,7 +138,7 @@ class Sums:
         takes_all: bool,
         counting: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Adds up the states of all ranks of a checkpoint if `takes_all`; else starts from zero.
+        """Adds up all ranks' sums in a checkpoint if `takes_all`, on one data rank; else starts at zero.
 
         Layer counts come from the states in `counting`, if given.
         """

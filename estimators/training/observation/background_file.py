@@ -36,7 +36,7 @@ class BackgroundFile:
         self.run(lambda: storage.write_atomic(self._uri, make(), durable=False))
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which writes, in the thread, unless a write is in progress."""
+        """Starts a thread that calls `work` to write the file; does nothing while a write is in progress."""
         if self.is_busy:
             return
         # Daemon, because a hung store must not keep the process alive.
@@ -46,7 +46,7 @@ class BackgroundFile:
         self._thread.start()
 
     def close(self, make: Callable[[], bytes] | None = None) -> None:
-        """Writes once more if there is something to write; waits only briefly for the store."""
+        """Writes the result of `make`, if given, a last time; waits only briefly for the store."""
         self.join()
         if make is not None:
             self.write(make)

@@ -40,7 +40,7 @@ class NoiseMeter:
             self._small = self._square(), rows
 
     def solve(self, own_rows: int, global_rows: int, factor: float) -> None:
-        """Computes this step's noise from its summed gradients; `factor` is the factor of its loss."""
+        """Computes the step's noise once the ranks have summed their gradients; `factor` scaled the loss."""
         if self._sync.local_square is not None:
             self._small = self._sync.local_square, own_rows
         small, self._small, self._step = self._small, None, None

@@ -99,7 +99,7 @@ NO_OVERLAP = Overlap()
 
 
 class StepOverlap(Overlap):
-    """Measures every n-th step, or every step if the ranks do not synchronize in each one."""
+    """Measures every n-th step, or every step if only some steps communicate, as in local SGD."""
 
     def __init__(self, world: Collective, timeline: Timeline, *, is_pipeline: bool = False) -> None:
         self.timeline = _ComputingSpans(timeline)

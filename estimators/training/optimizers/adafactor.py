@@ -39,7 +39,7 @@ class Adafactor(DenseOptimizer):
 
 
 def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny: float) -> torch.Tensor:
-    """Estimates the mean squares from the means of the rows and columns."""
+    """Estimates second moments from row and column means; `fresh` weighs this gradient."""
     if "row_var" not in state:
         state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
         state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))

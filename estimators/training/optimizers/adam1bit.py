@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al. 2021): Adam with second moments that freeze when gradients are compressed.
 
 Error feedback sends parts of a gradient in later steps. Momentum still adds these parts up correctly, but a
-mean of squares does not. So squares are averaged only until the compression begins (its option `after`).
+mean of squares does not. So squares are averaged only until step `after`, when the compression begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Adam1bit(DenseOptimizer):
 
     @torch.no_grad()
     def freeze_variance(self) -> None:
-        """Freezes the second moments; checkpoints hold the flag with the parameter groups."""
+        """Freezes the second moments. Checkpoints keep `is_frozen`, because it is in the parameter groups."""
         for group in self.param_groups:
             group["is_frozen"] = True
             for parameter in group["params"]:

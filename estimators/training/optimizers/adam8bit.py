@@ -1,7 +1,7 @@
 """Adam and AdamW with both moments in 8 bits (Dettmers et al. 2022): 2 bytes per weight instead of 8.
 
-torchao (2026) needs a C++ compiler for the step and refuses rates that a schedule
-writes as numbers; bitsandbytes 0.50 cannot step on fake tensors, which the memory planner needs.
+torchao (2026) needs a C++ compiler for the step, and refuses a schedule that sets rates as Python numbers.
+bitsandbytes 0.50 cannot step on fake tensors, but the memory planner steps on them.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def warm_up_factor(step: int, warmup_steps: int) -> float:
 def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None) -> Schedule:
     """Returns a schedule with a warm-up before it; `schedule` runs over the remaining steps to its own end.
 
-    `rise` maps a step to a factor, also after the warm-up; None for a linear rise.
+    `rise` maps every step, also after the warm-up, to a factor on the schedule; None for a linear rise.
     """
     if rise is None:
         rise = partial(warm_up_factor, warmup_steps=warmup_steps)
@@ -155,8 +155,8 @@ class LearningRates:
             self.scales[index] = rate / base
         else:
             raise ValueError(
-                f"a callback may change a learning rate only if it does not start at 0, got {rate} for "
-                f"parameter group {index}; let the optimizer start the group above 0"
+                f"a callback set the learning rate of parameter group {index} to {rate}, but a rate that "
+                "starts at 0 cannot be changed; let the optimizer start the group above 0"
             )
 
 
@@ -178,7 +178,7 @@ class _WeightlessOptimizer(torch.optim.Optimizer):
 
 
 class SchedulerRates(LearningRates):
-    """Sets rates by a torch scheduler that starts after the warm-up; `rise` is the factor on its rates."""
+    """Sets the rates of a torch scheduler that starts after the warm-up, multiplied by `rise(step)`."""
 
     def __init__(
         self,

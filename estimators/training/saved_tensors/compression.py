@@ -204,7 +204,7 @@ _DROPOUT: dict[Callable[..., Any], Callable[..., tuple[torch.Tensor, float, bool
 
 
 def _largest(arguments: Iterable[Any]) -> int:
-    """Returns the number of elements of the largest tensor that is no parameter, also in lists."""
+    """Returns the number of elements of the largest tensor in arguments and lists; skips parameters."""
     largest = 0
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else (argument,):

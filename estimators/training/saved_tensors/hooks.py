@@ -1,8 +1,9 @@
 """Chooses a codec for each saved tensor, packs the tensor once, and restores it.
 
-Invariant: a tensor that several operations save is stored once. Its key has the address of its storage, which
-cannot be reused while a weak reference exists, and its version, which in-place changes increase. It is
-restored with the same strides: kernels choose algorithms by strides, so other strides would change bits.
+Invariant: a tensor that several operations save is stored once. The key of a tensor has the address of its
+storage and its version. A weak reference to the storage keeps the address from being reused, and in-place
+changes increase the version. The restored tensor has the strides of the saved tensor: kernels choose
+algorithms by strides, so other strides would change bits.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Flat:
 
 
 def density(tensor: torch.Tensor) -> Density:
-    """Returns a value that says whether elements fill their memory, leave gaps, or may share addresses."""
+    """Returns "dense" if there are no gaps, "overlapping" if elements may share addresses, else "gaps"."""
     span = 1
     result: Density = "dense"
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):

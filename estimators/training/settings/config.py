@@ -76,11 +76,11 @@ class UserObjects:
 
     Attributes:
         module: Used if `TrainConfig.model` is None; training starts from its present weights.
-        losses: For each label None or `loss(output, label)`, one value per row, or an `nn` loss
-            instance; empty if all have names.
-        metrics: By name in the history: torchmetrics objects, and functions (outputs, labels).
+        losses: One entry per label: `loss(output, label)` -> one value per row, an instance of an `nn`
+            loss, or None if the loss has a name; empty if all losses have names.
+        metrics: torchmetrics objects, and functions (outputs, labels), by their names in the history.
         transform_batch: Changes training rows, see `batch_transforms`.
-        transform_in_prediction: Prepares the inputs of rows that are validated or predicted.
+        transform_in_prediction: Prepares the inputs of validation and of prediction.
         optimizer: `optimizer(parameters) -> torch.optim.Optimizer`.
         lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate, or
             `lr_schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler`.

@@ -20,7 +20,7 @@ _DISTINCT = ValueRange(
 
 
 def _kinds(value: Any) -> dict[str, Any]:
-    """Returns column types by column in their JSON form, which a saved stage contains."""
+    """Returns the column types by column name, in the JSON form that a saved stage has."""
     if not isinstance(value, Mapping):
         raise TypeError(
             "columns must map names to column types, e.g. {'city': Vocabulary(max_size=1000)}, "

@@ -37,10 +37,10 @@ class Setting(Generic[T]):
         default: Default value; None if the setting has none.
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         accepts: Range of a value of the right type; None if every value can be used.
-        convert: Converts a user's value to the stage's, if `kind` is not enough.
+        convert: Converts and checks a user's value; None if a check of `kind` is enough.
         options: Class of the value, if it has options of its own.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
-        without_effect: (all settings by name) -> whether a set value is unused; then the reason in words.
+        without_effect: A predicate (all settings by name), True if a set value is unused, and the reason.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
         empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.

@@ -25,7 +25,7 @@ def _is_policy(value: Any) -> bool:
 
 
 def _policy(value: Any) -> Any:
-    """Converts a number of segments to a string, and a tuple to a list, for the JSON of a saved stage."""
+    """Converts an int to a string and a tuple to a list, the types of a saved `gradientCheckpointing`."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

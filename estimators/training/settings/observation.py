@@ -24,14 +24,14 @@ MOST_PROFILED = 100
 
 
 def _tracker(value: Any) -> Any:
-    """Checks one entry of `tracking`; a tracker that is only settings becomes a dict, which can be saved."""
+    """Checks an entry of `tracking`; replaces a tracker by a dict if `Tracker.as_setting` returns a dict."""
     if isinstance(value, str):
         return _named(value)
     if isinstance(value, Mapping):
         given = dict(value)
         if not isinstance(given.get("name"), str):
             raise ValueError(
-                f"tracking needs a 'name' in each dict, got {given!r}; such as {{'name': 'mlflow'}}"
+                f"tracking needs a 'name' in each dict, got {given!r}; add a name, as in {{'name': 'mlflow'}}"
             )
         _named(given["name"])
         return _without_secrets(given)

@@ -1,4 +1,4 @@
-"""Settings of checkpoints, resuming, restarts and steps that are not finite."""
+"""Settings of checkpoints, resuming, restarts and steps with a loss or gradient that is not finite."""
 
 from __future__ import annotations
 

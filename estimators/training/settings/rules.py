@@ -38,7 +38,7 @@ def _packs_activations(c: ConfigValues) -> bool:
 
 
 def _cuts_parameters(c: ConfigValues) -> bool:
-    """Whether ranks hold shards of parameters; a stage of a pipeline holds whole parameters."""
+    """Whether the mesh uses an axis other than 'data', 'shard' and 'pipeline'."""
     return any(c.parallelism.size(axis) > 1 for axis in ("tensor", "expert", "sequence"))
 
 

@@ -43,7 +43,7 @@ def _callbacks(value: Any) -> list[Callback]:
 
 
 def _hides_gradients(given: Mapping[str, Any]) -> bool:
-    """Whether the noise scale cannot be measured, because no step has the gradients of two batch sizes."""
+    """Whether `noiseScale` has no effect, because no step computes gradients of two batch sizes."""
     if given["numWorkers"] == 1:
         return bool(given["gradientAccumulation"] == 1)
     return bool(given["sync"] != AllReduce())

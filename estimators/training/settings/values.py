@@ -34,17 +34,17 @@ from ringspark.models import MODELS, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigValues:
-    """The fields of `TrainConfig`; most are described where the setting is declared.
+    """The fields of `TrainConfig`. Most fields belong to a `Setting`, whose `words` describe the field.
 
     Attributes:
         shards_uri: Folder of the shards; its manifest describes the data.
         run_uri: Folder for progress, history and checkpoints.
-        model: `ModelSpec` as JSON text; None if the module travels as an object.
+        model: `ModelSpec` as JSON text; None if `UserObjects.module` holds the model.
         input_columns: One column per positional argument of `forward`.
         label_columns: One column per output of the network.
-        losses: One name per label; unused if `UserObjects.losses` has the object.
-        metrics: Names of `METRICS` or of `UserObjects.metrics`.
-        own_metrics: Properties of `UserObjects.metrics`; set by `check_training`.
+        losses: One name per label; unused for a label whose loss is in `UserObjects.losses`.
+        metrics: Names of built-in metrics and of the user's metrics in `UserObjects.metrics`.
+        own_metrics: Properties of the user's metrics; set by `check_training`.
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
         pause_after: Epoch after which the training ends with a checkpoint, in a population search.
     """
@@ -126,7 +126,7 @@ class ConfigValues:
 
     @property
     def cuts_network(self) -> bool:
-        """Whether a rank has a shard of the network or of rows."""
+        """Whether a rank has only a part of the network, or only a part of each row."""
         return self.parallelism.cuts_network
 
     @property

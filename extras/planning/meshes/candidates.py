@@ -82,7 +82,7 @@ def _error_of(check: Callable[..., object], *arguments: object) -> str:
 def candidates(
     config: TrainConfig, network: nn.Module, workers: int, *, interleaves: bool = True
 ) -> list[MeshPlan]:
-    """Returns all meshes over the planned axes, without predictions; data parallelism comes first.
+    """Returns all meshes, possible or refused, without predictions; data parallelism comes first.
 
     Args:
         config: The settings. `batch_size` is the number of rows of a step over all workers.

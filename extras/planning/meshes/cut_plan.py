@@ -96,7 +96,7 @@ def orders_of(config: TrainConfig, num_micro: int) -> Orders:
 
 
 def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
-    """Returns the peak memory of a rank's step; `config` has the whole mesh.
+    """Returns the peak memory of a rank's step; `config.parallelism` has all axes of the mesh.
 
     At any moment a rank holds the tensors that forward passes saved for later backward passes, received
     values, gradients that are not sent yet, and the temporary tensors of the running pass.

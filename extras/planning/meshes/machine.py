@@ -51,8 +51,8 @@ class Machine:
     """Hosts with several ranks each, and the links between ranks.
 
     Attributes:
-        inside: Links between ranks of one host, by the number of ranks that communicate. They include the
-            slowdown by the planned `crowding`.
+        inside: Links between ranks of one host, by the number of ranks that communicate. Measured
+            links include the slowdown of ranks that share cores.
         between: Link between hosts; None if there is one host.
         wire: Link for a point-to-point send between two ranks of a host.
         cores_per_host: Number of ranks that a host runs at full speed.
@@ -73,13 +73,13 @@ class Machine:
         return -(-workers // self.ranks_per_host)
 
     def link(self, size: int, reach: int) -> Link:
-        """Returns the link for a collective operation of `size` ranks among `reach` consecutive ranks."""
+        """Returns the link for a collective operation of `size` ranks spread over `reach` adjacent ranks."""
         if reach > self.ranks_per_host and self.between is not None:
             return self.between
         return self.inside[min(self.inside, key=lambda known: abs(known - size))]
 
     def exchange(self, messages: Iterable[Message], size: int, reach: int) -> float:
-        """Returns the seconds of collective operations of `size` ranks among `reach` consecutive ranks."""
+        """Returns the seconds of collective operations of `size` ranks spread over `reach` adjacent ranks."""
         link = self.link(size, reach)
         return sum(_seconds(message, size, link) for message in messages)
 

@@ -3,7 +3,8 @@
 Two numbers of rows are measured, and all others are interpolated.
 
 Work, messages and the bytes that stay after a pass are linear in the rows. The peak is the maximum of several
-linear functions. Between the two measured numbers of rows, the interpolated peak is therefore never too low.
+linear functions, so the peak is convex. Between the two measured numbers of rows, the interpolated peak is
+therefore never too low.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Profile:
     def peak(self, config: TrainConfig, rows: int) -> Peak:
         """Returns the peak of the rank that needs most memory; micro-batches have `rows` rows.
 
-        `config` has the mesh.
+        `config.parallelism` has all axes of the mesh.
         """
         peaks = []
         by_rank = steps_of(config, self.network.owners, config.gradient_accumulation)

@@ -191,7 +191,7 @@ class _Rank:
         return found
 
     def _forward(self, stage: int, batch: Batch) -> tuple[list[torch.Tensor], Any, Any]:
-        """Runs a stage; returns tensors to differentiate, outputs to keep alive, and the stage's values."""
+        """Runs a stage; returns tensors to differentiate, outputs for metrics, and tensors to keep alive."""
         step, module = self._step, self._step.module
         recipe, keeps = step.recipe, bool(self._config.metrics)
         if not self._network.is_pipeline:

@@ -98,7 +98,7 @@ def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -
 def _simulate(
     orders: Orders, num_stages: int, slots: float, cost: Callable[[Action], float]
 ) -> tuple[float, float]:
-    """Returns a schedule's time in seconds, and the share of the cores' time that is used."""
+    """Returns a schedule's time in seconds on `slots` cores, and the used share of the cores' time."""
 
     @cache  # all micro-batches cost the same
     def cost_of(kind: PassType, stage: int) -> float:
@@ -144,7 +144,7 @@ def simulate_makespan(
 
 
 def _all_reduce_seconds(config: TrainConfig, gradients: list[tuple[int, int]], machine: Machine) -> float:
-    """Returns the seconds of the gradients' all-reduce on the rank that takes longest."""
+    """Returns the seconds of the slowest rank's all-reduce; `gradients` comes from `_gradient_bytes`."""
     size = data_parallel_size(config)
     if size == 1:
         return 0.0

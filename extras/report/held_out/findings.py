@@ -18,7 +18,7 @@ CONFIDENCE_BINS = 15
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFindings:
-    """Results of a classifier on the sample.
+    """Results of a classifier on a sample of the held-out rows.
 
     Attributes:
         confusion: Number of rows for each pair (true class, predicted class).
@@ -71,7 +71,7 @@ class ClassFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFindings:
-    """Results of a regression on the sample. If labels have several numbers per row, all numbers are counted.
+    """Results of a regression on a sample of the held-out rows; counts every number of a vector label.
 
     Attributes:
         total_squares: Sum of the labels' squared differences from their mean.

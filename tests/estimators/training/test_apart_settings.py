@@ -62,7 +62,7 @@ def test_a_bad_value_of_local_steps_is_one_sentence(value: Any, message: str) ->
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (3, "consistency must be a name or a dict with a name, got 3"),
+        (3, "consistency must be 'bsp', 'ssp', 'asp', 'hogwild' or a dict, got 3"),
         ("sps", "must be one of bsp, ssp, asp, hogwild, got 'sps'"),
         ({"staleness": 3}, "must be one of bsp, .*, got None"),
         ({"name": ["ssp"]}, r"must be one of bsp, .*, got \['ssp'\]"),

@@ -391,11 +391,11 @@ def test_a_checkpoint_of_another_schedule_is_refused(make_shards: MakeShards, tm
     manifest = data(make_shards)
     config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1)
     _stopped(config, 14)
-    with pytest.raises(ValueError, match=r"with 4 steps per epoch, this one has 3; give the same data"):
+    with pytest.raises(ValueError, match=r"with 4 steps per epoch, this training has 3; give the same data"):
         train_here(replace(config, batch_size_schedule=((3, 30),)), _objects())
     # This epoch keeps its number of steps; an earlier epoch does not.
     with pytest.raises(
-        ValueError, match=r"12 steps before epoch 3, this one has 10; give the same batchSizeS"
+        ValueError, match=r"12 steps before epoch 3, this training has 10; give the same batchS"
     ):
         train_here(replace(config, batch_size_schedule=((2, 24),)), _objects())
     # Later changes do not affect finished steps; only the run's identity checks them.

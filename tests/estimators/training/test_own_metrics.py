@@ -248,8 +248,8 @@ BAD: dict[str, tuple[Any, str]] = {
         r"needs arguments .*; give MulticlassF1Score\(...\)",
     ),
     "a number": ([3], "must hold names, torchmetrics objects or functions .*, got int"),
-    "a slash": ([{"a/b": absolute}], "has the name 'a/b'; use a text without '/'"),
-    "the loss's name": ([{"loss": absolute}], "has the name 'loss'; use a text without '/'"),
+    "a slash": ([{"a/b": absolute}], "has the name 'a/b', which .*; use a text without '/'"),
+    "the loss's name": ([{"loss": absolute}], "has the name 'loss', which .*; use a text without '/'"),
     "a known one by another name": (
         [{"score": "f1"}],
         "renames 'f1' to 'score'; give 'f1' without a name",

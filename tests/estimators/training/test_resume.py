@@ -523,7 +523,7 @@ def test_a_checkpoint_of_another_training_is_refused(make_shards: MakeShards, tm
     stopped(config, 4)
     with pytest.raises(ValueError, match=r"with optimizer AdamW in 1 .* this one has SGD in 1; set the same"):
         train_here(replace(config, optimizer="sgd"), objects())
-    with pytest.raises(ValueError, match=r"with 5 steps per epoch, this one has 10; give the same data"):
+    with pytest.raises(ValueError, match=r"with 5 steps per epoch, this training has 10; give the same data"):
         train_here(replace(config, batch_size=8), objects())
     with pytest.raises(ValueError, match=r"another network|not of this model"):
         train_here(config, UserObjects(module=nn.Linear(4, 1), callbacks=(Stops(),)))

@@ -191,7 +191,7 @@ def test_a_rate_that_starts_at_zero_and_is_changed_is_refused() -> None:
     rates = make_rates("constant", optimizer, NUM_STEPS)
     rates.set(0)
     optimizer.param_groups[0]["lr"] = 0.1
-    with pytest.raises(ValueError, match=r"does not start at 0, got 0.1 for parameter group 0; let the"):
+    with pytest.raises(ValueError, match=r"rate of parameter group 0 to 0.1, .* starts at 0 .*; let the"):
         rates.set(1)
 
 

@@ -211,7 +211,7 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
         load_training_state(str(tmp_path), other)
     with open(tmp_path / "optimizer.safetensors", "ab") as file:
         file.write(b"x")
-    with pytest.raises(ValueError, match="the file is damaged, take another training state"):
+    with pytest.raises(ValueError, match="the file is damaged, use another checkpoint"):
         load_training_state(str(tmp_path), sync)
 
 

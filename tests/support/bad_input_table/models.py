@@ -54,7 +54,7 @@ MODELS = [
       "has .* bytes, .* were written", "save the model"),
     R("load: record missing", lambda p: p.load(gone("weights/checkpoint.json")), "holds no checkpoint", "; "),
     R("load: weights of another network", lambda p: p.load(edited("ringspark.json", other_network)).module(),
-      "is not of this model", "take the model that it was made from"),
+      "is not of this model", "use the model that was saved"),
     R("load: code without leave", lambda p: TorchClassifier.load(saved_with_code(p)),
       "holds pickled Python code", "RINGSPARK_ALLOW_PICKLE=1"),
     R("load: first weights missing",

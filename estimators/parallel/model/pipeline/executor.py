@@ -25,7 +25,7 @@ Added = Callable[[int], torch.Tensor | None]
 
 
 class Timed(NamedTuple):
-    """An action with its begin and end, in seconds of the host's monotonic clock, without waits."""
+    """An action with the begin and end of its computation, in seconds of the host's monotonic clock."""
 
     action: Action
     begin: float
@@ -50,13 +50,13 @@ class Recorder:
 class _Live:
     """A micro-batch of a stage between its forward and its backward pass.
 
+    `INPUT` and `WEIGHT` are the two halves of a split backward pass, see `PassType`.
+
     Attributes:
-        results: The stage's outputs, followed by the scalar that it adds to the loss; or the loss.
+        results: The stage's outputs, then the scalar that the stage adds to the loss. Last stage: the loss.
         sent: Waits until the outputs are sent.
-        gradients: Gradients of the results; the `WEIGHT` action needs them if `INPUT` could not split the
-            backward pass.
-        weights: Backward passes that the `INPUT` action leaves to `WEIGHT`; None if `INPUT` could not split
-            the backward pass.
+        gradients: Gradients of the results, for `WEIGHT` if `INPUT` could not split the backward pass.
+        weights: Backward passes that `INPUT` leaves to `WEIGHT`; None if `INPUT` could not split the pass.
     """
 
     inputs: Values
@@ -71,7 +71,7 @@ class Executor:
 
     Attributes:
         around: Makes the context of every forward pass, such as autocast.
-        weights: (micro-batch) -> context in which its passes run, with the weights of the micro-batch.
+        weights: (number of a micro-batch) -> context that selects the micro-batch's version of the weights.
         most_live: Largest number of micro-batches with activations so far.
     """
 
@@ -93,7 +93,7 @@ class Executor:
         added: Added,
         first_micro: int = 0,
     ) -> None:
-        """Runs the steps; gradients accumulate in the parameters, or in the micro-batch's own weights."""
+        """Runs the steps. Gradients accumulate in the parameters or in the version that `weights` selects."""
         for micro, arguments in enumerate(inputs, first_micro):
             self._exchange.begin(micro, module, arguments)
         for step in steps:
@@ -141,7 +141,7 @@ class Executor:
     def _evaluate(
         self, module: nn.Module, stage: int, micro: int, inputs: Sequence[torch.Tensor]
     ) -> tuple[Any, list[Wait]]:
-        """Runs one stage without gradients; returns the network's outputs or None, and the sends."""
+        """Runs one stage; returns (outputs of the last stage or None, functions that wait for the sends)."""
         values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
         result = self._forward(module, stage, micro, values)
         if stage == self._place.last:

@@ -11,7 +11,7 @@ rank, and a backward pass that takes as long as two forward passes, the ranks wa
 | interleaved | (p-1)/(vm+p-1) | (v-1)p + 2p-1, .. 2 fewer per rank |
 | zero_bubble, zbv | (p-1)/(3vm+p-1) | vp |
 
-The last three rows hold if m is a multiple of p (zbv: at least 2p - 1); other numbers come close.
+The last two rows hold if m is a multiple of p and at least 2p. Other m of at least 2p come close.
 
 Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
 on GPU Clusters Using Megatron-LM" (interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism".

@@ -130,7 +130,7 @@ class PipelinePasses:
         network: The network with only this rank's stages.
         module: The module to call in training: the network, or a wrapper that passes on the keyword `stage`.
         copies: Names of this rank's tied parameters that another rank owns.
-        layers: The whole network's counting layers, in order.
+        layers: Layers of the whole network that count something over their rows, in order.
         stages: Numbers of this rank's stages.
         late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or a
             checkpoint.
@@ -192,13 +192,13 @@ class PipelinePasses:
     ) -> bool:
         """Adds the gradients of a step to `.grad`, summed over micro-batches; returns whether there are any.
 
-        If the schedule has no flush, the gradients belong to an earlier step, and the first steps have none.
+        A schedule without a flush adds the gradients of an earlier step, so the first calls may add none.
 
         Args:
             micro_batches: The network's arguments; empty if this replica has no rows in this step. If layers
                 communicate with other replicas, all replicas give equally many; some may have no rows.
             loss: (outputs, number of the micro-batch) -> scalar to differentiate, in the last stage.
-            added: (number of the micro-batch) -> scalar that another stage adds to the loss.
+            added: (number of the micro-batch) -> scalar that a stage before the last adds to the loss.
         """
         if not micro_batches:
             return False

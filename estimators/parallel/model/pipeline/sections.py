@@ -32,11 +32,12 @@ def find_streams(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[boo
 
 
 def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out: bool) -> list[StageSection]:
-    """Splits a stage into sections; returns none if whole rows come in and go out.
+    """Splits a stage into sections; returns [] if the stage receives and sends whole rows.
 
-    If chunks come in, the layers before the first one that does not support chunks work on chunks. If chunks
-    go out, the last layers that support chunks work on chunks. All layers in between work on whole rows. If
-    whole rows go out, the last section works on whole rows, even if it has no layers.
+    With `streams_in`, chunks arrive, and the layers before the first layer without chunk support work on
+    chunks. With `streams_out`, chunks are sent, and the last layers with chunk support work on chunks. All
+    other layers work on whole rows. Without `streams_out` the last section works on whole rows, even if the
+    section has no layers.
     """
     if not (streams_in or streams_out):
         return []

@@ -57,7 +57,7 @@ def _needed(action: Action, ends: dict[Action, float]) -> list[float]:
 
 
 def bubble_share(ranks: Sequence[Sequence[Timed]]) -> float:
-    """Returns the share of their time in which ranks wait."""
+    """Returns the waiting time of all ranks as a share of the total time of all ranks."""
     begin = min(timed.begin for rank in ranks for timed in rank)
     end = max(timed.end for rank in ranks for timed in rank)
     busy = sum(timed.end - timed.begin for rank in ranks for timed in rank)

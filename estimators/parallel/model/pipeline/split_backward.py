@@ -24,7 +24,7 @@ class WeightPass:
 
     Attributes:
         leaves: The weights, as nodes of autograd's graph.
-        joins: Joins from which the pass reaches these weights.
+        joins: Nodes at which these weights enter the path from the inputs to the results.
         starts: Nodes at which the pass starts, with their gradients: results that depend on these weights but
             on no input, then the joins.
         held: Gradients of the outputs of each join.
@@ -111,7 +111,7 @@ def _path(inputs: Sequence[Node], results: Sequence[Node]) -> dict[Node, None]:
 def _passes(
     path: dict[Node, None], joins: Sequence[Node], apart: dict[Node, list[Start]]
 ) -> list[WeightPass]:
-    """Returns the passes; weights that share a join or a result, even indirectly, are in the same pass."""
+    """Returns the passes: weights that share a join or a result of `apart`, even indirectly, share a pass."""
     pass_of: dict[Node, WeightPass] = {}
     for start in (*joins, *apart):
         is_join = start in path

@@ -35,8 +35,8 @@ class StageForward:
         """Runs one stage, or some of its layers.
 
         Args:
-            part: (first layer, end, states of the layers): the layers to run, and their states if the values
-                are a sequence chunk. The result is then (result, states after it).
+            part: (first layer, end, states): the layers to run, and the states of these layers if the values
+                are a sequence chunk. With `part`, returns (result, new states of the layers).
         """
         if stage is None:
             raise RuntimeError(

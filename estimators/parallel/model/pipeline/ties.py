@@ -71,7 +71,10 @@ class TiedGradients:
         )
 
     def add(self, released: Collection[int] | None = None) -> None:
-        """Gives every copy the sum of the gradients of the stages `released`. Runs on every rank."""
+        """Sets each copy's gradient to the sum over all copies. Runs on every rank.
+
+        Skips parameters that none of the stages `released` uses; None skips no parameter.
+        """
         for tie, parameter in self._own:
             if not parameter.requires_grad:
                 continue

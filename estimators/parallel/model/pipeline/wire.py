@@ -38,7 +38,7 @@ _DTYPES = (
 
 class PointToPoint(Protocol):
     def start_send(self, tensor: torch.Tensor, to: int) -> Wait:
-        """Starts to send a contiguous tensor; returns a function that waits until it may change."""
+        """Starts to send a contiguous tensor; returns a function that waits until the tensor may change."""
 
     def start_receive(self, tensor: torch.Tensor, source: int) -> Wait: ...
 
@@ -75,7 +75,7 @@ class Wire:
         self._keys: dict[tuple[str, int], deque[Hashable]] = {}
 
     def _learn(self, key: Hashable, forms: Forms, direction: str, peer: int) -> None:
-        """Stores the shapes and dtypes for a key. If there are too many keys, both ranks drop the oldest."""
+        """Stores the tensor forms of `key`. Of too many keys, sender and receiver drop the oldest."""
         keys = self._keys.setdefault((direction, peer), deque())
         if len(keys) == MOST_KEYS:
             del self._known[keys.popleft()]
@@ -83,9 +83,9 @@ class Wire:
         self._known[key] = forms
 
     def send(self, values: Values, key: Hashable, to: int) -> Wait:
-        """Starts to send values, which must not change before the wait.
+        """Starts to send values; returns a function that waits until the values may change.
 
-        `key` holds all that the values' shapes depend on: the stage, the arguments' shapes, and the mode.
+        `key` holds all that determines the values' shapes: stage, arguments' shapes, training or evaluation.
         """
         forms = forms_of(values)
         waits = []
@@ -94,9 +94,9 @@ class Wire:
             waits.append(self._collective.start_send(_encode_forms(forms), to))
         elif self._known[key] != forms:
             raise ValueError(
-                "the arguments' shapes must determine the shapes that a pipeline stage returns, but for "
-                f"equal shapes a stage first returned {self._known[key]}, then {forms}; keep values of "
-                "varying shape inside one stage, and do not change which parameters are trained"
+                f"a pipeline stage first returned {self._known[key]}, then {forms}, for equal shapes of the "
+                "network's arguments; keep values of varying shape inside one stage, and do not freeze or "
+                "unfreeze parameters during the training"
             )
         waits += [
             self._collective.start_send(value.detach().contiguous(), to)

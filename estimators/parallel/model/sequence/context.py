@@ -42,9 +42,9 @@ class Context(ABC):
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
-        """Returns the attention output, (batch, heads, own tokens, head_dim).
+        """Returns the attention output, (batch, heads, tokens of this rank, head_dim).
 
-        `mask` is (batch, 1, 1, seq) booleans about all tokens, or (0, 1, 1, seq) if all tokens count.
+        `mask` is (batch, 1, 1, seq) booleans, False for keys to ignore; (0, 1, 1, seq) to ignore none.
         """
         assert mask is not None  # its shape has the number of tokens
         assert self.takes_dropout or dropout == 0
@@ -59,7 +59,7 @@ class Context(ABC):
         dropout: float,
         causal: bool,
     ) -> torch.Tensor:
-        """Like `__call__`; `mask` is None if all tokens count, `seq` is the number of all tokens."""
+        """Like `__call__`; `mask` is None to ignore no key, `seq` is the number of all tokens of a row."""
 
 
 class SpanContext(Context):

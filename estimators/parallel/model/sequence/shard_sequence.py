@@ -1,7 +1,8 @@
-"""Prepares a network for context parallelism: a rank reads whole rows and computes its tokens.
+"""Prepares a network for context parallelism: a rank reads whole rows and computes some of the tokens.
 
-After `pool`, every rank computes whole rows. So these layers' gradients are divided by the number of ranks,
-and their sum over the ranks counts each row once. `pool` multiplies its own gradient by this number again.
+After `pool`, which averages all tokens, every rank computes the same. So the gradients of later layers are
+divided by the number of ranks, and their sum over the ranks counts each row once. For the layers before
+`pool`, the backward pass of `pool` undoes the division.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ class ShardedRows(WholeRows):
         )
 
     def _total(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums `x` over the ranks. The sum has the same gradient on every rank, so it needs no all-reduce."""
+        """Sums `x` over the ranks. All ranks have the same gradient, so the backward pass sends nothing."""
         return scale_gradient(all_reduce(x, self._collective), self._collective.size)
 
 
 def shard_sequence(module: nn.Module, collective: Collective, way: str = "ring") -> None:
-    """Lets each rank compute its tokens of every row; changes `module` in place. Runs on every rank.
+    """Lets each rank compute some tokens of every row; changes `module` in place. Runs on every rank.
 
-    The gradients become partial: sum them over the ranks. Random numbers of tokens, such as dropout, must
-    differ between ranks.
+    `way`, a key of `CONTEXTS`, says how attention reaches the keys of other ranks. The gradients become
+    partial: sum them over the ranks. The ranks must draw different random numbers, such as for dropout.
     """
     check_sequence(module, way)
     if collective.size == 1:
@@ -94,8 +95,8 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
     name, attentions = type(module).__name__, _attentions(module)
     if not isinstance(getattr(module, "rows", None), WholeRows) or not attentions:
         raise ValueError(
-            f"model {name} does not support parallelism's 'sequence': it needs an attribute `rows`, a "
-            "WholeRows of ringspark.models.whole_rows that it calls for its tokens, and modules that mix "
+            f"model {name} does not support parallelism's 'sequence': the model needs an attribute `rows`, "
+            "a ringspark.models.whole_rows.WholeRows from which it takes its tokens, and modules that mix "
             "tokens by an attribute `attend`; take transformer_classifier or transformer_lm, or set "
             "'sequence' to 1"
         )
@@ -104,9 +105,9 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
     for key, layer in module.named_modules():
         if isinstance(layer, CountingLayer) and not isinstance(getattr(layer, "rows", None), WholeRows):
             raise ValueError(
-                f"parallelism's 'sequence' shards the rows that layer {key!r} counts; give the layer an "
-                "attribute `rows`, a WholeRows of ringspark.models.whole_rows that it calls for its tokens, "
-                "or set 'sequence' to 1"
+                f"parallelism's 'sequence' shards the rows over which layer {key!r} counts; give the layer "
+                "an attribute `rows`, a ringspark.models.whole_rows.WholeRows from which it takes whole "
+                "rows, or set 'sequence' to 1"
             )
     drops = [getattr(attention, "dropout", 0.0) for attention in attentions]
     dropout = max((p for p in drops if isinstance(p, float)), default=0.0)

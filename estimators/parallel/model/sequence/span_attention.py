@@ -34,10 +34,10 @@ def find_visible(query: Span, key: Span, causal: bool) -> list[tuple[Span, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Queries:
-    """A rank's queries, (batch, heads, own tokens, head_dim), and their spans in the row.
+    """A rank's queries, (batch, heads, tokens of this rank, head_dim), and their spans in the row.
 
     Attributes:
-        mask: (batch, 1, 1, seq) booleans of all keys; None if all count.
+        mask: (batch, 1, 1, seq) booleans for all keys, False for keys to ignore; None to ignore none.
         causal: Whether a query only sees keys up to itself.
     """
 
@@ -97,9 +97,9 @@ class SpanAttention:
 
 
 class SpanGradients:
-    """The backward pass; `add` adds the gradients of a chunk of keys, stacked, to `into`.
+    """The backward pass: `add` adds the gradients of keys to `into[0]` and of values to `into[1]`.
 
-    `query` is the gradient of the queries so far, in fp32 or fp64.
+    `query` is the sum of the gradients of the queries so far, in fp32 or fp64.
     """
 
     def __init__(self, queries: Queries, gradient: torch.Tensor, whole: PartialSoftmax) -> None:

@@ -1,4 +1,4 @@
-"""The sharding plan for networks of the transformers library, which matches layers by name.
+"""The sharding plan for networks of the transformers library; the plan matches layers by name.
 
 The plan must match all layers of a block. If it misses some, an error is raised, because the block would
 compute with wrong shapes or partial gradients.

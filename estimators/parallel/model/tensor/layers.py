@@ -23,7 +23,7 @@ class Region:
     """Objects that all sharded layers of one network share.
 
     Attributes:
-        boundary: Operations at the ends of a region.
+        boundary: Operations at the ends of a region, the layers from a column-sharded to a row-sharded one.
         random_state: Random streams inside regions; None if each rank has its own stream everywhere.
         grids: Makes grids of the ranks, for matrices that are sharded along both dimensions.
     """

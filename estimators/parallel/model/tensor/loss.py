@@ -23,9 +23,9 @@ from ringspark.estimators.parallel.shard_spec import shard_length
 
 
 class ShardedScores:
-    """Computes the logits of a sharded embedding table; replaces a network's `scores`.
+    """Computes a language model's logits from a sharded embedding table; replaces the model's `scores`.
 
-    With `gathers` each rank gets all logits, else only the logits of its ids.
+    With `gathers` each rank gets the logits of all ids, else only of the ids in the rank's shard.
     """
 
     def __init__(self, table: VocabularyEmbedding) -> None:
@@ -70,7 +70,7 @@ class ShardedCrossEntropy:
         self._whole, self._scores = whole, scores
 
     def __call__(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns each position's loss, equal on all ranks; `logits` are fp32 (batch, own classes, ...)."""
+        """Returns each position's loss, equal on all ranks; `logits` are fp32, with this rank's classes."""
         scores = self._scores
         if scores.gathers or label.is_floating_point():
             whole = logits if scores.gathers else all_gather(logits, 1, scores.collective, scores.num_ids)

@@ -45,12 +45,12 @@ STYLES = ("column", "column_joined", "row", "grid", "vocabulary")
 
 
 def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> Any:
-    """Returns this rank's shard of a layer; `blocks` is a number, or the grid of style 'grid'."""
+    """Returns this rank's shard of a layer; `blocks` is the style's argument from `_style`."""
     if style == "grid" and isinstance(blocks, int):
-        raise ValueError("style 'grid' needs the workers along outputs and along inputs: ['grid', [2, 2]]")
+        raise ValueError("style 'grid' needs the rows and columns of the grid, such as ['grid', [2, 2]]")
     # Gathered shards of several blocks would give outputs in another order.
     if style in ("column_joined", "row", "vocabulary") and blocks != 1:
-        raise ValueError(f"style {style!r} takes no blocks, got {blocks}")
+        raise ValueError(f"style {style!r} takes no number of blocks, got {blocks}; leave the number out")
     if style in ("column_joined", "grid") and isinstance(region.boundary, SequenceBoundary):
         raise ValueError(
             f"style {style!r} leaves all tokens on every worker, but sequence_parallel=True shards them; "
@@ -59,16 +59,20 @@ def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> An
     if style == "vocabulary":
         # A subclass may scale its outputs. `parametrize` makes a subclass too, which `_check_plain` refuses.
         if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
-            raise ValueError(f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}")
+            raise ValueError(
+                f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}; leave the layer out"
+            )
         return VocabularyEmbedding(layer, region)
     if type(layer) is not nn.Linear:
-        raise ValueError(f"this style needs an nn.Linear, got {type(layer).__name__}")
+        raise ValueError(f"the style is for nn.Linear, got {type(layer).__name__}; leave the layer out")
     if style == "grid":
         return GridLinear(layer, region.collective, region.grids, blocks)
     if style == "row":
         return RowLinear(layer, region)
     if blocks < 1 or layer.out_features % blocks:
-        raise ValueError(f"its {layer.out_features} outputs do not divide into {blocks} equal blocks")
+        raise ValueError(
+            f"{layer.out_features} outputs do not divide into {blocks} equal blocks; change the block count"
+        )
     return ColumnLinear(layer, region, blocks, gathers=style == "column_joined")
 
 
@@ -132,8 +136,8 @@ def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None
     name = type(module).__name__
     if not isinstance(getattr(module, "rows", None), WholeRows):
         raise ValueError(
-            f"model {name} does not support sequence_parallel=True: it needs an attribute `rows`, "
-            "a WholeRows of ringspark.models.whole_rows that it calls for its tokens; take "
+            f"model {name} does not support sequence_parallel=True: the model needs an attribute "
+            "`rows`, a ringspark.models.whole_rows.WholeRows from which it takes its tokens; take "
             "transformer_classifier or transformer_lm, or set sequence_parallel=False"
         )
     counting = [key for key, layer in module.named_modules() if isinstance(layer, CountingLayer)]
@@ -163,7 +167,7 @@ def _check_unsharded_layers(module: nn.Module, region: Region) -> None:
 
 
 def shard_activations(module: nn.Module, region: Region) -> None:
-    """Shards the tokens of the layers between regions if the region has a `SequenceBoundary`.
+    """Shards the tokens of the unsharded layers if the region has a `SequenceBoundary`.
 
     Call it after `shard_layers` and `shard_sequence`.
     """

@@ -33,10 +33,10 @@ class RankRandomState:
         return self._common is not None and torch.initial_seed() == self._seed
 
     def watch(self, module: nn.Module, *, always: bool = False) -> None:
-        """Switches random numbers back to the generator that all ranks share, after each pass of `module`.
+        """Switches back to the random stream that all ranks share, after each pass of `module`.
 
-        The module itself switches to the rank's own generator; `always` makes this switch before each pass,
-        for a module that does not.
+        With `always`, also switches to the rank's own stream before each pass in training. Without `always`,
+        the sharded layers of `module` do so.
         """
 
         def begin(module: nn.Module, inputs: Any) -> None:

@@ -37,7 +37,7 @@ class RegionBoundary(Protocol):
 
 
 class ReplicatedBoundary:
-    """Activations between regions are replicated."""
+    """Boundary of a region of sharded layers; all ranks have equal activations outside the region."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
@@ -50,9 +50,9 @@ class ReplicatedBoundary:
 
 
 class SequenceBoundary:
-    """Activations between regions are this rank's tokens, (batch, own seq, dim).
+    """Boundary of a region of sharded layers; outside the region a rank has the activations of its tokens.
 
-    `length` is the number of all tokens of a row, which does not follow from uneven shards.
+    `length` is the number of all tokens of a row. Uneven shards do not determine this number.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -67,9 +67,9 @@ class SequenceBoundary:
         own = shard_length(self.length, self.collective.rank, self.collective.size)
         if x.shape[_TOKENS] != own:
             raise ValueError(
-                f"a layer that 'tensor' shards got {x.shape[_TOKENS]:,} tokens of {self.length:,}, but this "
-                f"worker has {own:,}; call `rows.embedded` for the embeddings, with one length per pass, or "
-                "set sequence_parallel=False"
+                f"a layer that 'tensor' shards got {x.shape[_TOKENS]:,} tokens, but of the {self.length:,} "
+                f"tokens of a row this worker has {own:,}; compute the embeddings by `rows.embedded`, once "
+                "per forward pass, or set sequence_parallel=False"
             )
         return all_gather_for_shards(x, _TOKENS, self.collective, self.length)
 
@@ -78,7 +78,7 @@ class SequenceBoundary:
 
 
 class SequenceShardedRows(WholeRows):
-    """Replaces a network's `rows` if the layers between sharded ones compute this rank's tokens.
+    """Replaces a network's `rows` under sequence parallelism: unsharded layers compute this rank's tokens.
 
     If the embedding table is sharded too, all ranks look up all tokens.
     """

@@ -174,7 +174,7 @@ def test_ranks_of_a_row_route_it_alike_though_each_draws_for_its_tokens() -> Non
 def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -> None:
     mixture = MixtureOfExperts(4, 8, 2)
     mixture.rows = ShardedRows(LocalCollective(), Spans(1))
-    with pytest.raises(ValueError, match="needs the length of whole rows; call it with"):
+    with pytest.raises(ValueError, match="needs the length of whole rows; pass the result"):
         mixture(torch.zeros(2, 3, 4))
     assert mixture(torch.zeros(2, 3, 4), mixture.rows.told(None, 3)).shape == (2, 3, 4)
 

@@ -39,14 +39,14 @@ class Shared(nn.Module):
         ({"again": "column"}, "shards 'again', which the network also has as 'up'"),
         # Shards of blocks of 4, 4 and 2 would be joined in the wrong order.
         ({"down": "row", "*.nothing": "row"}, "names '\\*.nothing', which fits no layer"),
-        ({"down": ["column", 3]}, "'down': its 4 outputs do not divide into 3 equal blocks"),
-        ({"down": ["row", 2]}, "'down': style 'row' takes no blocks"),
+        ({"down": ["column", 3]}, "'down': 4 outputs do not divide into 3 equal blocks"),
+        ({"down": ["row", 2]}, "'down': style 'row' takes no number of blocks"),
         ({"down": ["grid", [2, 2]]}, r"'down': style 'grid' \[2, 2\] needs 4 workers, but 'tensor' has 2"),
         (
             {"down": ["grid", 2]},
             r"'down' must give the workers along outputs and along inputs, as \['grid', ",
         ),
-        ({"down": "grid"}, "'down': style 'grid' needs the workers along outputs and along inputs"),
+        ({"down": "grid"}, "'down': style 'grid' needs the rows and columns of the grid"),
         ({"down": ["column"]}, r"'down' must be a style or \[style, blocks\], got \['column'\]"),
     ],
 )
