@@ -48,7 +48,8 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
             f" (of {seen} rows, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
         )
         raise ValueError(
-            f"the DataFrame has no training rows{counts if seen else ''}; nothing was written; check filters"
+            f"the DataFrame has no training rows{counts if seen else ''}; nothing was written; check the "
+            "filters"
         )
     settled: dict[str, Kind] = {}
     for index, column in enumerate(plan.columns):
