@@ -113,8 +113,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
 
-        The files must not change during the training. Without a model, the rows are copied, because the
-        network for a table needs computed columns: `fit` writes shards. Raises errors like `fitOnShards`.
+        The files must not change during the training. Only an estimator without a model copies the rows,
+        like `fit`, because the default network for a table needs computed columns. Raises errors like
+        `fitOnShards`.
         """
         spark = active_session()
         if wants_table(self):

@@ -133,7 +133,7 @@ def _lstm(
         expected += (one_way + [(out, hidden)] * (out != hidden)) * ways
     tensors = [*state, *weights]
     if steps.dim() != 3 or [tuple(tensor.shape) for tensor in tensors] != expected:
-        raise ValueError("the weights of an LSTM in the program do not fit the input; save the model again")
+        raise ValueError("the saved program has an LSTM whose weights do not fit; save the model again")
     if any(tensor.dtype != steps.dtype for tensor in tensors):
         raise ValueError("an LSTM in the program needs an input of the weights' dtype; cast the input")
     found: tuple[torch.Tensor, ...] = torch.ops.aten.lstm.input(

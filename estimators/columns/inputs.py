@@ -147,7 +147,7 @@ def source_columns(
 
 
 def _table_field(name: str, kind: TableRow, schema: StructType, exact: bool) -> StructField:
-    """Returns a struct field of the DataFrame's columns that a `TableRow` was trained on, found by name."""
+    """Returns a field `name`: a struct of the columns of `schema` on which `kind` was trained."""
     fields = [
         StructField(column, find_field(column, "the model's column", schema, exact).dataType)
         for column in kind.sources

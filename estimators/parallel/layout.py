@@ -48,7 +48,7 @@ class CheckpointShare:
 
     Attributes:
         names: Names of the tensors.
-        spreads: By name, all tensors of the checkpoint of which several ranks each write a shard.
+        spreads: By name, the tensors that several ranks write together, each rank one shard.
         total: Number of tensors of the whole network.
     """
 

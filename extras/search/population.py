@@ -58,7 +58,7 @@ class Population:
         """
         ranked = self.ranked(values)
         if not ranked:
-            raise ValueError("all members of the population have failed; correct the errors of the members")
+            raise ValueError("all members of the population have failed; a round needs one result")
         count = max(1, int(self.quantile * self.size))
         best = ranked[:count]
         failed = [member for member, value in enumerate(values) if value is None]

@@ -29,7 +29,7 @@ class Closed(BaseException):
 
 
 def closed_check() -> Callable[[], bool] | None:
-    """Returns a check for whether the consumer closed this thread's iterator; None outside such a thread."""
+    """Returns a prefetching thread's check whether its consumer has closed the iterator; else None."""
     check: Callable[[], bool] | None = getattr(_thread, "closed", None)
     return check
 

@@ -81,7 +81,7 @@ def measure_machine(
 
 
 def calibration_rows(rows: int) -> tuple[int, int]:
-    """Returns the numbers of rows of the two measured steps; a step has `rows` rows over all workers."""
+    """Returns two numbers of rows to measure steps with, for a training with `rows` rows per step."""
     return max(1, rows // 8), max(2, rows // 2)
 
 

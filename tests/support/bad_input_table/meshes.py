@@ -65,7 +65,7 @@ MESHES = [
       r"'tensor' must divide num_heads \(3\), got 2", "set num_heads to a multiple"),
     R("mesh: layers that count parts of rows",
       lambda p: p.mesh(model=counting(), parallelism={"sequence": 2}),
-      r"shards the rows over which layer 'norm\.1' counts", "set 'sequence' to 1"),
+      r"shards rows, but layer 'norm\.1' counts over whole rows", "set 'sequence' to 1"),
     R("mesh: rolled back with rows on their way",
       lambda p: p.mesh(onNonFinite="rollback", checkpointEverySteps=5,
                        parallelism={"pipeline": 2, "schedule": "2bw"}),

@@ -105,7 +105,7 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
     for key, layer in module.named_modules():
         if isinstance(layer, CountingLayer) and not isinstance(getattr(layer, "rows", None), WholeRows):
             raise ValueError(
-                f"parallelism's 'sequence' shards the rows over which layer {key!r} counts; give the layer "
+                f"parallelism's 'sequence' shards rows, but layer {key!r} counts over whole rows; give it "
                 "an attribute `rows`, a ringspark.models.whole_rows.WholeRows from which it takes whole "
                 "rows, or set 'sequence' to 1"
             )
