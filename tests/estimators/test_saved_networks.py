@@ -426,7 +426,7 @@ def test_an_lstm_and_bags_do_not_read_past_their_tensors(own: Any) -> None:
         if tensor["name"] == "lstm.weight_hh_l1":
             tensor["shape"] = [1, 6]
     program = Program(text).to_empty(device="cpu")
-    with pytest.raises(ValueError, match="weights of an LSTM in the program do not fit"):
+    with pytest.raises(ValueError, match="an LSTM whose weights do not fit"):
         program(torch.zeros(2, 5, 3))
 
 

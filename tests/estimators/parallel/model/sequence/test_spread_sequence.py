@@ -405,7 +405,7 @@ def test_one_rank_changes_nothing() -> None:
 
 def test_what_cannot_be_spread_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="model MLP does not support parallelism's 'sequence': it needs an attrib"
+        ValueError, match="model MLP does not support parallelism's 'sequence': the model needs an attrib"
     ):
         shard_sequence(MLP(3, [4], 2), LocalCollective())
     # A layer around the sharded network would count once per rank.
