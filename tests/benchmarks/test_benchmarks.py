@@ -68,9 +68,9 @@ def run_peers(root: Path, *options: str) -> str:
 def test_the_peers_of_this_environment_take_part(root: Path, tmp_path: Path) -> None:
     """The other peers need environments that only `make bench-peers` builds."""
     chart = tmp_path / "chart.png"
-    names = "torch and Arrow,Horovod and Petastorm,pyarrow loader,Multilayer,scikit-learn"
+    names = "torch and Arrow,Horovod and Petastorm,pyarrow loader,Multilayer,scikit-learn,TorchClassifier"
     printed = run_peers(root, "--only", names, "--chart", str(chart))
-    assert len(TABLE.findall(printed)) == 2
+    assert len(TABLE.findall(printed)) == 3
     assert "failed" not in printed
     assert chart.stat().st_size > 0
 

@@ -7,6 +7,7 @@ Jobs:
     network: rows of `harness.DIM` numbers, a network of 32-128-128-1, SGD, 2 workers, `BATCH_SIZE` rows each.
     reading: the same rows, shuffled, in batches as tensors, by one process.
     flights: the encoded table of jobs/etl.py, late or not; trained on months 1 to 8, judged on 10 to 12.
+    table: the rows of tests/support/mixed_table.py: 30 columns of numbers, strings and dates, two classes.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Entry:
         numbers: Folder of Parquet files written by Spark: `features`, an array of numbers, and `label`.
         num_rows: Rows in `numbers`.
         flights: Folder with `train.parquet`, `test.parquet` and `sizes.json`, see flights_table.py.
+        table: Folder with `train.parquet` and `test.parquet`, see tests/support/mixed_table.py.
         scratch: Empty folder for the contestant's files.
     """
 
@@ -60,6 +62,7 @@ class Entry:
     numbers: str
     num_rows: int
     flights: str
+    table: str
     scratch: str
 
     def to_json(self) -> str:
@@ -155,27 +158,24 @@ def measure_flights(
     }
 
 
-def measure_flights_on_spark(
+def measure_table(
     spark: SparkSession,
-    entry: Entry,
+    folder: str,
     fit: Callable[[DataFrame], Any],
     predict: Callable[[Any, DataFrame], DataFrame],
 ) -> Figures:
-    """Times the same with Spark.
+    """Times one whole fit on `train.parquet` of the folder, and the prediction of `test.parquet`, with Spark.
 
     The frames are cached before, and `predict` returns a vector `probability`.
     """
     from pyspark.ml.functions import vector_to_array
 
-    train, test = (
-        spark.read.parquet(f"{entry.flights}/{name}.parquet").cache() for name in ("train", "test")
-    )
+    train, test = (spark.read.parquet(f"{folder}/{name}.parquet").cache() for name in ("train", "test"))
     train_rows, _ = train.count(), test.count()
 
     def predicted(model: Any) -> tuple[Any, Any]:
-        rows = (
-            predict(model, test).select("label", vector_to_array("probability")[1].alias("late")).toPandas()
-        )
-        return rows["label"].to_numpy(), rows["late"].to_numpy()
+        one = vector_to_array("probability")[1].alias("one")
+        rows = predict(model, test).select("label", one).toPandas()
+        return rows["label"].to_numpy(), rows["one"].to_numpy()
 
     return measure_flights(lambda: fit(train), predicted, train_rows)

@@ -1,4 +1,4 @@
-"""Runs ringspark in the three jobs.
+"""Runs ringspark in the four jobs.
 
 The variant names collective and reader, or only the reader. With "+network", the ranks of one host all-reduce
 over the collective's network instead of shared memory.
@@ -69,8 +69,19 @@ def flights(entry: contest.Entry) -> contest.Figures:
         showProgress=False,
     )
     with cli.spark("ringspark", harness.MASTER) as spark:
-        return contest.measure_flights_on_spark(
-            spark, entry, estimator.fit, lambda model, frame: model.transform(frame)
+        return contest.measure_table(
+            spark, entry.flights, estimator.fit, lambda model, frame: model.transform(frame)
+        )
+
+
+def table(entry: contest.Entry) -> contest.Figures:
+    """Trains on a table as it is: `fit` chooses everything."""
+    estimator = TorchClassifier(
+        labelCol="label", numWorkers=harness.NUM_WORKERS, storageUri=entry.scratch, showProgress=False
+    )
+    with cli.spark("ringspark", harness.MASTER) as spark:
+        return contest.measure_table(
+            spark, entry.table, estimator.fit, lambda model, frame: model.transform(frame)
         )
 
 
@@ -93,8 +104,8 @@ def count(batches: Iterable[Mapping[str, Any]]) -> int:
 
 def contestant(entry: contest.Entry) -> contest.Figures:
     """Runs a job. The variant contains the job: "network:torch+arrow"."""
-    job, variant = entry.variant.split(":")
-    jobs = {"network": network, "flights": flights, "reading": reading}
+    job, _, variant = entry.variant.partition(":")
+    jobs = {"network": network, "flights": flights, "reading": reading, "table": table}
     return jobs[job](replace(entry, variant=variant))
 
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import contest
 import flights_table
 import harness
+import mixed_table
 import psutil
 import tables
 
@@ -74,11 +76,23 @@ CONTESTANTS = (
     Contestant("flights", "ringspark, torch and Arrow", "ours", "flights:torch+arrow"),
     Contestant("flights", "ringspark, Horovod and Petastorm", "ours", "flights:horovod+petastorm"),
     Contestant(
-        "flights", "xgboost.spark SparkXGBClassifier", "xgboost_stage", environment=".venv-peers-xgboost"
+        "flights",
+        "xgboost.spark SparkXGBClassifier",
+        "xgboost_stage",
+        "flights",
+        environment=".venv-peers-xgboost",
     ),
     Contestant("flights", "Spark MultilayerPerceptronClassifier", "spark_perceptron"),
     Contestant("flights", "scikit-learn boosting, one process", "scikit_learn", "boosting"),
     Contestant("flights", "scikit-learn MLPClassifier, one process", "scikit_learn", "perceptron"),
+    Contestant("table", "ringspark, TorchClassifier", "ours", "table"),
+    Contestant(
+        "table",
+        "xgboost.spark SparkXGBClassifier",
+        "xgboost_stage",
+        "table",
+        environment=".venv-peers-xgboost",
+    ),
 )
 
 
@@ -93,32 +107,36 @@ def options() -> Any:
     return parser.parse_args()
 
 
-def write_rows(args: Any, folder: Path) -> tuple[Path, Path]:
-    """Writes the rows of the jobs if they are missing. Returns their folders."""
-    numbers = folder / f"numbers-{args.rows}"
-    flights = folder / ("flights-tiny" if args.tiny else "flights")
-    # A folder is complete if its last file exists.
-    if (numbers / "_SUCCESS").exists() and (flights / "sizes.json").exists():
-        return numbers, flights
-    root = harness.flights_root(args)
-    with cli.spark("rows for the peers", harness.MASTER) as spark:
-        harness.random_frame(spark, args.rows).write.mode("overwrite").parquet(str(numbers))
-        flights_table.write(spark, root, flights)
-    return numbers, flights
+def write_rows(args: Any, folder: Path, jobs: Set[str]) -> dict[str, str]:
+    """Writes the rows of the jobs if they are missing. Returns their folders, by the entry's names."""
+    folders = {
+        "numbers": folder / f"numbers-{args.rows}",
+        "flights": folder / ("flights-tiny" if args.tiny else "flights"),
+        "table": folder / f"table-{args.rows}",
+    }
+    # The file of each folder that is written last.
+    last = {"numbers": "_SUCCESS", "flights": "sizes.json", "table": "test.parquet/_SUCCESS"}
+    needed = {"numbers" if job in ("network", "reading") else job for job in jobs}
+    missing = {name for name in needed if not (folders[name] / last[name]).exists()}
+    if missing:
+        root = harness.flights_root(args) if "flights" in missing else None
+        with cli.spark("rows for the peers", harness.MASTER) as spark:
+            if "numbers" in missing:
+                numbers = harness.random_frame(spark, args.rows)
+                numbers.write.mode("overwrite").parquet(str(folders["numbers"]))
+            if root is not None:
+                flights_table.write(spark, root, folders["flights"])
+            if "table" in missing:
+                mixed_table.write(spark, args.rows, folders["table"])
+    return {name: str(path) for name, path in folders.items()}
 
 
-def take_turn(contestant: Contestant, numbers: Path, flights: Path, args: Any) -> dict[str, Any]:
+def take_turn(contestant: Contestant, folders: Mapping[str, str], args: Any) -> dict[str, Any]:
     """Runs one contestant. Returns its results, or the reason under "failed"."""
     if not contestant.python.exists():
         return {"failed": f"{contestant.environment} is missing; `make bench-peers` builds it"}
     with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
-        entry = contest.Entry(
-            variant=contestant.variant,
-            numbers=str(numbers),
-            num_rows=args.rows,
-            flights=str(flights),
-            scratch=scratch,
-        )
+        entry = contest.Entry(variant=contestant.variant, num_rows=args.rows, scratch=scratch, **folders)
         command = [str(contestant.python), str(HERE / f"{contestant.program}.py"), entry.to_json()]
         log_file = Path(args.results, re.sub(r"\W+", "-", f"{contestant.job} {contestant.name}") + ".log")
         with log_file.open("w+") as log:
@@ -166,18 +184,18 @@ def main() -> None:
     args = options()
     folder = Path(args.results).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    numbers, flights = write_rows(args, folder)
     words = args.only.split(",")
     chosen = [one for one in CONTESTANTS if any(word in f"{one.job} {one.name}" for word in words)]
     if not chosen:
         raise SystemExit(f"no contestant has one of the words {args.only!r}")
+    folders = write_rows(args, folder, {one.job for one in chosen})
     results = folder / ("results-tiny.jsonl" if args.tiny else "results.jsonl")
     if not args.keep:
         results.unlink(missing_ok=True)
     for number in range(args.repeats):
         for contestant in chosen:
             start = time.perf_counter()
-            outcome = take_turn(contestant, numbers, flights, args)
+            outcome = take_turn(contestant, folders, args)
             line = {"job": contestant.job, "name": contestant.name, "rows": args.rows, **outcome}
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -50,8 +50,11 @@ def contestant(entry: contest.Entry) -> contest.Figures:
         return Pipeline(stages=[encoder, assemble, network]).fit(rows)
 
     with cli.spark("Spark's perceptron", harness.MASTER) as spark:
-        return contest.measure_flights_on_spark(
-            spark, entry, fit, lambda model, frame: model.transform(with_columns(frame, cardinalities))
+        return contest.measure_table(
+            spark,
+            entry.flights,
+            fit,
+            lambda model, frame: model.transform(with_columns(frame, cardinalities)),
         )
 
 

@@ -23,12 +23,19 @@ FIGURES: dict[str, dict[str, tuple[str, str, bool]]] = {
         "auc": ("test ROC AUC", "{:.4f}", False),
     },
 }
+FIGURES["table"] = FIGURES["flights"]
 # Figures with a ratio to the first contestant of the job. A ratio of AUCs has no meaning.
-COMPARED = {"network": ("first_fit", "slope"), "reading": ("rate",), "flights": ("fit",)}
+COMPARED = {
+    "network": ("first_fit", "slope"),
+    "reading": ("rate",),
+    "flights": ("fit",),
+    "table": ("fit", "transform"),
+}
 TITLES = {
     "network": f"MLP {harness.DIM}-128-128-1, SGD, 3 epochs, {harness.NUM_WORKERS} workers, 1,024 rows each",
     "reading": "one process, shuffled batches of 1,024 as tensors, pyarrow 14",
     "flights": "flights, trained on months 1 to 8, judged on 10 to 12",
+    "table": "30 columns of numbers, strings and dates, judged on a fifth as many rows",
 }
 
 # (job, name) -> its successful rounds, and the reason of the last failure.
@@ -74,7 +81,8 @@ def print_all(results: Results) -> None:
             continue
         ours = ours_of(results, job)
         rows = next((line["rows"] for rounds, _ in results.values() for line in rounds), 0)
-        size = "" if job == "flights" else f", {int(rows):,} rows x {harness.DIM} fp32"
+        width = {"flights": "", "table": f", {int(rows):,} rows"}
+        size = width.get(job, f", {int(rows):,} rows x {harness.DIM} fp32")
         counts = sorted({len(results[job, name][0]) for name in names})
         header = ["", *(heading for heading, _, _ in FIGURES[job].values())]
         header += [f"{figure.replace('_', ' ')}: speedup of ringspark" for figure in COMPARED[job]]
