@@ -138,6 +138,24 @@ def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManif
 
 
 @pytest.mark.parametrize(
+    ("collective", "sharding", "remedy"),
+    [
+        ("torch", "gradients", r"set sync=Zero\(stage=3\)"),
+        ("torch", "parameters", "take an optimizer with less state"),
+        ("horovod", "optimizer", r"set sync=Zero\(stage=2\)"),
+        ("horovod", "gradients", "take an optimizer with less state"),
+    ],
+)
+def test_the_remedy_is_not_what_is_set_already(
+    shards: ShardManifest, collective: str, sharding: str, remedy: str
+) -> None:
+    sync = sync_of(sharding=sharding)
+    config = _config(shards, ModelSpec("mlp", BIG), num_workers=2, collective=collective, sync=sync)
+    with pytest.raises(ValueError, match=f"available.*; {remedy}, "):
+        check(config, NOTHING, shards, [Available(num_bytes=1, source="here")])
+
+
+@pytest.mark.parametrize(
     ("sharding", "parts"),
     [
         ("none", (1, 1, 2)),
