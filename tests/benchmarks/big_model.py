@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import harness
 import psutil
@@ -90,7 +91,8 @@ class Watcher(threading.Thread):
                 return
             for process in processes:
                 try:
-                    kind = "jvm" if "java" in process.name() else "worker"
+                    # A process that the JVM has just forked is still the JVM, under the name of a thread.
+                    kind = "jvm" if "java" in Path(process.exe()).name else "worker"
                     if process.pid == self._root.pid:
                         kind = "driver"
                     memory = process.memory_info()
@@ -104,23 +106,27 @@ class Watcher(threading.Thread):
         self.join()
 
 
+def watch(command: list[str], **options: Any) -> list[int]:
+    """Runs a command. Returns the peaks, own and RSS, of the driver, the largest worker and the JVM."""
+    process = subprocess.Popen(command, **options)
+    watcher = Watcher(process.pid)
+    watcher.start()
+    code = process.wait()
+    watcher.finish()
+    if code:
+        raise SystemExit(f"{command} failed with {code}")
+    return [n for kind in ("driver", "worker", "jvm") for n in watcher.peaks[kind]]
+
+
 def main() -> None:
     options = harness.parse(__doc__, layers=LAYERS, width=WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         lines = []
         for name in STEPS:
             started = time.perf_counter()
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--step", name, folder, str(options.layers), str(options.width)],
-                stderr=subprocess.DEVNULL,
-            )
-            watcher = Watcher(process.pid)
-            watcher.start()
-            code = process.wait()
-            watcher.finish()
-            if code:
-                raise SystemExit(f"{name} failed with {code}")
-            peaks = [f"{n / GIB:.2f}" for kind in ("driver", "worker", "jvm") for n in watcher.peaks[kind]]
+            command = [sys.executable, __file__, "--step", name, folder]
+            command += [str(options.layers), str(options.width)]
+            peaks = [f"{n / GIB:.2f}" for n in watch(command, stderr=subprocess.DEVNULL)]
             lines.append([name, f"{time.perf_counter() - started:.1f}", *peaks])
         size = os.path.getsize(Path(folder) / "model" / "weights" / "model.safetensors") / GIB
         info = json.loads((Path(folder) / "model" / "weights" / "checkpoint.json").read_text())

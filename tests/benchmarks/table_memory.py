@@ -16,7 +16,7 @@ import tempfile
 import time
 
 import harness
-from big_model import Watcher
+from big_model import watch
 
 from ringspark.jobs import cli
 
@@ -69,14 +69,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--step"]
             subprocess.run([*command, "write", f"{folder}/rows", str(rows)], check=True)
-            process = subprocess.Popen([*command, "fit", f"{folder}/rows", str(rows)], cwd=folder)
-            watcher = Watcher(process.pid)
-            watcher.start()
-            code = process.wait()
-            watcher.finish()
-            if code:
-                raise SystemExit(f"{rows:,} rows failed with {code}")
-        peaks.append([n / MIB for kind in ("driver", "worker", "jvm") for n in watcher.peaks[kind]])
+            found = watch([*command, "fit", f"{folder}/rows", str(rows)], cwd=folder)
+        peaks.append([n / MIB for n in found])
     few, many = peaks
     harness.print_table(
         "table_memory: peaks in MiB, own = anonymous memory",
