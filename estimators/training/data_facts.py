@@ -1,4 +1,4 @@
-"""What a run knows of its data after the shards are deleted: the shard manifest without the file list."""
+"""Facts about a run's data, kept when the shards are deleted: the manifest without its list of files."""
 
 from __future__ import annotations
 
