@@ -28,6 +28,7 @@ from ringspark.estimators.collectives.rendezvous.server import meeting_ports
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
+from ringspark.estimators.launch.host_allocator import keep_freed_memory
 from ringspark.estimators.launch.rank_output import RankOutput
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
@@ -143,6 +144,7 @@ class GangTask:
         with (
             storage.only_where(self.pulse.run_uri, run_layout.OWNER),
             RankOutput(self.pulse, member.rank, member.host),
+            keep_freed_memory(),
         ):
             result, failure = self._run(context, member)
         # Not earlier: until here the frames of the work, and of its error, hold tensors.
