@@ -32,6 +32,7 @@ from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
 from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
+from ringspark.models.tabpack import DROPOUTS, RATES
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
@@ -50,10 +51,9 @@ _WIDTHS, _WIDTH = 2_048, 12
 _FEW_DIGITS = 100 * 2.0**-24
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
-# Members and weights are chosen after each epoch, so there must be a choice.
-_MIN_EPOCHS, _MAX_EPOCHS = 2, 100
-# A table is large if it has too many rows for so many epochs.
-_FEW_EPOCHS = 4
+_MAX_EPOCHS = 100
+# A table is large if more rows would leave fewer than four epochs. Only half of the members train on it.
+_LARGE = _STEPS * _ROWS_PER_STEP // 4
 
 Plans = dict[tuple[Any, ...], TablePlan]
 """Inputs, label and held-out rows -> the plan."""
@@ -182,6 +182,8 @@ def _completion(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[str, 
     arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
     if (width := _WIDTHS // (len(plan.edges) + len(plan.kind.cardinalities))) < _WIDTH:
         arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
+    if model.target == "tabpack" and plan.rows > _LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
+        arguments |= {"rates": RATES[::2], "dropouts": DROPOUTS[::2]}
     spec = ModelSpec(model.target, arguments | model.kwargs)
     return {"model": spec, **_recipe(estimator, plan, model.target)}
 
@@ -334,11 +336,11 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     batch = _ROWS_PER_STEP
     while batch > 32 and plan.rows < 20 * batch:
         batch //= 2
-    is_large = plan.rows * _FEW_EPOCHS > _STEPS * batch
+    is_large = plan.rows > _LARGE
     used = given("batchSize", 4 * batch if is_large else batch)
     # Larger batches do not pass over the rows more often.
     passes = _STEPS // max(1, plan.rows // min(used, batch))
-    epochs = given("epochs", max(_MIN_EPOCHS, min(_MAX_EPOCHS, passes)))
+    epochs = given("epochs", max(1, min(_MAX_EPOCHS, passes)))
     batch, steps = used, max(1, plan.rows // used)
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]

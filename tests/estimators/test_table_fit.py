@@ -23,7 +23,9 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TorchModel, TorchRegressor, TrainingState
+from ringspark.estimators.table_fit import prepare_fit
 from ringspark.models import ModelSpec
+from ringspark.models.tabpack import DROPOUTS, RATES
 
 pytestmark = [
     pytest.mark.spark,
@@ -277,6 +279,22 @@ def test_many_columns_are_embedded_narrower(spark: Any) -> None:
         **{**FAST, "model": ModelSpec("tabpack", {"dropouts": [0.0, 0.2], **network})}
     ).fit(wide)
     assert model.module().numbers.bias.shape[2:] == (300, 2_048 // 300)
+
+
+def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
+    rows = spark.range(800_000).selectExpr("CAST(rand(0) * 2 AS INT) AS label", "rand(1) AS x")
+    of_all, of_some = (
+        prepare_fit(TorchClassifier(seed=1), frame, {}).estimator
+        for frame in (rows, rows.where("id % 20 = 0"))
+    )
+    assert of_all.getModel().kwargs["rates"] == [*RATES[::2]]
+    assert of_all.getModel().kwargs["dropouts"] == [*DROPOUTS[::2]]
+    assert (of_all.getEpochs(), of_all.getBatchSize()) == (1, 1024)
+    assert "rates" not in of_some.getModel().kwargs
+    assert of_some.getEpochs() == 37
+    given = TorchClassifier(seed=1, epochs=3, model=ModelSpec("tabpack", {"rates": [1.0], "dropouts": [0.1]}))
+    kept = prepare_fit(given, rows, {}).estimator
+    assert (kept.getEpochs(), kept.getModel().kwargs["rates"]) == (3, [1.0])
 
 
 def test_in_a_pipeline_and_a_cross_validation(table: Any) -> None:
