@@ -21,6 +21,8 @@ from ringspark.jobs import cli
 
 # Name -> module in this package.
 COMMANDS = {
+    "demo": "quick_demo",
+    "check": "check",
     "train": "train_job",
     "score": "score_rows",
     "plan": "plan_job",

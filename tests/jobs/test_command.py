@@ -349,3 +349,13 @@ def test_a_job_without_a_model_is_planned_printed_and_trained(
     assert command.main(refused) == 2
     assert "labelCol 'z' is not a column" in capsys.readouterr().err
     assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.spark
+def test_the_demo_saves_a_model_that_predicts(tmp_path: Path) -> None:
+    done = _run("demo", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model" / "metadata").is_dir()
+    auc = re.search(r"ROC AUC of these [\d,]+ trips: (0\.\d+)", done.stdout)
+    assert auc is not None
+    assert float(auc[1]) > 0.75

@@ -3,70 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pyspark
 import pytest
+from standalone import SPARK, spark_environment, standalone_cluster
 
 from ringspark.jobs import flights
 
 ROOT = Path(__file__).parent.parent.parent
-SPARK = Path(pyspark.__file__).parent / "bin"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for(log: Path, pattern: str, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not (log.exists() and re.search(pattern, log.read_text())):
-        assert time.monotonic() < deadline, f"{pattern!r} never came in {log}: {log.read_text()[-2000:]}"
-        time.sleep(0.2)
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    values = {k: v for k, v in os.environ.items() if k != "PYSPARK_GATEWAY_PORT"}
-    return values | {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
-
-
-@pytest.fixture
-def master(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Starts a master and two workers with one core each; stops them by process id."""
-    port = _free_port()
-    url = f"spark://127.0.0.1:{port}"
-    deploy = [str(SPARK / "spark-class"), "org.apache.spark.deploy"]
-    local = ["--host", "127.0.0.1", "--webui-port", "0"]
-    commands = {"master": [deploy[0], f"{deploy[1]}.master.Master", "--port", str(port), *local]}
-    for name in ("worker0", "worker1"):
-        size = ["-c", "1", "-m", "1500m", "-d", str(tmp_path / name)]
-        commands[name] = [deploy[0], f"{deploy[1]}.worker.Worker", url, *size, *local]
-    processes = []
-    try:
-        for name, command in commands.items():
-            log = tmp_path / f"{name}.log"
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-                )
-            _wait_for(log, "New state: ALIVE" if name == "master" else "Successfully registered with master")
-        yield url
-    finally:
-        for process in reversed(processes):
-            process.terminate()
-        for process in processes:
-            process.wait(timeout=300)
 
 
 def _thinned(folder: Path) -> Path:
@@ -79,7 +26,12 @@ def _thinned(folder: Path) -> Path:
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_the_three_jobs_by_spark_submit(master: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_three_jobs_by_spark_submit(tmp_path: Path) -> None:
+    with standalone_cluster(tmp_path) as master:
+        _check_the_jobs(master, tmp_path)
+
+
+def _check_the_jobs(master: str, tmp_path: Path) -> None:
     dist = tmp_path / "dist"
     subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "build_package.py"), "--output", str(dist)], check=True
@@ -94,7 +46,7 @@ def test_the_three_jobs_by_spark_submit(master: str, environment: dict[str, str]
         command += [str(ROOT / "jobs" / f"{job}.py"), *options]
         # A user does not run inside a checkout.
         done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+            command, env=spark_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{job}: {done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return done.stdout

@@ -1,0 +1,62 @@
+"""The command `ringspark demo`: trains on a generated table, saves, loads and predicts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from ringspark.jobs import cli
+
+DESCRIPTION = "Train on a generated table, save the model, load it and predict."
+_ROWS = 10_000
+
+
+def add_arguments(parser: cli.JobParser) -> None:
+    cli.add_master(parser)
+    parser.add_argument(
+        "--workers", type=cli.positive_int, default=2, metavar="N", help="workers to train with"
+    )
+    parser.add_argument(
+        "--output", default="ringspark-demo", metavar="URI", help="folder of the model; replaced if it exists"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    with cli.spark("ringspark demo", args.master, is_short=True) as spark:
+        from pyspark.ml.evaluation import BinaryClassificationEvaluator
+        from pyspark.ml.functions import vector_to_array
+        from pyspark.sql import functions as F
+
+        from ringspark.estimators import TorchClassificationModel, TorchClassifier
+        from ringspark.pipelines.spark_paths import resolve
+
+        trips = spark.range(_ROWS).selectExpr(
+            "int(rand(3) * 24) AS hour",
+            "IF(id % 7 = 0, NULL, rand(1) * 900) AS distance",
+            "concat('airport ', int(rand(4) * 40)) AS origin",
+            "date_add(DATE'2024-01-01', CAST(id % 700 AS INT)) AS day",
+            "IF(rand(2) * 30 < hour, 1, 0) AS late",
+        )
+        train, test = trips.randomSplit([0.8, 0.2], seed=1)
+        print(f"A table of {_ROWS:,} trips, with missing distances:")
+        test.orderBy("day").show(3)
+        print("model = TorchClassifier(labelCol='late').fit(train)")
+        estimator = TorchClassifier(labelCol="late", numWorkers=args.workers, epochs=4, seed=1)
+        model = estimator.fit(train)
+        folder = os.path.join(resolve(spark, args.output), "model")
+        model.write().overwrite().save(folder)
+        print(f"\nThe model is saved in {folder}. Loaded, it predicts trips that it has not seen:")
+        predicted = TorchClassificationModel.load(folder).transform(test)
+        late = F.round(vector_to_array(F.col("probability"))[1], 3).alias("probability of late")
+        predicted.orderBy("day").select("hour", "origin", "late", "prediction", late).show(3)
+        auc = BinaryClassificationEvaluator(labelCol="late", rawPredictionCol="probability").evaluate(
+            predicted
+        )
+        seconds = time.perf_counter() - started
+        print(f"ROC AUC of these {test.count():,} trips: {auc:.3f}; done in {seconds:.0f} s")
+    print("\nWhat to do next:")
+    print("  ringspark check --master URL      is your cluster ready to train?")
+    print("  ringspark train job.yaml          train on your table (docs/jobs.md)")
+    print("  TorchClassifier(labelCol=...)     the same in Python, on any DataFrame (docs/quickstart.md)")

@@ -1,0 +1,63 @@
+"""A standalone Spark cluster on this machine: a master, and two workers with one core each."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyspark
+
+SPARK = Path(pyspark.__file__).parent / "bin"
+
+
+def spark_environment() -> dict[str, str]:
+    values = {k: v for k, v in os.environ.items() if k != "PYSPARK_GATEWAY_PORT"}
+    return values | {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+
+
+@contextmanager
+def standalone_cluster(folder: Path, second_worker: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Starts the cluster, yields its URL, and stops the processes by id.
+
+    `folder` gets logs and work files. `second_worker` is added to the environment of the second worker.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    url = f"spark://127.0.0.1:{port}"
+    deploy = [str(SPARK / "spark-class"), "org.apache.spark.deploy"]
+    local = ["--host", "127.0.0.1", "--webui-port", "0"]
+    commands = {"master": [deploy[0], f"{deploy[1]}.master.Master", "--port", str(port), *local]}
+    for name in ("worker0", "worker1"):
+        size = ["-c", "1", "-m", "1500m", "-d", str(folder / name)]
+        commands[name] = [deploy[0], f"{deploy[1]}.worker.Worker", url, *size, *local]
+    processes = []
+    try:
+        for name, command in commands.items():
+            log = folder / f"{name}.log"
+            environment = spark_environment() | (dict(second_worker or {}) if name == "worker1" else {})
+            with log.open("w") as file:
+                processes.append(
+                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+                )
+            _wait_for(log, "New state: ALIVE" if name == "master" else "Successfully registered with master")
+        yield url
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=300)
+
+
+def _wait_for(log: Path, pattern: str, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not (log.exists() and re.search(pattern, log.read_text())):
+        assert time.monotonic() < deadline, f"{pattern!r} never came in {log}: {log.read_text()[-2000:]}"
+        time.sleep(0.2)
