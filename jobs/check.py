@@ -343,7 +343,6 @@ def _train(spark: SparkSession, args: argparse.Namespace, found: _Findings) -> N
             useGpu=args.gpu,
             storageUri=args.storage_uri,
             epochs=1,
-            showProgress=False,
         ).fit(rows)
     except Exception as error:
         found.problem("training", " ".join(str(error).split())[:1000])

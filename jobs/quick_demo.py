@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> None:
         predicted = TorchClassificationModel.load(folder).transform(test)
         late = F.round(vector_to_array(F.col("probability"))[1], 3).alias("probability of late")
         predicted.orderBy("day").select("hour", "origin", "late", "prediction", late).show(3)
-        auc = BinaryClassificationEvaluator(labelCol="late", rawPredictionCol="probability").evaluate(
-            predicted
-        )
+        auc = BinaryClassificationEvaluator(labelCol="late").evaluate(predicted)
         seconds = time.perf_counter() - started
         print(f"ROC AUC of these {test.count():,} trips: {auc:.3f}; done in {seconds:.0f} s")
     print("\nWhat to do next:")

@@ -22,7 +22,9 @@ def check(*options: str, **variables: str) -> tuple[int, dict[str, str], str]:
         text=True,
         check=False,
     )
-    return done.returncode, lines_of(done.stdout), (done.stdout + done.stderr).strip().rpartition("\n")[2]
+    # Spark's log goes to stderr as well.
+    end = done.stderr if done.returncode else done.stdout
+    return done.returncode, lines_of(done.stdout), end.strip().rpartition("\n")[2]
 
 
 def lines_of(text: str) -> dict[str, str]:
