@@ -29,6 +29,7 @@ COMMANDS = {
     "runs": "runs",
     "report": "run_report",
     "shards": "shards",
+    "build-horovod": "build_horovod",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 # Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.

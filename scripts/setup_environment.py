@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -28,37 +29,35 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pipelines", "models", "estimators", "extras", "jobs")
 
 # The pins of `.venv-floor` have wheels for this Python, and not for every later one.
 PYTHON = (3, 11)
 # Spark 4 runs on Java 17 and 21; from 24 on Hadoop's use of the security manager fails.
 JAVA = (17, 21)
-CMAKE = (3, 13)
 
-CPP_PROGRAM = """
-#include <optional>
-template <typename T> int size() { if constexpr (sizeof(T) > 1) return 2; else return 1; }
-int main() { std::optional<int> answer = size<int>(); return *answer - 2; }
-"""
 
-HOROVOD_BUILD = {
-    "HOROVOD_WITH_PYTORCH": "1",
-    "HOROVOD_WITH_GLOO": "1",
-    "HOROVOD_WITHOUT_MPI": "1",
-    "HOROVOD_WITHOUT_TENSORFLOW": "1",
-    "HOROVOD_WITHOUT_MXNET": "1",
-    # CMake 4 refuses the old policy version of the Gloo sources without this; older ones ignore it.
-    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-}
+def _load_horovod_build() -> Any:
+    """Returns jobs/build_horovod.py as a module, because the package is not installed yet."""
+    spec = importlib.util.spec_from_file_location("build_horovod", HOROVOD_BUILD)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+ROOT = Path(__file__).resolve().parent.parent
+HOROVOD_BUILD = ROOT / "jobs" / "build_horovod.py"
+horovod = _load_horovod_build()
+output_of = horovod.output_of
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,6 @@ PEERS = tuple(
     Environment(f".venv-peers-{name}", (f"peers_{name}.txt", *MAIN.files)) for name in ("horovod", "xgboost")
 )
 LOCK, NO_DEPS, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
-# In the version of a build that `edit_horovod_sources` has mended, by which the package knows it.
-HOROVOD_LABEL = "+iface.cycle"
 BUILD_LOG = MAIN.folder / "horovod-build.log"
 
 
@@ -104,22 +101,7 @@ class SetupError(Exception):
     """Ends the set-up: its text is what the user reads, one sentence a line."""
 
 
-class HorovodError(Exception):
-    """Horovod could not be built or imported; the rest of the environment stands."""
-
-
 # ------------------------------------------------------------------------------ the machine
-
-
-def output_of(command: Sequence[str]) -> str | None:
-    """Returns what a command prints (both streams), or None where it cannot run or fails."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def python_problem() -> str | None:
@@ -154,38 +136,18 @@ def java_problem() -> str | None:
     return None
 
 
-def compiler_problem() -> str | None:
-    """Names a C++ compiler that is missing or that does not compile C++17."""
-    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
-    found = [name for name in compilers if shutil.which(name)]
-    if not found:
-        return "A C++17 compiler is missing (Horovod is compiled with it): apt-get install g++"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "check.cc")
-        source.write_text(CPP_PROGRAM)
-        command = ["-std=c++17", str(source), "-o", str(Path(folder, "check"))]
-        if not any(output_of([name, *command]) is not None for name in found):
-            return f"The C++ compiler {found[0]} does not compile C++17: apt-get install g++"
-    return None
-
-
-def cmake_on_path() -> str | None:
-    """Returns the CMake to build with, or None where there is none that is new enough."""
-    cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
-    found = re.search(r"version (\d+)\.(\d+)", output_of([cmake, "--version"]) or "")
-    return cmake if found and (int(found[1]), int(found[2])) >= CMAKE else None
-
-
 def check_machine() -> None:
     """Checks every tool.
 
     Raises:
         SetupError: something is missing; one sentence for each, with the Debian package.
     """
-    problems = [problem for problem in (python_problem(), java_problem(), compiler_problem()) if problem]
+    problems = [
+        problem for problem in (python_problem(), java_problem(), horovod.compiler_problem()) if problem
+    ]
     if problems:
         raise SetupError("\n".join(problems))
-    if cmake_on_path() is None:
+    if horovod.cmake_on_path() is None:
         say("cmake 3.13 or newer is missing (apt-get install cmake): the Horovod build takes pip's")
 
 
@@ -209,7 +171,7 @@ def pin(name: str) -> str:
 def inputs_hash(environment: Environment) -> str:
     """Hashes all that decides what the environment holds, its own path and Python included."""
     digest = hashlib.sha256(f"{environment.folder} {sys.version_info[:3]}".encode())
-    for file in [*environment.requirements, ROOT / "pyproject.toml", Path(__file__)]:
+    for file in [*environment.requirements, ROOT / "pyproject.toml", HOROVOD_BUILD, Path(__file__)]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
@@ -228,40 +190,6 @@ def write_stamp(environment: Environment, stamp: dict[str, str]) -> None:
     fresh = environment.stamp.with_suffix(".new")
     fresh.write_text(json.dumps(stamp, indent=1))
     fresh.replace(environment.stamp)
-
-
-def wheel_folder(horovod: str, torch: str, operations: str) -> Path:
-    """Returns the cache folder of the Horovod wheel for these versions and this Python.
-
-    Args:
-        horovod: Version of Horovod.
-        torch: Installed version of torch; its local part (`+cpu`) counts, as the binary differs.
-        operations: What its operations on GPUs are built with, see `gpu_settings`.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = f"horovod-{horovod}{HOROVOD_LABEL}-torch-{torch}-cp{PYTHON[0]}{PYTHON[1]}"
-    return cache / "ringspark" / "wheels" / (f"{key}-{operations.lower()}" if operations else key)
-
-
-def gpu_settings() -> dict[str, str]:
-    """Returns the settings that build Horovod with NCCL, if CUDA, NCCL and a torch with CUDA are installed.
-
-    Otherwise gradients on GPUs would travel through the hosts' memory. `HOROVOD_GPU_OPERATIONS`, also an
-    empty one, decides if it is set.
-    """
-    nvcc = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '')}/bin") or shutil.which("nvcc")
-    if nvcc is None or "HOROVOD_GPU_OPERATIONS" in os.environ:
-        return {}
-    if not (
-        output_of([str(MAIN.python), "-c", "import torch; print(torch.version.cuda or '')"]) or ""
-    ).strip():
-        return {}
-    home = Path(nvcc).resolve().parent.parent
-    places = [home, Path(os.environ.get("HOROVOD_NCCL_HOME", "/usr")), Path("/usr")]
-    if not any(Path(place, "include", "nccl.h").exists() for place in places):
-        say("NCCL's headers are missing (apt-get install libnccl-dev): Horovod is built without NCCL")
-        return {}
-    return {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(home)}
 
 
 # ------------------------------------------------------------------------------ phases
@@ -323,136 +251,6 @@ def link_packages() -> None:
         if not (tree / package).exists():
             (tree / package).unlink(missing_ok=True)
             (tree / package).symlink_to(Path("..", "..", package))
-
-
-def edit_horovod_sources(sources: Path) -> None:
-    """Moves Horovod to C++17, which torch's headers need, and mends two faults.
-
-    The connection of the global process set ignores the configured interface and binds to the address of
-    the host's name, which is a loopback address on Debian, so other hosts cannot reach it. If both the cycle
-    time and the fusion threshold are set, a second start in one process writes past the end of a vector.
-
-    Raises:
-        HorovodError: a file does not hold the line that the edit is about.
-    """
-    standard = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
-    forgets = "auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;"
-    mended = f"device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n  {forgets}"
-    default = "else {\n    Eigen::VectorXd v = TunableParameter::BestValue();"
-    guarded = default.replace("else", "else if (fixed_values_.find(variable) == fixed_values_.end())")
-    version = re.compile(r"__version__ = '([\d.]+)'")
-    for name, old, new in (
-        ("CMakeLists.txt", *standard),
-        ("horovod/torch/CMakeLists.txt", *standard),
-        ("horovod/common/gloo/gloo_context.cc", forgets, mended),
-        ("horovod/common/parameter_manager.cc", default, guarded),
-        ("horovod/__init__.py", version, rf"__version__ = '\1{HOROVOD_LABEL}'"),
-    ):
-        text = (sources / name).read_text()
-        edited = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
-        if edited == text:
-            raise HorovodError(f"{name} of its sources is not as expected")
-        (sources / name).write_text(edited)
-
-
-def build_horovod(version: str, folder: Path, settings: dict[str, str]) -> None:
-    """Builds the wheel of Horovod into its cache folder, which appears only when it is whole.
-
-    Args:
-        settings: Of `gpu_settings`.
-
-    Raises:
-        HorovodError: a step of the build failed; the log holds what it printed.
-    """
-    scratch = tempfile.TemporaryDirectory(prefix="ringspark-horovod-")
-    with BUILD_LOG.open("w") as log, scratch as name:
-
-        def step(command: Sequence[str], env: dict[str, str] | None = None) -> None:
-            log.write(f"$ {' '.join(command)}\n")
-            log.flush()
-            done = subprocess.run(
-                command, cwd=name, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-            if done.returncode != 0:
-                raise HorovodError(f"{' '.join(command[1:3])} exited with {done.returncode}")
-
-        # make hands its own flags on to what it starts; Horovod's are to be one job a core.
-        env = {key: value for key, value in os.environ.items() if key not in ("MFLAGS", "MAKELEVEL")}
-        env.update(HOROVOD_BUILD | settings, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
-        env["PATH"] = f"{MAIN.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"
-        if cmake_on_path() is None:
-            step(pip("install", "--target", f"{name}/cmake", "-r", CMAKE_PIN))
-            # The package's own script needs it importable; this is the binary behind the script.
-            env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
-
-        # Without build isolation: only Horovod is to come as source, not what builds it, and the
-        # build asks the installed torch for its headers and flags.
-        source = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
-        step(pip("download", *source, "--dest", name, f"horovod=={version}"))
-        (archive,) = Path(name).glob("horovod-*.tar.gz")
-        with tarfile.open(archive) as packed:
-            packed.extractall(name)
-        sources = Path(name, f"horovod-{version}")
-        edit_horovod_sources(sources)
-        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
-        step(pip("wheel", *options, str(sources)), env)
-
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
-        try:
-            for wheel in Path(name, "wheel").glob("*.whl"):
-                shutil.copy(wheel, fresh)
-            os.chmod(fresh, 0o755)
-            with contextlib.suppress(OSError):  # another checkout was first: take its wheel
-                os.rename(fresh, folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-
-
-def install_horovod(installed: str | None) -> str:
-    """Installs Horovod from the cache, after building it into the cache where it is not there.
-
-    Args:
-        installed: Name of the cache folder that the environment's Horovod came from, if known.
-
-    Returns:
-        The name of the cache folder.
-
-    Raises:
-        HorovodError: it could not be built, or cannot be imported.
-    """
-    python = str(MAIN.python)
-    torch = output_of([python, "-c", "import importlib.metadata as m; print(m.version('torch'), end='')"])
-    version = pin("horovod")
-    settings = gpu_settings()
-    operations = (os.environ | settings).get("HOROVOD_GPU_OPERATIONS", "")
-    folder = wheel_folder(version, torch or pin("torch"), operations)
-    if not list(folder.glob("*.whl")):
-        with_nccl = " with NCCL (HOROVOD_GPU_OPERATIONS= builds it without)" if operations == "NCCL" else ""
-        say(f"building Horovod{with_nccl} once for this torch, a few minutes ...")
-        with phase("Horovod wheel built"):
-            build_horovod(version, folder, settings)
-    wheels = [str(wheel) for wheel in folder.glob("*.whl")]
-    if not wheels:
-        raise HorovodError(f"the build left no wheel in {folder}")
-    with phase(f"Horovod {version}"):
-        # pip sees only the version: a wheel built for another torch has to be put in by force.
-        stale = installed is not None and installed != folder.name
-        for force in [True] if stale else [False, True]:
-            options = ["--no-deps", *(["--force-reinstall"] if force else [])]
-            run(pip("install", *options, *wheels))
-            imported = subprocess.run(
-                [python, "-c", "import horovod.torch"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            if imported.returncode == 0:
-                return folder.name
-    with BUILD_LOG.open("a") as log:
-        log.write(imported.stdout)
-    raise HorovodError(f"its wheel cannot be imported, delete {folder} to build it again")
 
 
 def report_horovod(reason: str) -> int:
@@ -528,8 +326,16 @@ def set_up() -> int:
 
     status, stamp = 0, {"inputs": inputs, "horovod": stamp.get("horovod", "")}
     try:
-        stamp["horovod"] = install_horovod(stamp["horovod"] or None)
-    except HorovodError as error:
+        build = horovod.Build(
+            python=str(MAIN.python),
+            log=BUILD_LOG,
+            version=pin("horovod"),
+            cmake=("-r", CMAKE_PIN),
+            torch=pin("torch"),
+            say=say,
+        )
+        stamp["horovod"] = build.install(stamp["horovod"] or None)
+    except horovod.HorovodError as error:
         stamp["horovod_failure"] = str(error)
         status = report_horovod(str(error))
     write_stamp(MAIN, stamp)

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ringspark.jobs import build_horovod
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
+HOROVOD_BUILD = "jobs/build_horovod.py"
 LOCK = "requirements/lock.txt"
 FLOOR = "requirements/floor.txt"
 LAYERS = {".venv-floor": FLOOR} | {
@@ -225,13 +228,14 @@ class Checkout:
 def make_checkout(root: Path, cache: Path) -> Checkout:
     for source in (
         SCRIPT,
+        HOROVOD_BUILD,
         "pyproject.toml",
         *(f"requirements/{p.name}" for p in ROOT.glob("requirements/*")),
     ):
         (root / source).parent.mkdir(parents=True, exist_ok=True)
         (root / source).write_bytes((ROOT / source).read_bytes())
     for folder in ("pipelines", "models", "estimators", "extras", "jobs", "tools"):
-        (root / folder).mkdir()
+        (root / folder).mkdir(exist_ok=True)
     fake_tool(root / "tools", "java", """echo 'openjdk version "17.0.1"' >&2""")
     fake_tool(root / "tools", "c++", "exit 0")
     return with_stand_in(Checkout(root, cache))
@@ -256,6 +260,11 @@ def with_stand_in(checkout: Checkout) -> Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return make_checkout(tmp_path / "checkout", tmp_path / "cache")
+
+
+def test_the_command_builds_the_version_that_is_pinned() -> None:
+    pinned = (ROOT / "requirements" / "horovod.txt").read_text()
+    assert f"\nhorovod=={build_horovod.VERSION}\n" in pinned
 
 
 def test_set_up_installs_in_order(checkout: Checkout) -> None:
@@ -521,3 +530,17 @@ def test_the_floor_runs_the_lower_bounds() -> None:
     assert set(floor) - set(bounds) == {"py4j", "pytz"}
     for name in set(floor) & set(bounds):
         assert f"{floor[name]}.".startswith(f"{bounds[name]}."), name
+
+
+@pytest.mark.slow
+def test_the_command_builds_the_wheel_for_other_hosts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ringspark.jobs.command", "build-horovod", "--no-install"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    (wheel,) = tmp_path.glob("horovod-0.28.1+iface.cycle-*.whl")
+    assert done.stdout.splitlines()[-1] == f"wheel: {wheel}"

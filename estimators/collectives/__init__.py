@@ -32,8 +32,8 @@ def collective_class(name: str) -> Any:
     if find_spec(package) is None:
         # pip alone does not build it: its sources need an older C++ than this torch's headers.
         raise ValueError(
-            f"collective {name!r} is not installed; set collective='torch', or build it for this torch as "
-            "ringspark's own set-up (make setup) does"
+            f"collective {name!r} is not installed; set collective='torch', or build Horovod for this torch "
+            "by the command `ringspark build-horovod`"
         )
     return getattr(import_module(module), class_name)
 

@@ -35,7 +35,7 @@ from ringspark.estimators.environment import environment
 _POLL_SECONDS = 20e-6
 
 # Version labels of builds that bind to a given interface, and that can set the cycle time at each start, see
-# scripts/setup_environment.py.
+# jobs/build_horovod.py.
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
 # Horovod's thread looks for work once per cycle. Each cycle costs a message between the ranks, and an
