@@ -1,4 +1,4 @@
-"""Builds the wheel, and a `.zip` with the same content for Spark's executors.
+"""Builds the wheel, the source distribution, and a `.zip` with the wheel's content for Spark's executors.
 
 `spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` accept a `.zip` but not a `.whl`.
 `ringspark` is a namespace package. Up to Python 3.12, `zipimport` finds it only if the archive has an entry
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipelines", "models", "estimators", "extras", "jobs")
 
 
-def build_wheel(root: Path, folder: Path) -> Path:
-    """Builds the wheel of the checkout at `root` into `folder`."""
+def build_distributions(root: Path, folder: Path) -> tuple[Path, Path]:
+    """Builds the wheel and the source distribution of the checkout at `root` into `folder`."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name, "ringspark")
         copy.mkdir()
@@ -32,12 +32,17 @@ def build_wheel(root: Path, folder: Path) -> Path:
                 shutil.copytree(root / source, copy / source, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(root / source, copy / source)
+        program = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
+        build = [sys.executable, "-c", program, f"{name}/dist"]
+        subprocess.run(build, cwd=copy, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
-        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
-        subprocess.run([*pip, "wheel", *options, str(copy)], check=True, stdin=subprocess.DEVNULL)
-        (wheel,) = Path(name, "wheel").glob("*.whl")
+        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/dist"]
+        # From the source distribution, so that one that lacks a file builds nothing.
+        (archive,) = Path(name, "dist").glob("*.tar.gz")
+        subprocess.run([*pip, "wheel", *options, str(archive)], check=True, stdin=subprocess.DEVNULL)
+        (wheel,) = Path(name, "dist").glob("*.whl")
         folder.mkdir(parents=True, exist_ok=True)
-        return Path(shutil.copy(wheel, folder))
+        return Path(shutil.copy(wheel, folder)), Path(shutil.copy(archive, folder))
 
 
 def zip_for_spark(wheel: Path) -> Path:
@@ -53,15 +58,17 @@ def zip_for_spark(wheel: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the wheel and the zip for spark-submit.")
+    parser = argparse.ArgumentParser(
+        description="Build the wheel, the source distribution, and the zip for spark-submit."
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder to build into")
     options = parser.parse_args()
     try:
-        wheel = build_wheel(ROOT, options.output)
+        wheel, source = build_distributions(ROOT, options.output)
     except subprocess.CalledProcessError as error:
-        print(f"building the wheel failed: pip exited with {error.returncode}", file=sys.stderr)
+        print(f"building failed: {' '.join(error.cmd[1:3])} exited with {error.returncode}", file=sys.stderr)
         return 1
-    for file in (wheel, zip_for_spark(wheel)):
+    for file in (wheel, source, zip_for_spark(wheel)):
         print(file)
     return 0
 
