@@ -52,7 +52,7 @@ _FEW_DIGITS = 100 * 2.0**-24
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MAX_EPOCHS = 100
-# A table is large if more rows would leave fewer than four epochs. Only half of the members train on it.
+# Most rows that so many steps can pass over four times. On a larger table only half of the members train.
 _LARGE = _STEPS * _ROWS_PER_STEP // 4
 
 Plans = dict[tuple[Any, ...], TablePlan]

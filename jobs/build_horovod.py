@@ -1,7 +1,7 @@
 """The command `ringspark build-horovod`: builds Horovod for the installed torch, and installs it.
 
-Horovod 0.28.1 as published does not compile with torch 2.1 or later. `edit_sources` repairs that and two
-faults. The wheel is built once per version of Horovod, torch and Python, and kept in the user's cache.
+Horovod 0.28.1 as published does not compile with torch 2.1 or later. `edit_sources` fixes this and two
+bugs. The wheel is built once per version of Horovod, torch and Python, and kept in the user's cache.
 
 `make setup` loads this file before any package is installed, so it imports only the standard library.
 """
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 DESCRIPTION = "Build Horovod for the installed torch, and install it."
 VERSION = "0.28.1"
 LABEL = "+iface.cycle"
-"""In the version of a build with edited sources; `collective="horovod"` looks for it."""
+"""Suffix of the version of a build with edited sources; `HorovodCollective` checks it."""
 
 _CMAKE = (3, 13)
-# CMake 4 no longer accepts the policies of the Gloo sources inside Horovod.
+# Gloo's sources ask for policies that CMake 4 removed, so pip installs CMake 3.
 _CMAKE_PACKAGE = "cmake>=3.13,<4"
 _PROGRAM = """
 #include <optional>
@@ -47,7 +47,7 @@ _BUILD = {
     "HOROVOD_WITHOUT_MPI": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
-    # CMake 4 refuses the old policy version of the Gloo sources without this; older ones ignore it.
+    # If the machine has CMake 4, this makes it accept Gloo's old policy version. CMake 3 ignores it.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
 
@@ -59,7 +59,8 @@ def add_arguments(parser: cli.JobParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Builds and installs; raises ValueError if a tool is missing or the build fails."""
-    log = Path(tempfile.gettempdir(), "horovod-build.log")
+    log = _cache() / "horovod-build.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     build = Build(python=sys.executable, log=log)
     if not build.torch_version():
         raise ValueError("torch is not installed in this environment; pip install torch first")
@@ -72,17 +73,22 @@ def run(args: argparse.Namespace) -> None:
             wheel = Path(shutil.copy(wheel, args.output))
         print(f"wheel: {wheel}")
         if not args.no_install:
-            build.install()
+            # By force: the version does not say for which torch, and whether with NCCL, Horovod was built.
+            build.install("")
     except HorovodError as error:
-        raise ValueError(f"Horovod cannot be built: {error}; see {log}") from error
+        raise ValueError(f"Horovod was not installed: {error}; see {log}") from error
 
 
 class HorovodError(Exception):
     """Horovod could not be built or imported."""
 
 
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringspark"
+
+
 def output_of(command: Sequence[str]) -> str | None:
-    """Returns what a command prints (both streams), or None if it cannot run or fails."""
+    """Returns the output of a command (stdout and stderr), or None if it cannot run or fails."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -93,7 +99,7 @@ def output_of(command: Sequence[str]) -> str | None:
 
 
 def compiler_problem() -> str | None:
-    """Says that a C++ compiler is missing or does not compile C++17; None if one works."""
+    """Returns a message if no C++17 compiler works, else None."""
     compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
     found = [name for name in compilers if shutil.which(name)]
     if not found:
@@ -115,15 +121,15 @@ def cmake_on_path() -> str | None:
 
 
 def edit_sources(sources: Path) -> None:
-    """Moves Horovod to C++17, which torch's headers need (horovod/horovod#3996), and repairs two faults.
+    """Compiles Horovod as C++17, which torch's headers need (horovod/horovod#3996), and fixes two bugs.
 
-    The connection of the global process set ignores the configured interface and binds to the address of
-    the host's name, which is a loopback address on Debian, so other hosts cannot reach it. If both the cycle
-    time and the fusion threshold are set, a second start in one process writes past the end of a vector.
-    The search of 2026-11-27 found neither among Horovod's issues.
+    First, Gloo's global context ignores the configured interface. It binds to the address of the host name,
+    which is a loopback address on Debian, so other hosts cannot connect. Second, if the cycle time and the
+    fusion threshold are both set, the second start in a process writes past the end of a vector. On
+    2026-11-27 neither bug was in Horovod's issue tracker.
 
     Raises:
-        HorovodError: A file does not hold the line to edit.
+        HorovodError: A file does not contain the line to edit.
     """
     standard = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
     forgets = "auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;"
@@ -141,21 +147,22 @@ def edit_sources(sources: Path) -> None:
         text = (sources / name).read_text()
         edited = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
         if edited == text:
-            raise HorovodError(f"{name} of its sources is not as expected")
+            raise HorovodError(f"Horovod's file {name} does not contain the line to edit")
         (sources / name).write_text(edited)
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not `kw_only`, so that `make setup` can say that Python 3.9 is too old.
+@dataclass(frozen=True)
 class Build:
     """Builds Horovod for the torch of one environment.
 
     Attributes:
         python: Path of the environment's Python.
-        log: File that gets what the build prints.
+        log: File for the build's output.
         version: Version of Horovod.
-        cmake: Arguments of pip to install CMake for the build, if the machine has none.
-        torch: Version of torch if the environment does not say.
-        say: Gets each line of progress.
+        cmake: Arguments of pip that install CMake if the machine has no suitable one.
+        torch: Version of torch to assume if none is installed.
+        say: Called with each line of progress.
     """
 
     python: str
@@ -172,20 +179,20 @@ class Build:
 
     def folder(self) -> Path:
         """Returns the cache folder of the wheel for these versions, this Python and these GPU operations."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         operations = self._operations().lower()
         key = f"horovod-{self.version}{LABEL}-torch-{self.torch_version()}-cp{self._tag()}"
-        return cache / "ringspark" / "wheels" / (f"{key}-{operations}" if operations else key)
+        return _cache() / "wheels" / (f"{key}-{operations}" if operations else key)
 
     def wheel(self) -> Path:
-        """Returns the wheel, after building it if the cache does not have it; raises HorovodError."""
+        """Returns the wheel, and builds it first if it is not in the cache.
+
+        Raises HorovodError if the build fails.
+        """
         folder = self.folder()
         if not list(folder.glob("*.whl")):
-            nccl = " with NCCL (HOROVOD_GPU_OPERATIONS= builds it without)"
-            self.say(
-                f"building Horovod{nccl if self._operations() == 'NCCL' else ''} once for this torch, a few "
-                "minutes ..."
-            )
+            self.say(f"building Horovod for torch {self.torch_version()}; this takes a few minutes")
+            if self._operations() == "NCCL":
+                self.say("Horovod is built with NCCL; HOROVOD_GPU_OPERATIONS='' builds it without")
             with self._phase("Horovod wheel built"):
                 self._build(folder)
         wheels = list(folder.glob("*.whl"))
@@ -194,7 +201,9 @@ class Build:
         return wheels[0]
 
     def install(self, installed: str | None = None) -> str:
-        """Installs the wheel; returns the name of its cache folder, and raises HorovodError.
+        """Installs the wheel and returns the name of its cache folder.
+
+        Raises HorovodError if the build or the import fails.
 
         `installed`: name of the cache folder that the environment's Horovod came from, if known.
         """
@@ -211,45 +220,46 @@ class Build:
                         return name
         with self.log.open("a") as log:
             log.write(done.stdout)
-        raise HorovodError(f"its wheel cannot be imported, delete {self.folder()} to build it again")
+        raise HorovodError(f"its wheel cannot be imported; delete {self.folder()} to build it again")
 
     def _build(self, folder: Path) -> None:
         """Builds the wheel into `folder`, which appears only when the build is complete."""
         scratch = tempfile.TemporaryDirectory(prefix="ringspark-horovod-")
         with self.log.open("w") as log, scratch as name:
 
-            def step(command: Sequence[str], env: dict[str, str] | None = None) -> None:
+            def step(*words: str, env: dict[str, str] | None = None) -> None:
+                command = self._pip(*words)
                 log.write(f"$ {' '.join(command)}\n")
                 log.flush()
                 done = subprocess.run(
                     command, cwd=name, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
                 )
                 if done.returncode != 0:
-                    raise HorovodError(f"{' '.join(command[1:3])} exited with {done.returncode}")
+                    raise HorovodError(f"`pip {words[0]}` failed with exit code {done.returncode}")
 
-            # make passes its own flags on to its children; Horovod's build runs one job per core.
+            # Under `make`, its own flags would reach Horovod's build, which must run one job per core.
             env = {key: value for key, value in os.environ.items() if key not in ("MFLAGS", "MAKELEVEL")}
             env.update(_BUILD | self._gpu_settings, MAKEFLAGS=f"-j{os.cpu_count() or 1}")
             env["PATH"] = f"{Path(self.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
             if cmake_on_path() is None:
-                step(self._pip("install", "--target", f"{name}/cmake", *self.cmake))
-                # The package's own script needs it importable; this is the binary behind the script.
+                step("install", "--target", f"{name}/cmake", *self.cmake)
+                # pip's script `cmake` imports a package that is not on the path; this is the binary.
                 env["HOROVOD_CMAKE"] = f"{name}/cmake/cmake/data/bin/cmake"
             if output_of([self.python, "-c", "import packaging, setuptools, wheel"]) is None:
-                # New environments have none since Python 3.12.
-                step(self._pip("install", "--target", f"{name}/tools", "packaging", "setuptools", "wheel"))
+                # Since Python 3.12, new virtual environments have no setuptools.
+                step("install", "--target", f"{name}/tools", "packaging", "setuptools", "wheel")
                 env["PYTHONPATH"] = f"{name}/tools"
 
             # Without build isolation: the build asks the installed torch for its headers and flags.
             source = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
-            step(self._pip("download", *source, "--dest", name, f"horovod=={self.version}"), env)
+            step("download", *source, "--dest", name, f"horovod=={self.version}", env=env)
             (archive,) = Path(name).glob("horovod-*.tar.gz")
             with tarfile.open(archive) as packed:
                 packed.extractall(name)
             sources = Path(name, f"horovod-{self.version}")
             edit_sources(sources)
             options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
-            step(self._pip("wheel", *options, str(sources)), env)
+            step("wheel", *options, str(sources), env=env)
 
             folder.parent.mkdir(parents=True, exist_ok=True)
             fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
@@ -264,10 +274,10 @@ class Build:
 
     @cached_property
     def _gpu_settings(self) -> dict[str, str]:
-        """Returns the settings that build Horovod with NCCL, if CUDA, NCCL and torch with CUDA are there.
+        """Settings that build with NCCL; empty if nvcc, NCCL's headers or a torch with CUDA is missing.
 
-        Otherwise gradients on GPUs would travel through the hosts' memory. `HOROVOD_GPU_OPERATIONS`, also an
-        empty one, decides if it is set.
+        Without NCCL, gradients on GPUs would pass through host memory. If `HOROVOD_GPU_OPERATIONS` is set,
+        even to an empty string, its value is used instead.
         """
         nvcc = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '')}/bin") or shutil.which("nvcc")
         if nvcc is None or "HOROVOD_GPU_OPERATIONS" in os.environ:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 from ringspark.jobs import cli
@@ -18,7 +17,10 @@ def add_arguments(parser: cli.JobParser) -> None:
         "--workers", type=cli.positive_int, default=2, metavar="N", help="workers to train with"
     )
     parser.add_argument(
-        "--output", default="ringspark-demo", metavar="URI", help="folder of the model; replaced if it exists"
+        "--output",
+        default="ringspark-demo",
+        metavar="URI",
+        help="folder for the demo; its subfolder `model` is overwritten",
     )
 
 
@@ -30,7 +32,9 @@ def run(args: argparse.Namespace) -> None:
         from pyspark.sql import functions as F
 
         from ringspark.estimators import TorchClassificationModel, TorchClassifier
-        from ringspark.pipelines.spark_paths import resolve
+        from ringspark.estimators.stages.session import spark_conf
+        from ringspark.pipelines import storage
+        from ringspark.pipelines.spark_paths import is_local, resolve
 
         trips = spark.range(_ROWS).selectExpr(
             "int(rand(3) * 24) AS hour",
@@ -40,20 +44,26 @@ def run(args: argparse.Namespace) -> None:
             "IF(rand(2) * 30 < hour, 1, 0) AS late",
         )
         train, test = trips.randomSplit([0.8, 0.2], seed=1)
-        print(f"A table of {_ROWS:,} trips, with missing distances:")
+        print(f"Three of {_ROWS:,} trips; some distances are missing:")
         test.orderBy("day").show(3)
-        print("model = TorchClassifier(labelCol='late').fit(train)")
-        estimator = TorchClassifier(labelCol="late", numWorkers=args.workers, epochs=4, seed=1)
+        settings = f"labelCol='late', numWorkers={args.workers}, epochs=4, seed=1"
+        print(f"model = TorchClassifier({settings}).fit(train)")
+        root = resolve(spark, args.output)
+        # Executors of a cluster cannot read a temporary folder of the driver.
+        shared = None if is_local(spark_conf(spark)) else root
+        estimator = TorchClassifier(
+            labelCol="late", numWorkers=args.workers, epochs=4, seed=1, storageUri=shared
+        )
         model = estimator.fit(train)
-        folder = os.path.join(resolve(spark, args.output), "model")
+        folder = storage.join(root, "model")
         model.write().overwrite().save(folder)
         print(f"\nThe model is saved in {folder}. Loaded, it predicts trips that it has not seen:")
         predicted = TorchClassificationModel.load(folder).transform(test)
-        late = F.round(vector_to_array(F.col("probability"))[1], 3).alias("probability of late")
+        late = F.round(vector_to_array(F.col("probability"))[1], 3).alias("probability late")
         predicted.orderBy("day").select("hour", "origin", "late", "prediction", late).show(3)
         auc = BinaryClassificationEvaluator(labelCol="late").evaluate(predicted)
         seconds = time.perf_counter() - started
-        print(f"ROC AUC of these {test.count():,} trips: {auc:.3f}; done in {seconds:.0f} s")
+        print(f"ROC AUC on all {test.count():,} held-out trips: {auc:.3f}; done in {seconds:.0f} s")
     print("\nWhat to do next:")
     print("  ringspark check --master URL      is your cluster ready to train?")
     print("  ringspark train job.yaml          train on your table (docs/jobs.md)")

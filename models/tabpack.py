@@ -222,7 +222,7 @@ class TabPack(nn.Module):
             (2 * members, batch, out_features): probabilities, or standardized values of a regression.
         """
         if not self.head.is_chosen:
-            # No best weights yet: evaluation uses the present ones.
+            # There are no best weights yet, so both candidates are the present weights.
             return self._predictions(self._outputs(numbers, ids)).repeat(2, 1, 1)
         found = []
         packed = [module for module in self.modules() if isinstance(module, Packed)]

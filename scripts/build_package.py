@@ -37,7 +37,7 @@ def build_distributions(root: Path, folder: Path) -> tuple[Path, Path]:
         subprocess.run(build, cwd=copy, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
         options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/dist"]
-        # From the source distribution, so that one that lacks a file builds nothing.
+        # Built from the source distribution, so this fails if the source distribution lacks a file.
         (archive,) = Path(name, "dist").glob("*.tar.gz")
         subprocess.run([*pip, "wheel", *options, str(archive)], check=True, stdin=subprocess.DEVNULL)
         (wheel,) = Path(name, "dist").glob("*.whl")
@@ -66,7 +66,8 @@ def main() -> int:
     try:
         wheel, source = build_distributions(ROOT, options.output)
     except subprocess.CalledProcessError as error:
-        print(f"building failed: {' '.join(error.cmd[1:3])} exited with {error.returncode}", file=sys.stderr)
+        what = "wheel" if "pip" in error.cmd else "source distribution"
+        print(f"cannot build the {what}: exit code {error.returncode}", file=sys.stderr)
         return 1
     for file in (wheel, source, zip_for_spark(wheel)):
         print(file)

@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own: no compiler, no optional package, no checkout."""
+"""Installs the wheel in a new environment, without optional packages and outside of the checkout."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def collective_class(name: str) -> Any:
         # pip alone does not build it: its sources need an older C++ than this torch's headers.
         raise ValueError(
             f"collective {name!r} is not installed; set collective='torch', or build Horovod for this torch "
-            "by the command `ringspark build-horovod`"
+            "with `ringspark build-horovod`"
         )
     return getattr(import_module(module), class_name)
 

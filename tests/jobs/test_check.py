@@ -1,14 +1,17 @@
-"""`ringspark check` as a process: what it says of ready and of broken sessions."""
+"""Output of `ringspark check` for ready and for broken sessions."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from standalone import SPARK, spark_environment, standalone_cluster
+
+from ringspark.jobs.check import _Answer, _check_packages, _Findings, _versions
 
 COMMAND = Path(__file__).parent.parent.parent / "jobs" / "command.py"
 
@@ -35,20 +38,23 @@ def lines_of(text: str) -> dict[str, str]:
 
 
 @pytest.mark.spark
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
-    [{}, pytest.param({"SPARK_REMOTE": "local[2]"}, marks=pytest.mark.slow)],
+    [pytest.param({}, marks=pytest.mark.telling), {"SPARK_REMOTE": "local[2]"}],
     ids=["classic", "connect"],
 )
-def test_a_ready_session(variables: dict[str, str]) -> None:
-    code, found, last = check(**variables)
+def test_a_ready_session(variables: dict[str, str], tmp_path: Path) -> None:
+    code, found, last = check("--storage-uri", str(tmp_path), **variables)
     assert (code, last) == (0, "ready to train")
     assert not [line for line in found.values() if line.startswith("PROBLEM")]
-    assert "2 workers trained a small network" in found["training"]
+    assert "a small network in " in found["training"]
     assert ("Connect" in found["versions"]) == bool(variables)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.spark
+@pytest.mark.slow
 def test_problems_of_a_local_session() -> None:
     code, found, last = check("--workers", "3", "--storage-uri", "/proc/nothing")
     assert (code, last) == (2, "ringspark check: error: 2 problems, see above")
@@ -60,7 +66,41 @@ def test_problems_of_a_local_session() -> None:
 def test_java_is_missing(tmp_path: Path) -> None:
     code, found, _ = check(JAVA_HOME=str(tmp_path))
     assert code == 2
-    assert "install Java 17 or 21" in found["Java"]
+    assert f"JAVA_HOME ({tmp_path}) has no bin/java: install Java 17 or 21" in found["session"]
+    assert len(found) == 1
+
+
+def test_the_master_does_not_exist() -> None:
+    code, found, _ = check("--master", "sc://127.0.0.1:1/")
+    assert code == 2
+    assert "no Spark server answers at 127.0.0.1:1" in found["session"]
+
+
+def answer(host: str, **changes: str) -> _Answer:
+    versions = {**_versions(), **changes}
+    python = versions.pop("Python", platform.python_version())
+    return _Answer(host=host, python=python, versions={k: v for k, v in versions.items() if v})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ringspark": "0.0.1"}, "PROBLEM packages a has ringspark 0.0.1, the driver has"),
+        ({"ringspark": ""}, "ok packages"),
+        ({"torch": "2.13.0+cu130"}, "ok packages"),
+        ({"torch": "2.12.0+cpu"}, "PROBLEM packages a has torch 2.12.0+cpu, the driver has 2.13.0"),
+        ({"torch": ""}, "PROBLEM packages a lacks torch, the driver has 2.13.0"),
+        ({"pillow": ""}, "ok packages"),
+        ({"pillow": "1.0"}, "PROBLEM packages a has pillow 1.0, the driver has"),
+        ({"Python": "3.11.99"}, "ok packages"),
+        ({"Python": "3.10.4"}, "PROBLEM packages a has Python 3.10.4, the driver has"),
+    ],
+)
+def test_packages_are_compared_as_a_training_needs_them(
+    changes: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _check_packages([answer("a", **changes)], _Findings())
+    assert " ".join(capsys.readouterr().out.split()).startswith(expected)
 
 
 @pytest.mark.spark
@@ -81,10 +121,14 @@ def test_problems_of_a_cluster(tmp_path: Path) -> None:
 
     with standalone_cluster(tmp_path, {"PYTHONPATH": str(older.parent)}) as master:
         found = submit(master, {})
-        assert "2 tasks ran on 1 host" in found["executors"]
+        assert "tasks run: 2, hosts: 1" in found["executors"]
         assert "has safetensors 0.0.1, the driver has" in found["packages"]
-        assert "storageUri is not set" in found["storage"]
+        assert "--storage-uri is not set" in found["storage"]
         dynamic = {"spark.dynamicAllocation.enabled": "true"}
         found = submit(master, dynamic, "--storage-uri", f"memory://{tmp_path.name}")
         assert "start the session with it set to false" in found["slots"]
         assert "executors cannot use memory://" in found["storage"]
+        # More memory than a worker has: no executor ever starts.
+        found = submit(master, {"spark.executor.memory": "100g"})
+        assert list(found) == ["versions", "slots"]
+        assert "no executor has registered" in found["slots"]
