@@ -458,7 +458,9 @@ def test_an_unknown_collective_lists_the_known_ones() -> None:
 
 def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
     monkeypatch.setattr("ringspark.estimators.collectives.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed; set collective='torch', or build it"):
+    with pytest.raises(
+        ValueError, match=r"not installed; set collective='torch', or build Horovod for this torch"
+    ):
         collective_class("horovod")
 
 
