@@ -1,6 +1,6 @@
 """Memory of `fit` and `transform` on a table, for a number of rows and a tenth of it.
 
-Each size runs in a separate process, whose JVM has Spark's default of 1 GiB. Two workers train a small
+Each size runs in a separate process, whose JVM has a heap of 1 GiB. Two workers train a small
 network for one epoch: more rows could only cost memory in the pass for statistics, in the shards and in the
 readers. The table has the highest anonymous and the highest resident memory, in MiB, of the Python driver,
 of the largest Python worker, and of the JVM, which is driver and executors in one.
@@ -33,6 +33,8 @@ def write_rows(folder: str, rows: int) -> None:
 
 def fit_and_transform(folder: str, rows: int) -> None:
     """Trains on the table, and predicts all of its rows."""
+    from pyspark.sql import SparkSession
+
     from ringspark.estimators import TorchClassifier
     from ringspark.models import ModelSpec
 
@@ -44,7 +46,10 @@ def fit_and_transform(folder: str, rows: int) -> None:
         batchSize=min(8192, rows // 8),
         showProgress=False,
     )
-    with cli.spark("table_memory", harness.MASTER) as spark:
+    # `cli.spark` takes a running session; its own would have a heap of 3 GiB.
+    builder = SparkSession.builder.master(harness.MASTER).config("spark.driver.memory", "1g")
+    builder.config("spark.ui.enabled", False).config("spark.sql.shuffle.partitions", 8).getOrCreate()
+    with cli.spark("table_memory") as spark:
         frame = spark.read.parquet(folder)
         start = time.perf_counter()
         model = estimator.fit(frame)
