@@ -52,7 +52,7 @@ _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MAX_EPOCHS = 100
 # Most rows that so many steps can pass over four times. On a larger table fewer members train, whose dropout
-# differs: with 1 M rows, eight members and two epochs took 2.3 times as long for 0.0003 more AUC.
+# differs: on 1 M rows, eight members and two epochs had an AUC of 0.8629, three members and one epoch 0.8626.
 _LARGE = _STEPS * _ROWS_PER_STEP // 4
 _LARGE_DROPOUTS = (0.0, 0.1, 0.3)
 

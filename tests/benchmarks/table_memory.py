@@ -10,6 +10,7 @@ of the largest Python worker, and of the JVM, which is driver and executors in o
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def fit_and_transform(folder: str, rows: int) -> None:
         showProgress=False,
     )
     # `cli.spark` takes a running session; its own would have a heap of 3 GiB.
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     builder = SparkSession.builder.master(harness.MASTER).config("spark.driver.memory", "1g")
     builder.config("spark.ui.enabled", False).config("spark.sql.shuffle.partitions", 8).getOrCreate()
     with cli.spark("table_memory") as spark:
