@@ -22,7 +22,7 @@ of its rows. The input of starts has its own index."""
 def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the batch arrays that a network gets for each of `names`: names of columns or of their arrays.
 
-    A column's name stands for all arrays that a network gets of its column type. If `names` also holds
+    A column's name means all arrays that a network gets of its column type. If `names` also holds
     another array of the column, the name stands only for the array with the column's name.
     """
     by_name = {column.name: column for column in columns}
@@ -58,7 +58,7 @@ def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:
             column = name.rpartition(".")[0]
             raise ValueError(
                 f"input {name!r} cannot be used alone, because rows of column {column!r} vary in length; "
-                f"name {column!r} itself, which stands for all its arrays"
+                f"name {column!r} itself, which means all its arrays"
             )
     return tuple(indices[array.offsets] if array.offsets else None for _, array in arrays)
 

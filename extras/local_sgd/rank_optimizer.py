@@ -52,7 +52,7 @@ def average_state(
 ) -> None:
     """Averages momentum and second moments over the ranks. Runs on every rank.
 
-    A parameter's state is left as it is if the parameter never had a gradient on some rank.
+    A parameter's state stays unchanged if the parameter never had a gradient on some rank.
     """
     device = parameters[0].device
     has = torch.tensor([float(bool(optimizer.state.get(p))) for p in parameters], device=device)

@@ -27,7 +27,7 @@ def resident():
         return int(file.read().split()[1])
 
 def mapped():
-    # Blocks that glibc returns to the kernel as soon as they are freed.
+    # Blocks that glibc returns to the kernel when they are freed.
     return library.mallinfo2().hblks
 
 blocks = mapped()
@@ -45,7 +45,7 @@ print(outside, inside, kept, resident() - used)
 
 
 def measure(**variables: str) -> list[int]:
-    """Returns mapped blocks of a tensor outside and inside, and MiB kept of others inside and after."""
+    """Returns mapped blocks of a tensor outside and inside, and MiB kept of freed tensors."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -39,7 +39,7 @@ def test_a_decision_outlives_the_driver_that_made_it(tmp_path: Path) -> None:
     first = watched()
     first.report([_record(1, 0.9)])
     assert first.is_pruned
-    # The driver is killed before it tells the study; the training has one more epoch by then.
+    # The driver is killed before it informs the study; the training has one more epoch by then.
     resumed = watched()
     resumed.report([_record(1, 0.9), _record(2, 0.05)])
     assert resumed.is_pruned
