@@ -11,7 +11,7 @@ html_theme = "furo"
 html_title = "ringspark"
 html_static_path = ["_static"]
 html_css_files = ["phone.css"]
-smartquotes_action = "D"  # only dashes: quotes of a value stay as they are typed into code
+smartquotes_action = "D"  # only dashes: quotes of a value stay as in code
 html_copy_source = False
 
 myst_enable_extensions = ["colon_fence"]  # cards of the landing page

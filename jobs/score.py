@@ -153,7 +153,7 @@ def train_boosting(recipe: recipes.BoostingRecipe, rows: Encoded, seed: int) -> 
 def boosting_matrix(rows: Encoded) -> npt.NDArray[np.float32]:
     """Concatenates the columns to one matrix of numbers, shape (rows, features).
 
-    Boosting takes a missing number as it is. Category indices are used as numbers too: on the validation
+    Boosting accepts missing numbers. Category indices are used as numbers too: on the validation
     month, this was better than boosting's own handling of categories.
     """
     return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])

@@ -126,7 +126,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
 
     Args:
         held: Whether a row is held out. Held-out rows show whether a number is an id, and whether its values
-            keep growing beyond those of the training rows.
+            keep growing beyond the training values.
         target: The label as a number of mean 0 and variance 1.
 
     Raises:
@@ -184,7 +184,7 @@ def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
         return _Choice("left out", "every row has the same value")
     center, scale = _standard(measured)
     low, high = (measured.low, measured.high) if leaf.family == "calendar" else _clip(measured)
-    # Beyond, float32 has no room to tell numbers apart: the largest double often stands for a missing value.
+    # Beyond, float32 cannot distinguish numbers: the largest double often marks a missing value.
     low, high = max(low, center - _FAR * scale), min(high, center + _FAR * scale)
     standard: dict[str, Any] = {
         "center": center,

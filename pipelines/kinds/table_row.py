@@ -2,7 +2,7 @@
 
 The source is a struct of the table's columns. Python computes every number from it, in the write and in
 `transform` alike: standardized numbers, the cyclic parts of dates, and ids. A missing number is NaN. Id 0 of
-a category stands for all values without an id of their own, such as new or rare strings.
+a category is for all values without an id, such as new or rare strings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DAY = 86_400.0
 _NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double", "decimal")
 
 NULL_WORD = "\0null"
-"""Entry of `TableColumn.words` that stands for a missing string."""
+"""Entry of `TableColumn.words` that means a missing string."""
 
 CALENDAR: dict[str, float] = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
 """Parts of a date, and the period of each part in days."""

@@ -75,7 +75,7 @@ def flights(entry: contest.Entry) -> contest.Figures:
 
 
 def table(entry: contest.Entry) -> contest.Figures:
-    """Trains on a table as it is: `fit` chooses everything."""
+    """Trains on a plain table: `fit` chooses everything."""
     estimator = TorchClassifier(
         labelCol="label", numWorkers=harness.NUM_WORKERS, storageUri=entry.scratch, showProgress=False
     )
