@@ -99,7 +99,7 @@ def remove_unfinished_one(root: str, step: int) -> None:
 
 
 def keep_newest(root: str, step: int, number: int) -> None:
-    """Keeps the newest `number` checkpoints up to `step`, which was just written; removes all other checkpoints."""
+    """Keeps the newest `number` checkpoints up to the just written `step`; removes all other checkpoints."""
     steps = list_steps(root)
     kept = [found for found in steps if found <= step][-number:]
     for found in steps:
