@@ -23,7 +23,7 @@ def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tupl
     """Returns the batch arrays that a network gets for each of `names`: names of columns or of their arrays.
 
     A column's name means all arrays that a network gets of its column type. If `names` also holds
-    another array of the column, the name stands only for the array with the column's name.
+    another array of the column, the name means only the array with the column's name.
     """
     by_name = {column.name: column for column in columns}
 
