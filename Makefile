@@ -2,7 +2,6 @@
 PYTHON = $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
 VENV_PYTHON := .venv/bin/python
 FLOOR_PYTHON := .venv-floor/bin/python
-PACKAGES := pipelines models estimators extras jobs
 # What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
 FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
 	tests/pipelines/test_readers.py tests/pipelines/readers/test_petastorm_compat.py
@@ -52,7 +51,7 @@ test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; o
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
-	@$(VENV_PYTHON) -m mypy $(PACKAGES:%=-p ringspark.%) -p scripts
+	@$(VENV_PYTHON) -m mypy -p ringspark -p scripts
 	@$(VENV_PYTHON) -m codespell_lib
 
 docs: setup ## Build the pages of docs/ as HTML into build/docs; a warning is an error

@@ -14,9 +14,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import ringspark
 from ringspark.jobs import cli
 
 # Name -> module in this package.
@@ -69,11 +69,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        try:
-            text = version("ringspark")
-        except PackageNotFoundError:  # shipped by --py-files
-            text = "of an unknown version"
-        print(f"ringspark {text}")
+        print(f"ringspark {ringspark.__version__}")
         parser.exit()
 
 

@@ -109,8 +109,7 @@ class ModelSpec:
             if found is None:
                 return  # `build` raises an error for it
             package = found.submodule_search_locations
-            # `ringspark` itself is a namespace package; its subpackages are not.
-            if package is not None and not found.has_location and name != "ringspark":
+            if package is not None and not found.has_location:
                 raise refusal(f"{name} is a namespace package, which may be any folder on sys.path")
             files = [os.path.realpath(file) for file in (found.origin or "", *(package or ())) if file]
             if any(_is_inside(file, folder) for file in files):

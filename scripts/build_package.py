@@ -1,8 +1,6 @@
 """Builds the wheel, the source distribution, and a `.zip` with the wheel's content for Spark's executors.
 
 `spark-submit --py-files` and `SparkSession.addArtifacts(pyfile=True)` accept a `.zip` but not a `.whl`.
-`ringspark` is a namespace package. Up to Python 3.12, `zipimport` finds it only if the archive has an entry
-for the folder, and wheels have no such entries.
 
 setuptools builds in a copy of the sources, because a `build/` folder in the checkout would put deleted files
 into the next wheel.
@@ -15,11 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipelines", "models", "estimators", "extras", "jobs")
+FOLDERS = ("ringspark", "pipelines", "models", "estimators", "extras", "jobs")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 
 
 def build_distributions(root: Path, folder: Path) -> tuple[Path, Path]:
@@ -45,18 +43,6 @@ def build_distributions(root: Path, folder: Path) -> tuple[Path, Path]:
         return Path(shutil.copy(wheel, folder)), Path(shutil.copy(archive, folder))
 
 
-def zip_for_spark(wheel: Path) -> Path:
-    """Writes the wheel's content next to it as `<name>-<version>.zip`, with an entry for each folder."""
-    archive = wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".zip")
-    with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
-        folders = {folder for name in packed.namelist() for folder in PurePosixPath(name).parents}
-        for folder in sorted(folders - {PurePosixPath()}):
-            target.writestr(zipfile.ZipInfo(f"{folder}/"), b"")
-        for entry in packed.infolist():
-            target.writestr(entry, packed.read(entry), zipfile.ZIP_DEFLATED)
-    return archive
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Build the wheel, the source distribution, and the zip for spark-submit."
@@ -69,7 +55,8 @@ def main() -> int:
         what = "wheel" if "pip" in error.cmd else "source distribution"
         print(f"cannot build the {what}: exit code {error.returncode}", file=sys.stderr)
         return 1
-    for file in (wheel, source, zip_for_spark(wheel)):
+    archive = shutil.copy(wheel, wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".zip"))
+    for file in (wheel, source, archive):
         print(file)
     return 0
 

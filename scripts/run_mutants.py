@@ -5,7 +5,7 @@
 
 The bugs are in `tests/mutants/*.toml`, each with the tests that must detect it. mutmut and cosmic-ray do not
 fit, because they generate mutations from operators and accept no list of bugs with tests. Also, mutmut
-expects each package in a folder of its name, but the package `ringspark` is the root here.
+expects each package in a folder of its name, but most packages of `ringspark` lie at the root here.
 
 A mutant is killed if its tests fail or time out. It survives if they pass. The program first checks that each
 old text occurs exactly once, and that the tests pass on the unchanged copy.
@@ -34,7 +34,6 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "mutants"
-ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
 
 Verdict = Literal["killed", "survived", "error"]
 
@@ -112,11 +111,7 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        packages = folder / ".dev" / "ringspark"
-        packages.mkdir(parents=True)
-        for room in ROOMS:
-            (packages / room).symlink_to(folder / room)
-        path = [str(folder / ".dev"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
         where = "import ringspark.pipelines as p; print(p.__file__)"
         if not self._python("-c", where)[1].startswith(str(folder)):

@@ -247,10 +247,11 @@ def link_packages() -> None:
     """Makes `.dev/ringspark`, the layout that mypy and editors read (they see no import hooks)."""
     tree = ROOT / ".dev" / "ringspark"
     tree.mkdir(parents=True, exist_ok=True)
-    for package in PACKAGES:
-        if not (tree / package).exists():
-            (tree / package).unlink(missing_ok=True)
-            (tree / package).symlink_to(Path("..", "..", package))
+    files = [Path("ringspark", path.name) for path in (ROOT / "ringspark").glob("*.py")]
+    for target in (*map(Path, PACKAGES), *files):
+        if not (tree / target.name).exists():
+            (tree / target.name).unlink(missing_ok=True)
+            (tree / target.name).symlink_to(Path("..", "..", target))
 
 
 def report_horovod(reason: str) -> int:

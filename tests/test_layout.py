@@ -388,7 +388,7 @@ def test_no_module_is_named_after_a_dependency() -> None:
 
 def packages_on_disk() -> set[str]:
     folders = {path.parent for room in ROOMS for path in sources(room)}
-    return {".".join(["ringspark", *folder.relative_to(ROOT).parts]) for folder in folders}
+    return {"ringspark"} | {".".join(["ringspark", *folder.relative_to(ROOT).parts]) for folder in folders}
 
 
 @pytest.mark.extras
@@ -418,6 +418,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.extras
 def test_wheel_holds_every_module_under_ringspark(built: tuple[Path, Path]) -> None:
     expected = {f"ringspark/{path.relative_to(ROOT).as_posix()}" for room in ROOMS for path in sources(room)}
+    expected |= {path.relative_to(ROOT).as_posix() for path in sources("ringspark")}
     held = set(zipfile.ZipFile(built[0]).namelist())
     assert {name for name in held if name.endswith(".py")} == expected
     assert {name.split("/")[0] for name in held} == {"ringspark", f"{built[1].stem}.dist-info"}

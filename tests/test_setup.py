@@ -225,6 +225,9 @@ class Checkout:
         return stamp
 
 
+PACKAGES = ("pipelines", "models", "estimators", "extras", "jobs")
+
+
 def make_checkout(root: Path, cache: Path) -> Checkout:
     for source in (
         SCRIPT,
@@ -234,8 +237,9 @@ def make_checkout(root: Path, cache: Path) -> Checkout:
     ):
         (root / source).parent.mkdir(parents=True, exist_ok=True)
         (root / source).write_bytes((ROOT / source).read_bytes())
-    for folder in ("pipelines", "models", "estimators", "extras", "jobs", "tools"):
+    for folder in (*PACKAGES, "ringspark", "tools"):
         (root / folder).mkdir(exist_ok=True)
+    (root / "ringspark" / "__init__.py").touch()
     fake_tool(root / "tools", "java", """echo 'openjdk version "17.0.1"' >&2""")
     fake_tool(root / "tools", "c++", "exit 0")
     return with_stand_in(Checkout(root, cache))
@@ -287,8 +291,8 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     for setting in ("WITH_PYTORCH", "WITH_GLOO", "WITHOUT_MPI", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET"):
         assert f"'HOROVOD_{setting}': '1'" in built_with
     links = {path.name: path.resolve() for path in (checkout.root / ".dev" / "ringspark").iterdir()}
-    packages = ("pipelines", "models", "estimators", "extras", "jobs")
-    assert links == {name: checkout.root / name for name in packages}
+    files = {"__init__.py": checkout.root / "ringspark" / "__init__.py"}
+    assert links == {name: checkout.root / name for name in PACKAGES} | files
 
 
 def test_second_run_does_nothing(checkout: Checkout, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.metadata import Metadata
 
+import ringspark
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,7 +34,8 @@ def test_its_metadata_is_valid(wheel: Path) -> None:
     assert metadata.description_content_type == "text/markdown"
     assert "Apache-2.0" in str(metadata.license_expression)
     assert Parser().parsestr(archive.read(name).decode())["License-File"] == "LICENSE"
-    assert "ringspark/estimators/py.typed" in archive.namelist()
+    assert metadata.version.public == ringspark.__version__
+    assert "ringspark/py.typed" in archive.namelist()
     # Horovod as published does not compile; `ringspark build-horovod` builds it.
     assert "horovod" not in (metadata.provides_extra or [])
 
