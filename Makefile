@@ -10,7 +10,7 @@ ARGS ?=
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers demo test test-extras test-all test-floor lint docs bench bench-peers faults mutants package clean
+.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-frameworks test-all test-floor lint docs bench bench-peers faults mutants package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,11 +28,14 @@ setup-floor: python ## Build .venv, and .venv-floor: the oldest Spark, Arrow, Nu
 setup-peers: python ## Build .venv, .venv-floor and the .venv-peers-*: what bench-peers compares with
 	@$(PYTHON) scripts/setup_environment.py --peers
 
+setup-frameworks: python ## Build .venv, and .venv-frameworks: JAX and TensorFlow for the tests of `ringspark.run`
+	@$(PYTHON) scripts/setup_environment.py --frameworks
+
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
-test test-extras test-all test-floor: export OMP_NUM_THREADS = 1
+test test-extras test-frameworks test-all test-floor: export OMP_NUM_THREADS = 1
 
 # Two processes, each with one Spark session; a file stays in one of them, with what its tests share.
 test: setup ## Run the core's tests that are not slow, under 10 minutes; pytest's options in ARGS="..."
@@ -41,8 +44,11 @@ test: setup ## Run the core's tests that are not slow, under 10 minutes; pytest'
 test-extras: setup ## Run the tests of ringspark.extras that are not slow; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "extras and not slow" $(ARGS)
 
-test-all: test-floor ## Run every test, in both environments; options in ARGS="..."
+test-all: test-floor test-frameworks ## Run every test, in all three environments; options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-frameworks: setup-frameworks ## Run the scripts of five frameworks by ringspark.run; options in ARGS="..."
+	@.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
 test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; options in ARGS="..."

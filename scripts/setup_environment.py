@@ -5,6 +5,7 @@ others, such as torch and Horovod, from `.venv`:
 
 - `.venv-floor` (--floor): the oldest Spark, Arrow, NumPy, pandas and Petastorm that ringspark supports.
 - `.venv-peers-*` (--peers): the libraries that `make bench-peers` compares ringspark with.
+- `.venv-frameworks` (--frameworks): JAX and TensorFlow, for the scripts in tests/frameworks.
 
 The script needs only the standard library of the Python that the Makefile finds. It checks the machine
 (Python, Java, a C++17 compiler, CMake), installs the packages pinned in `requirements/`, and builds Horovod
@@ -31,6 +32,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +92,12 @@ class Environment:
 
 MAIN = Environment(".venv", ("lock.txt", "no_deps.txt", "horovod.txt", "cmake.txt"))
 FLOOR = Environment(".venv-floor", ("floor.txt", *MAIN.files))
+FRAMEWORKS = Environment(".venv-frameworks", ("frameworks.txt", *MAIN.files))
 PEERS = tuple(
     Environment(f".venv-peers-{name}", (f"peers_{name}.txt", *MAIN.files)) for name in ("horovod", "xgboost")
 )
+# What torch or Horovod's setup.py imports.
+BUILD_PACKAGES = ("numpy", "packaging", "setuptools", "wheel")
 LOCK, NO_DEPS, _, CMAKE_PIN = (str(file) for file in MAIN.requirements)
 BUILD_LOG = MAIN.folder / "horovod-build.log"
 
@@ -270,11 +275,15 @@ def horovod_required() -> bool:
     return os.environ.get("RINGSPARK_REQUIRE_HOROVOD", "0") not in ("", "0")
 
 
-def install_pinned() -> None:
-    """Installs what the requirements pin, and ringspark itself; all but Horovod."""
+def install_torch() -> None:
+    """Installs torch, and what the build of Horovod imports: later steps do not change these packages."""
     torch = pin("torch")
     with phase(f"torch {torch}"):
-        run(pip("install", f"torch=={torch}", "--constraint", LOCK))
+        run(pip("install", f"torch=={torch}", *BUILD_PACKAGES, "--constraint", LOCK))
+
+
+def install_pinned() -> None:
+    """Installs what the requirements pin, and ringspark itself; all but Horovod."""
     with phase("pinned requirements"):
         run(pip("install", "--requirement", LOCK))
     with phase("petastorm and MLflow"):
@@ -323,18 +332,23 @@ def set_up() -> int:
     make_venv(MAIN)
     MAIN.stamp.unlink(missing_ok=True)
     if not current:
-        install_pinned()
-
+        install_torch()
+    build = horovod.Build(
+        python=str(MAIN.python),
+        log=BUILD_LOG,
+        version=pin("horovod"),
+        cmake=("-r", CMAKE_PIN),
+        torch=pin("torch"),
+        say=say,
+    )
     status, stamp = 0, {"inputs": inputs, "horovod": stamp.get("horovod", "")}
+    # The compiler works while pip downloads and unpacks the other packages.
+    with ThreadPoolExecutor(1) as pool:
+        wheel = pool.submit(build.wheel)
+        if not current:
+            install_pinned()
     try:
-        build = horovod.Build(
-            python=str(MAIN.python),
-            log=BUILD_LOG,
-            version=pin("horovod"),
-            cmake=("-r", CMAKE_PIN),
-            torch=pin("torch"),
-            say=say,
-        )
+        wheel.result()
         stamp["horovod"] = build.install(stamp["horovod"] or None)
     except horovod.HorovodError as error:
         stamp["horovod_failure"] = str(error)
@@ -367,6 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--floor", action="store_true", help=f"build {FLOOR.name} too")
     names = " and ".join(environment.name for environment in PEERS)
     parser.add_argument("--peers", action="store_true", help=f"build {FLOOR.name}, {names} too")
+    parser.add_argument("--frameworks", action="store_true", help=f"build {FRAMEWORKS.name} too")
     parser.add_argument("--check", action="store_true", help="check the machine's tools, install nothing")
     options = parser.parse_args(arguments)
     try:
@@ -379,6 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fcntl.flock(held, fcntl.LOCK_EX)  # two `make`s in one checkout: the second finds it done
             status = set_up()
             layers = (FLOOR, *PEERS) if options.peers else (FLOOR,) if options.floor else ()
+            layers += (FRAMEWORKS,) if options.frameworks else ()
             for layer in layers if status == 0 else ():
                 set_up_layer(layer)
             return status

@@ -251,7 +251,9 @@ def with_stand_in(checkout: Checkout) -> Checkout:
     checkout.packages.mkdir(parents=True)
     (checkout.bin / "python").write_text(FAKE_PYTHON.format(python=sys.executable))
     (checkout.bin / "python").chmod(0o755)
-    (checkout.bin / "cmakelists").write_text("set(CMAKE_CXX_STANDARD 14)\n")
+    (checkout.bin / "cmakelists").write_text(
+        'set(CMAKE_CXX_STANDARD 14)\nstring(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO)\n'
+    )
     (checkout.bin / "gloo").write_text(
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;\n"
     )
@@ -275,18 +277,23 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     done = checkout.set_up()
     assert done.returncode == 0, done.stderr
     calls = checkout.calls()
-    assert calls[0].startswith("install torch==2.13.0 ")
-    assert calls[1].startswith("install --requirement ")
-    assert calls[1].endswith("lock.txt")
-    assert calls[2].startswith("install --no-deps -r ")
-    assert calls[2].endswith("no_deps.txt")
-    assert calls[3] == f"install --no-deps --no-build-isolation --editable {checkout.root}"
-    assert [call.split()[0] for call in calls[4:]] == ["download", "wheel", "install"]
-    assert calls[6].endswith(
+    assert calls[0].startswith("install torch==2.13.0 numpy packaging setuptools wheel --constraint ")
+    # Horovod is built while the other packages are installed.
+    build = [call for call in calls if call.startswith(("download", "wheel"))]
+    assert [call.split()[0] for call in build] == ["download", "wheel"]
+    rest = [call for call in calls[1:] if call not in build]
+    assert rest[0].startswith("install --requirement ")
+    assert rest[0].endswith("lock.txt")
+    assert rest[1].startswith("install --no-deps -r ")
+    assert rest[1].endswith("no_deps.txt")
+    assert rest[2] == f"install --no-deps --no-build-isolation --editable {checkout.root}"
+    assert rest[3].endswith(
         "/horovod-0.28.1+iface.cycle-torch-2.13.0+cpu-cp311/horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
     )
-    edited = 2 * "set(CMAKE_CXX_STANDARD 17)\n" + "__version__ = '0.28.1+iface.cycle'"
-    assert (checkout.bin / "edited").read_text() == edited
+    edited = (checkout.bin / "edited").read_text()
+    assert edited.count("set(CMAKE_CXX_STANDARD 17)\n") == 2
+    assert 'string(REPLACE "-O2 -g" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO)' in edited
+    assert edited.endswith("__version__ = '0.28.1+iface.cycle'")
     built_with = (checkout.bin / "env").read_text()
     for setting in ("WITH_PYTORCH", "WITH_GLOO", "WITHOUT_MPI", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET"):
         assert f"'HOROVOD_{setting}': '1'" in built_with
