@@ -21,6 +21,14 @@ class WorkerStoppedError(RuntimeError):
     """Another driver took over the run and ended this rank's work."""
 
 
+class OtherTracebackError(Exception):
+    """The text of another process's traceback, as the cause of an error that was raised there."""
+
+
+class ProcessLostError(RuntimeError):
+    """A process that a rank had started ended without an answer."""
+
+
 class TrainingCancelledError(RuntimeError):
     """Somebody cancelled the Spark job of the training."""
 
@@ -47,15 +55,17 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, phase: str, from_peer: bool) -> Failure:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        cause = error.__cause__
         return cls(
             rank=rank,
             host=socket.gethostname(),
             phase=phase,
             type=type(error).__name__,
             message=str(error),
-            trace="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            trace=str(cause) if isinstance(cause, OtherTracebackError) else "".join(lines),
             from_peer=from_peer,
-            may_pass=from_peer or _may_pass(error),
+            may_pass=from_peer or isinstance(error, ProcessLostError) or _may_pass(error),
         )
 
     @classmethod

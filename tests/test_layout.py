@@ -54,6 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "estimators/checked_fit",
         "estimators/held_out_rows",
+        "estimators/run_function",
         "estimators/table_fit",
         "estimators/torch_estimator",
         "estimators/torch_model",
@@ -327,7 +328,7 @@ IN_MORE_PLACES = {
         ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED
     ),
     **dict.fromkeys(("batchSize", "batchSizeSchedule", "gradientCheckpointing", "precision"), _PLANNED),
-    **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds"), _GANG),
+    **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds", "maxRestarts"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
     **dict.fromkeys(("noiseScale", "scaleLearningRate"), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),

@@ -44,6 +44,7 @@ _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 _CYCLE_MS, _RARE_CYCLE_MS = 1, 30
 
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
+_FUSION = "HOROVOD_FUSION_THRESHOLD"
 
 # Largest message that Gloo sends both ways at once; longer ones are sent one way first.
 _TURN_BYTES = 512 << 10
@@ -81,8 +82,12 @@ class HorovodCollective(NetworkCollective):
             sets = [hvd.ProcessSet(ranks) for ranks in _groups(member)]
             try:
                 with HorovodProxy(client, machines) as proxy:
-                    settings = _settings(member, proxy, seconds)
-                    settings |= _cycle(is_rare=memory is not None and not meeting.use_gpu)
+                    settings = {
+                        **rank_variables(member, proxy, seconds),
+                        # Gradients come in buckets, so fusion would only copy them.
+                        _FUSION: os.environ.get(_FUSION, "0"),
+                        **_cycle(is_rare=memory is not None and not meeting.use_gpu),
+                    }
                     # Horovod reads its environment only in init, so the settings need not stay.
                     with environment(settings), peer_errors("joining the Horovod ring"):
                         hvd.init(process_sets=sets)
@@ -330,8 +335,9 @@ def _cycle(*, is_rare: bool) -> dict[str, str | None]:
     return {_CYCLE_TIME: chosen or str(_RARE_CYCLE_MS if is_rare else _CYCLE_MS)}
 
 
-def _settings(member: Member, proxy: HorovodProxy, timeout_seconds: float) -> dict[str, str | None]:
-    values: dict[str, str | None] = {
+def rank_variables(member: Member, proxy: HorovodProxy, timeout_seconds: float) -> dict[str, str]:
+    """Returns the environment variables by which `hvd.init` finds this rank and the others."""
+    values = {
         "HOROVOD_RANK": str(member.rank),
         "HOROVOD_SIZE": str(member.size),
         "HOROVOD_LOCAL_RANK": str(member.local_rank),
@@ -343,8 +349,6 @@ def _settings(member: Member, proxy: HorovodProxy, timeout_seconds: float) -> di
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": proxy.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(proxy.port),
-        # Gradients come in buckets, so fusion would only copy them.
-        "HOROVOD_FUSION_THRESHOLD": os.environ.get("HOROVOD_FUSION_THRESHOLD", "0"),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout_seconds))),
     }
     if interface := interface_of(member.host):

@@ -105,7 +105,7 @@ class TorchCollective(NetworkCollective):
         # World ranks of the group.
         self._ranks: Sequence[int] = range(member.size)
         self._use_gpu = use_gpu
-        self._client = client
+        self.client = client
         self._store = store
         self._meeting: RendezvousInfo | None = None
         self._machines: list[str] = []
@@ -161,20 +161,20 @@ class TorchCollective(NetworkCollective):
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
                 if self.rank in ranks and len(ranks) > 1:
                     member = self.member.within(list(ranks))
-                    made = TorchCollective(member, self._use_gpu, self._client.within(name, member))
+                    made = TorchCollective(member, self._use_gpu, self.client.within(name, member))
                     made.group, made._ranks = group, list(ranks)
                     made.traffic = Traffic(member, self.traffic)
                     made.operations = self.operations
                 del group
-        self._client.meet(f"{name}/connected", seconds)
+        self.client.meet(f"{name}/connected", seconds)
         guard.shut()
         if mine is None:
             return None
         if made is None:
             return LocalCollective()
         self.on_leave(made._leave)
-        own = self._client.within(f"{name}/{mine[0]}", made.member)
-        made._client = own
+        own = self.client.within(f"{name}/{mine[0]}", made.member)
+        made.client = own
         made._prove(shared_nonce(own, made.member, seconds), self._meeting.secret, seconds)
         made.share(open_shared_memory(own, made.member, seconds))
         return made
@@ -333,7 +333,7 @@ class TorchCollective(NetworkCollective):
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._client.close()
+        self.client.close()
 
 
 def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: bool) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.sql import SparkSession
 
@@ -26,7 +26,6 @@ from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
 from ringspark.estimators.stages.session import spark_conf
-from ringspark.estimators.training.settings.config import TrainConfig
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
 END_SECONDS = 15.0
@@ -37,16 +36,40 @@ _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 _logger = logging.getLogger(__name__)
 
 
+class GangSettings(Protocol):
+    """What a supervisor reads of a config."""
+
+    @property
+    def run_uri(self) -> str: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def min_workers(self) -> int | None: ...
+    @property
+    def use_gpu(self) -> bool: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def max_restarts(self) -> int: ...
+    @property
+    def timeout_seconds(self) -> float: ...
+
+    def with_workers(self: C, num_workers: int) -> C: ...
+
+
+C = TypeVar("C", bound=GangSettings)
+
+
 @dataclass(kw_only=True)
-class Supervisor:
+class Supervisor(Generic[C]):
     """Runs one gang.
 
     `restarts` has the reason of each restart. After a loss, `config` has the number of remaining workers.
     """
 
     spark: SparkSession
-    config: TrainConfig
-    make_work: Callable[[TrainConfig], Work]
+    config: C
+    make_work: Callable[[C], Work]
     token: str
     check_data: Callable[[], None] | None = None
     restarts: list[str] = field(default_factory=list)

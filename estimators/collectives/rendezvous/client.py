@@ -57,6 +57,10 @@ class RendezvousClient:
         self._requests = _Requests(channel)
         self._prefix = ""
 
+    @property
+    def size(self) -> int:
+        return self._member.size
+
     def within(self, name: str, member: Member) -> RendezvousClient:
         """Returns a client on the same connection, with separate keys for the group of ranks `name`."""
         part = copy(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import Any
+from typing import Any, TypeVar
 
 from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.channel import MAX_FRAME_BYTES
@@ -19,6 +19,7 @@ from ringspark.estimators.collectives.rendezvous.gloo_ports import PortGuard
 # Horovod asks for a key every 10 ms until it exists; an answer that waits a little saves most requests.
 _PATIENCE_SECONDS = 2.0
 _HOST = "127.0.0.1"
+P = TypeVar("P", bound="HorovodProxy")
 
 
 class HorovodProxy(ThreadingTCPServer):
@@ -39,7 +40,7 @@ class HorovodProxy(ThreadingTCPServer):
             target=self.serve_forever, args=(0.02,), name="ringspark-proxy", daemon=True
         )
 
-    def __enter__(self) -> HorovodProxy:
+    def __enter__(self: P) -> P:
         self._thread.start()
         return self
 

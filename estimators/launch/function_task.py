@@ -1,0 +1,251 @@
+"""The task of `run_function` on one rank, which starts a process for the user's function and supervises it.
+
+The process gets the environment variables by which torch, Horovod, JAX and TensorFlow find the other ranks.
+The tasks themselves are connected, so that a failure on one rank ends the function on all ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from ringspark.estimators.collectives import Collective, CollectiveError
+from ringspark.estimators.collectives.horovod_collective import rank_variables
+from ringspark.estimators.collectives.network import interface_of
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.horovod_proxy import HorovodProxy
+from ringspark.estimators.collectives.torch_collective import TorchCollective
+from ringspark.estimators.failures import OtherTracebackError, ProcessLostError
+from ringspark.estimators.launch.function_rank import CALL, RAISED_CODE, RESULT, Raised
+from ringspark.estimators.training.phase import Status
+
+# Results travel through Spark's driver, which has little memory for them.
+MAX_RESULT_BYTES = 64 << 20
+_LOOK_SECONDS = 0.1
+# After a failure elsewhere, a rank may raise its own error before it is ended.
+_GRACE_SECONDS = 1.0
+# The tasks agree on the failure; a task that does not answer was lost.
+_AGREE_SECONDS = 60.0
+# Below the ports of outgoing connections.
+_PORTS = range(10_000, 32_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionTask:
+    """The work of one task: starts the function's process, and returns its result, pickled, as text."""
+
+    call: bytes
+    environment: Mapping[str, str]
+    timeout_seconds: float
+    restarts: int
+
+    def __call__(self, collective: Collective, device: str, status: Status) -> str:
+        assert isinstance(collective, TorchCollective)
+        status.phase = "starting the function"
+        client = collective.client.within("function", collective.member)
+        with (
+            tempfile.TemporaryDirectory(prefix="ringspark-rank-", ignore_cleanup_errors=True) as name,
+            _ProcessProxy(client, []) as proxy,
+        ):
+            folder = Path(name)
+            (folder / CALL).write_bytes(self.call)
+            variables = self._variables(collective, client, device, proxy)
+            with _started(folder, variables) as process:
+                proxy.process = process.pid
+                status.phase = "running the function"
+                ended, code = _wait(process, client, status)
+            return _result(client, folder, collective.rank, ended, code)
+
+    def _variables(
+        self, collective: Collective, client: RendezvousClient, device: str, proxy: HorovodProxy
+    ) -> dict[str, str]:
+        """Returns the process's environment. Runs on every rank."""
+        member = collective.member
+        mine = [*_free_ports(), _visible_device(device)]
+        known = _exchange(
+            client, "addresses", json.dumps([member.host, *mine]).encode(), self.timeout_seconds
+        )
+        ranks = [json.loads(text) for text in known]
+        first, master, coordinator, *_ = ranks[0]
+        workers = [f"{_in_url(host)}:{port}" for host, _, _, port, _ in ranks]
+        ports = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": member.rank}}
+        variables = {
+            "RANK": str(member.rank),
+            "WORLD_SIZE": str(member.size),
+            "LOCAL_RANK": str(member.local_rank),
+            "LOCAL_WORLD_SIZE": str(member.local_size),
+            "GROUP_RANK": str(list(dict.fromkeys(host for host, *_ in ranks)).index(member.host)),
+            "MASTER_ADDR": first,
+            "MASTER_PORT": str(master),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "JAX_COORDINATOR_ADDRESS": f"{_in_url(first)}:{coordinator}",
+            "TF_CONFIG": json.dumps(ports),
+            **rank_variables(member, proxy, self.timeout_seconds),
+        }
+        if interface := interface_of(member.host):
+            variables["GLOO_SOCKET_IFNAME"] = interface
+        if device != "cpu":
+            here = [entry[-1] for entry in ranks if entry[0] == member.host]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(here)
+        # Only this process's path has the modules that Spark shipped.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables, **self.environment}
+
+
+class _ProcessProxy(HorovodProxy):
+    """Horovod's rendezvous for the processes that the task has started, as long as the function runs."""
+
+    process: int | None = None
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with suppress(psutil.Error):
+            parent = psutil.Process(self.process)
+            for process in (parent, *parent.children(recursive=True)):
+                connections = getattr(process, "net_connections", None) or process.connections
+                if any(tuple(each.laddr) == client_address[:2] for each in connections("tcp")):
+                    return True
+        return False
+
+
+def _free_ports() -> list[int]:
+    """Returns ports for torch, JAX and TensorFlow, which nobody uses at the moment."""
+    found: list[int] = []
+    draw = random.SystemRandom()
+    while len(found) < 3:
+        port = draw.choice(_PORTS)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.append(port)
+    return found
+
+
+def _visible_device(device: str) -> str:
+    """Returns the name in CUDA_VISIBLE_DEVICES of a device of this process."""
+    _, _, index = device.partition(":")
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return names[int(index)] if index and names else index
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _exchange(client: RendezvousClient, name: str, value: bytes, seconds: float) -> list[bytes]:
+    """Returns the values of all ranks, in rank order. Runs on every rank."""
+    values = client.gather(name, value, seconds)
+    if values:
+        client.set(f"{name}/values", json.dumps([each.decode() for each in values]).encode())
+    found = client.get(f"{name}/values", seconds)
+    if found is None:
+        raise CollectiveError(f"rank 0 did not answer at the rendezvous within {seconds:g} s")
+    return [text.encode() for text in json.loads(found)]
+
+
+@contextmanager
+def _started(folder: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts the function's process; ends it, and the processes that it started, with the block."""
+    read, write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ringspark.estimators.launch.function_rank", str(folder), str(read)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[read],
+            env=dict(variables),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+# How a rank's process ended.
+_DONE, _RAISED, _LOST, _ENDED = "done", "raised", "lost", "ended by the task"
+_FAILED = "failed"
+
+
+def _wait(process: subprocess.Popen[bytes], client: RendezvousClient, status: Status) -> tuple[str, int]:
+    """Waits until every rank is done or one has failed; returns how the process ended, and its exit code."""
+    while (code := process.poll()) is None:
+        status.tick()
+        if client.wait([_FAILED], 0.0):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_GRACE_SECONDS)
+                break
+            return _ENDED, 0
+        time.sleep(_LOOK_SECONDS)
+    if code:
+        client.set(_FAILED, b"")
+        return (_RAISED if code == RAISED_CODE else _LOST), code
+    num_done = client.add(_DONE, 1)
+    while num_done < client.size and not client.wait([_FAILED], 0.0):
+        status.tick()
+        time.sleep(_LOOK_SECONDS)
+        num_done = client.add(_DONE, 0)
+    return _DONE, code
+
+
+def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code: int) -> str:
+    """Returns this rank's result as text, or raises this rank's part of the failure. Runs on every rank."""
+    mine = json.dumps([ended, code]).encode()
+    ends = [json.loads(text) for text in _exchange(client, "ends", mine, _AGREE_SECONDS)]
+    raised = next((other for other, (how, _) in enumerate(ends) if how == _RAISED), None)
+    # A library may abort its process when another rank is gone, so then the exception is the cause.
+    lost = next(
+        (
+            other
+            for other, (how, with_code) in enumerate(ends)
+            if how == _LOST and (raised is None or with_code != -signal.SIGABRT)
+        ),
+        None,
+    )
+    own: Raised | None = cloudpickle.loads((folder / RESULT).read_bytes()) if ended == _RAISED else None
+    if lost == rank:
+        # Without a traceback: the task's own would say nothing.
+        lost_here = ProcessLostError(f"the process of the function {_describe(code)}")
+        raise lost_here from OtherTracebackError("")
+    if lost is not None:
+        raise CollectiveError(
+            f"the process of rank {lost} was lost" + (f"; here the function raised {own.line}" if own else "")
+        )
+    if own is not None:
+        error = own.error if isinstance(own.error, Exception) else RuntimeError(own.line)
+        raise error from OtherTracebackError(own.trace)
+    if raised is not None:
+        raise CollectiveError(f"the function raised an exception on rank {raised}")
+    size = (folder / RESULT).stat().st_size
+    if size > MAX_RESULT_BYTES:
+        raise ValueError(
+            f"the result of rank {rank} has {size:,} bytes, and the driver takes {MAX_RESULT_BYTES:,}; write "
+            "it to a file and return the path"
+        )
+    return base64.b64encode((folder / RESULT).read_bytes()).decode()
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"

@@ -1,0 +1,164 @@
+"""`ringspark.run`: calls any function on every rank of a gang, for training loops that are not a stage."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from pyspark.sql import SparkSession
+
+from ringspark.estimators import run_layout, user_code
+from ringspark.estimators.launch.function_rank import Call, Script
+from ringspark.estimators.launch.function_task import FunctionTask
+from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.launch.slots import check_slots
+from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.stages.storage_root import storage_root
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.recovery import MAX_RESTARTS, TIMEOUT_SECONDS
+from ringspark.estimators.training.settings.workers import NUM_WORKERS, USE_GPU
+from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import resolve
+
+
+def run(
+    function: Callable[..., Any] | str | os.PathLike[str],
+    *args: Any,
+    numWorkers: int,
+    useGpu: bool = False,
+    maxRestarts: int = 0,
+    timeoutSeconds: float = TIMEOUT_SECONDS.default,
+    storageUri: str | None = None,
+    runUri: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    spark: SparkSession | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` on `numWorkers` ranks at the same time, each in a new process.
+
+    The environment of each process has:
+
+    - `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT`
+      for `torch.distributed.init_process_group("gloo")`,
+    - `HOROVOD_*` for `hvd.init()`,
+    - `JAX_COORDINATOR_ADDRESS` for `jax.distributed.initialize(num_processes=..., process_id=...)`, which
+      takes the numbers of `WORLD_SIZE` and `RANK`,
+    - `TF_CONFIG` for TensorFlow's `MultiWorkerMirroredStrategy`,
+    - `CUDA_VISIBLE_DEVICES` with `useGpu`: the GPUs of this host's ranks, so a rank's is `cuda:LOCAL_RANK`,
+    - `TORCHELASTIC_RESTART_COUNT`: how often the ranks were restarted.
+
+    Args:
+        function: A function, or the path of a Python script on the driver; `args` of a script are strings.
+        numWorkers: Number of ranks; every one needs a task slot of the cluster.
+        useGpu: Whether every rank gets a GPU.
+        maxRestarts: How often all ranks start again after a process or a connection was lost; the function
+            loads its own checkpoint. An exception of the function is not retried.
+        timeoutSeconds: A worker that is silent for so long counts as lost. The function may take any time.
+        storageUri: Folder that driver and executors share, for heartbeats; a local master needs none.
+        runUri: New folder for the ranks' output, `logs/rank-<k>.txt`, which stays.
+        environment: More environment variables for the ranks; they replace those above.
+        spark: The session; by default the active one.
+
+    Returns:
+        What the function returned on each rank, in rank order; None for a script.
+
+    Raises:
+        ValueError: An argument is wrong, or the workers do not fit the cluster. Nothing was started.
+        WorkerError: A rank failed; the message has its traceback and its last lines of output.
+        TrainingCancelledError: Somebody cancelled the Spark job.
+    """
+    settings: tuple[tuple[Setting[Any], Any], ...] = (
+        (NUM_WORKERS, numWorkers),
+        (USE_GPU, useGpu),
+        (MAX_RESTARTS, maxRestarts),
+        (TIMEOUT_SECONDS, timeoutSeconds),
+    )
+    for setting, value in settings:
+        if type(value) not in {"float": (int, float), "int": (int,), "bool": (bool,)}[setting.kind]:
+            raise TypeError(f"{setting.name} {setting.type_rule()}, got {value!r}")
+        setting.check(value)
+    call = Call(function=_load(function, args, kwargs), args=args, kwargs=kwargs)
+    variables = {name: str(value) for name, value in (environment or {}).items()}
+    pickled = user_code.dumps(call)
+    session = spark or SparkSession.builder.getOrCreate()
+    check_slots(session, numWorkers, useGpu)
+    if runUri is None:
+        folder = RunFolder.new(storage_root(session, storageUri))
+    else:
+        folder = RunFolder.given(storage.normalize(resolve(session, runUri)), resume=False)
+    choose_daemon(session, useGpu)
+    supervisor = Supervisor(
+        spark=session,
+        config=GangConfig(
+            run_uri=folder.uri,
+            num_workers=numWorkers,
+            use_gpu=useGpu,
+            max_restarts=maxRestarts,
+            timeout_seconds=timeoutSeconds,
+        ),
+        make_work=lambda config: FunctionTask(
+            call=pickled,
+            environment=variables,
+            timeout_seconds=config.timeout_seconds,
+            restarts=len(supervisor.restarts),
+        ),
+        token=folder.token,
+    )
+    try:
+        results = supervisor.run()
+    finally:
+        # First: without it no rank writes.
+        discard(storage.join(folder.uri, run_layout.OWNER))
+        discard(folder.uri if runUri is None else storage.join(folder.uri, run_layout.HEARTBEAT))
+    return [cloudpickle.loads(base64.b64decode(text)) for text in results]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangConfig:
+    """What a supervisor needs to know of a gang without a training."""
+
+    run_uri: str
+    num_workers: int
+    use_gpu: bool
+    max_restarts: int
+    timeout_seconds: float
+    min_workers: int | None = None
+    # It only connects the tasks with each other.
+    collective: str = "torch"
+
+    def with_workers(self, num_workers: int) -> GangConfig:
+        return replace(self, num_workers=num_workers)
+
+
+def _load(function: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    if isinstance(function, (str, os.PathLike)):
+        path = Path(function)
+        if not path.is_file():
+            raise ValueError(f"the driver has no script {str(path)!r}; give a file, or a function")
+        if kwargs or not all(isinstance(arg, str) for arg in args):
+            raise ValueError(
+                f"the script {path.name!r} takes strings, like a command line; got "
+                f"{[*args, *(f'{name}={value!r}' for name, value in kwargs.items())]}"
+            )
+        return Script(path.name, path.read_bytes())
+    if not callable(function):
+        raise ValueError(f"run takes a function or the path of a script, got {type(function).__name__}")
+    call: Callable[..., Any] = function
+    try:
+        signature = inspect.signature(call)
+    except ValueError:
+        return call  # some functions in C have no signature
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(call, "__name__", type(call).__name__)
+        raise ValueError(f"{name} cannot be called with these arguments: {error}") from None
+    return call

@@ -1,0 +1,183 @@
+"""`ringspark.run`: any function on every rank of a gang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from waiting import wait_for
+
+import ringspark
+from ringspark.estimators.failures import TrainingCancelledError, WorkerError
+from ringspark.estimators.launch.function_task import _visible_device
+
+pytestmark = [pytest.mark.spark, pytest.mark.distributed]
+
+
+def _environment(*names: str) -> list[str]:
+    return [os.environ[name] for name in names]
+
+
+@pytest.mark.modes
+def test_each_rank_has_its_place_and_returns_its_result(spark: Any) -> None:
+    names = ("RANK", "LOCAL_RANK", "HOROVOD_RANK")
+    found = ringspark.run(_environment, *names, "WORLD_SIZE", "MINE", numWorkers=2, environment={"MINE": "x"})
+    assert found == [["0"] * 3 + ["2", "x"], ["1"] * 3 + ["2", "x"]]
+
+
+def _sum_of_ranks() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(1.0 + dist.get_rank())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return float(total)
+
+
+def test_the_ranks_connect_by_torch(spark: Any) -> None:
+    assert ringspark.run(_sum_of_ranks, numWorkers=2) == [3.0, 3.0]
+
+
+class _OddError(Exception):
+    """Cannot be made again from its `args`."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def _fails_on_rank_1(folder: str) -> None:
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        print("the last words")
+        raise _OddError(1, 2)
+    time.sleep(600)
+
+
+def test_a_traceback_reaches_the_driver_and_ends_the_other_ranks(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 .*_OddError: 1 and 2") as caught:
+        ringspark.run(_fails_on_rank_1, str(tmp_path), numWorkers=2, maxRestarts=1)
+    assert "in _fails_on_rank_1" in str(caught.value)
+    assert "the last words" in str(caught.value)
+    # An exception is not retried, and the sleeping rank is gone.
+    assert not psutil.pid_exists(int((tmp_path / "0").read_text()))
+
+
+def _is_killed_once(folder: str, whom: str) -> str:
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        process = psutil.Process() if whom == "process" else psutil.Process().parent()
+        assert process is not None
+        process.kill()
+        time.sleep(600)
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] + _sum_of_ranks().__repr__()
+
+
+@pytest.mark.parametrize("whom", ["process", pytest.param("worker", marks=pytest.mark.slow)])
+def test_a_killed_rank_restarts_all_ranks(spark: Any, tmp_path: Path, whom: str) -> None:
+    found = ringspark.run(_is_killed_once, str(tmp_path), whom, numWorkers=2, maxRestarts=1)
+    assert found == ["13.0", "13.0"]
+
+
+def test_a_lost_process_is_the_cause_although_its_peer_raises(spark: Any) -> None:
+    def work() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerError, match=r"rank 1 .*ended by SIGKILL") as caught:
+        ringspark.run(work, numWorkers=2)
+    assert caught.value.may_pass
+
+
+def _waits(folder: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(folder, f"{os.environ['RANK']}.new").write_text(f"{os.getpid()} {child.pid}")
+    Path(folder, f"{os.environ['RANK']}.new").rename(Path(folder, os.environ["RANK"]))
+    child.wait()
+
+
+@pytest.mark.parametrize("cancel", ["job", pytest.param("interrupt", marks=pytest.mark.slow)])
+def test_cancelled_ranks_leave_no_process(spark: Any, tmp_path: Path, cancel: str) -> None:
+    files = [tmp_path / "0", tmp_path / "1"]
+
+    def end() -> None:
+        wait_for("both ranks to start", lambda: all(file.exists() for file in files))
+        if cancel == "job":
+            spark.sparkContext.cancelAllJobs()
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(TrainingCancelledError if cancel == "job" else KeyboardInterrupt):
+        ringspark.run(_waits, str(tmp_path), numWorkers=2)
+    thread.join()
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    wait_for("the processes to end", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path: Path) -> None:
+    script, logs = tmp_path / "train.py", tmp_path / "run" / "logs"
+    script.write_text(
+        "import os, sys\nif __name__ == '__main__':\n    print('from', os.environ['RANK'], sys.argv[1:])\n"
+    )
+    assert ringspark.run(script, "--lr", "0.1", numWorkers=2, runUri=str(tmp_path / "run")) == [None, None]
+    for rank in (0, 1):
+        assert f"from {rank} ['--lr', '0.1']" in (logs / f"rank-{rank}.txt").read_text()
+    assert os.listdir(tmp_path / "run") == ["logs"]
+
+
+def _no_result() -> Any:
+    return threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "settings", "message"),
+    [
+        (_environment, (), {"numWorkers": 99}, r"numWorkers \(99\) must not exceed"),
+        (_environment, (), {"numWorkers": 0}, "numWorkers must be at least 1, got 0"),
+        (_environment, (), {"numWorkers": "2"}, "numWorkers must be a whole number, got '2'"),
+        (
+            _environment,
+            (),
+            {"numWorkers": 2, "numworkers": 2},
+            "_environment cannot be called .*'numworkers'",
+        ),
+        (_waits, (), {"numWorkers": 2}, "_waits cannot be called .*'folder'"),
+        ("none.py", (), {"numWorkers": 2}, "the driver has no script 'none.py'"),
+        (__file__, (1,), {"numWorkers": 2}, "takes strings, like a command line; got"),
+        (7, (), {"numWorkers": 2}, "run takes a function or the path of a script, got int"),
+    ],
+)
+def test_a_bad_call_is_refused_before_the_start(
+    spark: Any, function: Any, args: tuple[Any, ...], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ringspark.run(function, *args, **settings)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(spark: Any) -> None:
+    with pytest.raises(WorkerError, match="result cannot be sent to the driver"):
+        ringspark.run(_no_result, numWorkers=1)
+
+
+def test_a_device_keeps_its_name_in_the_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: Callable[[str], str] = _visible_device
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert named("cuda:1") == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-6f,7")
+    assert [named("cuda:0"), named("cuda:1"), named("cpu")] == ["4", "GPU-6f", ""]
