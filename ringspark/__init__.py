@@ -6,7 +6,7 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringspark.estimators.run_function import run as run
+    from ringspark.extras.functions.run_function import run as run
 
 __version__ = "0.1.0"
 
@@ -19,7 +19,7 @@ if (_FOLDER.parent / "pyproject.toml").exists() and (_FOLDER.parent / "pipelines
 def __getattr__(name: str) -> Any:
     # On first use, because it imports Spark and torch.
     if name == "run":
-        from ringspark.estimators.run_function import run
+        from ringspark.extras.functions.run_function import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

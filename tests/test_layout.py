@@ -54,7 +54,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "estimators/checked_fit",
         "estimators/held_out_rows",
-        "estimators/run_function",
         "estimators/table_fit",
         "estimators/torch_estimator",
         "estimators/torch_model",
@@ -64,6 +63,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "extras/asynchronous",
         "extras/compressors",
+        "extras/functions",
         "extras/local_sgd",
         "extras/schedules",
         "extras/timeline",

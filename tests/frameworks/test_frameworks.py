@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent
 @pytest.mark.spark
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("script", "package"),
     [

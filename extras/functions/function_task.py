@@ -32,8 +32,8 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.horovod_proxy import HorovodProxy
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.failures import OtherTracebackError, ProcessLostError
-from ringspark.estimators.launch.function_rank import CALL, RAISED_CODE, RESULT, Raised
 from ringspark.estimators.training.phase import Status
+from ringspark.extras.functions.function_rank import CALL, RAISED_CODE, RESULT, Raised
 
 # Results travel through Spark's driver, which has little memory for them.
 MAX_RESULT_BYTES = 64 << 20
@@ -163,7 +163,7 @@ def _started(folder: Path, variables: Mapping[str, str]) -> Iterator[subprocess.
     read, write = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ringspark.estimators.launch.function_rank", str(folder), str(read)],
+            [sys.executable, "-m", "ringspark.extras.functions.function_rank", str(folder), str(read)],
             stdin=subprocess.DEVNULL,
             pass_fds=[read],
             env=dict(variables),

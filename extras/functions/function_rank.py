@@ -1,6 +1,6 @@
 """The process that runs the user's function on one rank, see `function_task`.
 
-    python -m ringspark.estimators.launch.function_rank <folder> <descriptor>
+    python -m ringspark.extras.functions.function_rank <folder> <descriptor>
 
 Reads the folder's `call`, and writes `result`. The descriptor is the read end of a pipe that the parent keeps
 open: when the parent dies, this process and those that it started end.
@@ -115,6 +115,6 @@ def _pickle_error(error: BaseException) -> bytes:
 
 if __name__ == "__main__":
     # Under its own name, because "__main__" becomes the user's script.
-    from ringspark.estimators.launch import function_rank
+    from ringspark.extras.functions import function_rank
 
     function_rank.main()

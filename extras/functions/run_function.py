@@ -14,8 +14,6 @@ import cloudpickle
 from pyspark.sql import SparkSession
 
 from ringspark.estimators import run_layout, user_code
-from ringspark.estimators.launch.function_rank import Call, Script
-from ringspark.estimators.launch.function_task import FunctionTask
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
@@ -25,6 +23,8 @@ from ringspark.estimators.stages.storage_root import storage_root
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.estimators.training.settings.recovery import MAX_RESTARTS, TIMEOUT_SECONDS
 from ringspark.estimators.training.settings.workers import NUM_WORKERS, USE_GPU
+from ringspark.extras.functions.function_rank import Call, Script
+from ringspark.extras.functions.function_task import FunctionTask
 from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import resolve
 

@@ -18,9 +18,9 @@ from waiting import wait_for
 
 import ringspark
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
-from ringspark.estimators.launch.function_task import _visible_device
+from ringspark.extras.functions.function_task import _visible_device
 
-pytestmark = [pytest.mark.spark, pytest.mark.distributed]
+pytestmark = [pytest.mark.spark, pytest.mark.distributed, pytest.mark.extras]
 
 
 def _environment(*names: str) -> list[str]:

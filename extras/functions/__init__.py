@@ -1,0 +1,1 @@
+"""`ringspark.run`: any function as a gang on Spark."""
