@@ -5,12 +5,15 @@ FLOOR_PYTHON := .venv-floor/bin/python
 # What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
 FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
 	tests/pipelines/test_readers.py tests/pipelines/readers/test_petastorm_compat.py
+# What each Python has to pass with the wheel of this checkout and its own torch, see requirements/python-*.txt.
+PYTHON_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/models/test_spec.py \
+	tests/estimators/collectives/test_collectives.py tests/estimators/training/test_worker.py
 ARGS ?=
 
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-frameworks test-all test-floor lint docs bench bench-peers faults mutants package clean
+.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-python test-frameworks test-all test-floor lint docs bench bench-peers faults mutants package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,7 +38,7 @@ demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
-test test-extras test-frameworks test-all test-floor: export OMP_NUM_THREADS = 1
+test test-extras test-python test-frameworks test-all test-floor: export OMP_NUM_THREADS = 1
 
 # Two processes, each with one Spark session; a file stays in one of them, with what its tests share.
 test: setup ## Run the core's tests that are not slow, under 10 minutes; pytest's options in ARGS="..."
@@ -46,6 +49,10 @@ test-extras: setup ## Run the tests of ringspark.extras that are not slow; pytes
 
 test-all: test-floor test-frameworks ## Run every test, in all three environments; options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-python: ## Run the tests of stages and collectives with PYTHON, which has the wheel and pytest
+	@$(PYTHON) -m pytest -n 2 --dist loadfile $(PYTHON_TESTS) -m "not slow and not extras" \
+		-k "not test_conformance or TorchClassifier" $(ARGS)
 
 test-frameworks: setup-frameworks ## Run the scripts of five frameworks by ringspark.run; options in ARGS="..."
 	@.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
