@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ringspark.models.adapters import adapt_network
 from ringspark.models.checks import suggest
 from ringspark.models.registry import MODELS
 
@@ -71,9 +72,10 @@ class ModelSpec:
             ) from error
         try:
             # A copy, because a network may keep and change its lists.
-            return cls(**copy.deepcopy(self.kwargs))
+            network: nn.Module = adapt_network(cls(**copy.deepcopy(self.kwargs)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model {self.target!r} could not be built: {error}") from error
+        return network
 
     def to_json(self) -> str:
         """Returns the spec as one line of JSON; equal specs give equal text."""

@@ -22,6 +22,7 @@ from ringspark.estimators.training.objective.own_states import is_torchmetric
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
+from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.registry import MODELS
 from ringspark.pipelines.columns import Column
@@ -93,6 +94,8 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "shortens the rows that a worker's own batch uses, so that the workers' weights would "
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
+    if isinstance(module, AdaptedNetwork):
+        module.check_settings(config.task, config.losses)
     if config.cuts_network:
         check_shardable(copy_to_meta(module), config.axes, config.parallelism)
     classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__}

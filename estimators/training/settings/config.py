@@ -14,6 +14,7 @@ from ringspark.estimators.options.sync import AllReduce, upgrade
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.estimators.training.settings.values import ConfigValues
+from ringspark.models.adapters import adapt_network
 from ringspark.pipelines.typed_json import parse_object, record
 
 
@@ -95,6 +96,9 @@ class UserObjects:
     optimizer: Any = None
     lr_schedule: Any = None
     callbacks: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module", adapt_network(self.module))
 
     def loss(self, config: TrainConfig, index: int) -> Any:
         """Returns the loss of a label: the object if there is one, else its name."""

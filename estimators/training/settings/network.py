@@ -14,9 +14,11 @@ from ringspark.estimators.training.objective.losses import check_loss_name
 from ringspark.estimators.training.objective.own_metrics import name_metrics
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.models import ModelSpec
+from ringspark.models.adapters import adapt_network
 
 
 def _model(value: Any) -> ModelSpec | nn.Module:
+    value = adapt_network(value)
     if isinstance(value, torch.jit.ScriptModule):
         raise TypeError(
             "model must be a ModelSpec or an nn.Module that can be copied, got a ScriptModule; give the "

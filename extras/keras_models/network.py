@@ -1,0 +1,229 @@
+"""`KerasNetwork`: a `keras.Model` as a torch module.
+
+Keras ignores `train()` and `eval()`, so dropout would never be active in a training. It keeps moving statistics
+as parameters, and names parameters after its layers once per layer that holds them. `KerasNetwork` has one
+parameter per trainable or frozen variable, one buffer per other variable, and passes `training=self.training`.
+
+The Keras model inside holds no weights: every forward pass gives it the module's tensors in a
+`keras.StatelessScope`. So whatever replaces the tensors of a module (sharding, `to`, `load_state_dict`) works.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ringspark.extras.keras_models.custom import missing_names
+from ringspark.extras.keras_models.library import import_keras
+from ringspark.models.adapters import AdaptedNetwork
+from ringspark.models.generators import keep_shared_generators
+from ringspark.models.process_state import fork_generators
+
+TRAINABLE, FROZEN, STATE = "trainable", "frozen", "state"
+"""Roles of variables: a parameter, a parameter without gradient, a buffer."""
+
+# Activation -> losses that apply it themselves.
+_APPLIED_BY = {"softmax": ("cross_entropy",), "sigmoid": ("bce_with_logits",)}
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """A Keras model without weights.
+
+    Attributes:
+        variables: The variables in the order of `KerasNetwork.variables`.
+        seeds: States of the random seed generators, including the generator of calls without a seed.
+        finalizers: Layers that compute constants from their variables, such as `Normalization`.
+    """
+
+    model: Any
+    variables: list[Any]
+    seeds: list[Any]
+    finalizers: list[Any]
+
+
+class KerasNetwork(AdaptedNetwork):
+    """A `keras.Model` as a torch module.
+
+    Args:
+        config: The model as Keras serializes it.
+        variables: Name and role of each of the model's `weights`, in order.
+        custom: The user's classes and functions in `config`, by registered name.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        variables: Sequence[tuple[str, str]],
+        custom: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = dict(config)
+        self.variables = [(name, role) for name, role in variables]
+        self.custom = dict(custom or {})
+        skeleton = self._build()
+        for (name, role), variable in zip(self.variables, skeleton.variables, strict=True):
+            value = variable.value.detach().clone()
+            if role == STATE:
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, nn.Parameter(value, requires_grad=role == TRAINABLE))
+        self._skeleton = _without_weights(skeleton)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        keras, skeleton = import_keras(), self._skeleton
+        tensors = [self._tensor(name) for name, _ in self.variables]
+        values = [*zip(skeleton.variables, tensors, strict=True)]
+        # Python's generator, because torch's must give the same numbers as without Keras.
+        # In prediction the seeds are constant, so that predictions are reproducible.
+        values += [
+            (seed, torch.tensor([random.getrandbits(31) if self.training else 0, 0]))
+            for seed in skeleton.seeds
+        ]
+        with (
+            keras.device(str(inputs[0].device)),
+            keras.StatelessScope(state_mapping=values, collect_losses=True) as scope,
+        ):
+            for layer in skeleton.finalizers:
+                layer.finalize_state()
+            output = skeleton.model(*pack_inputs(skeleton.model, inputs), training=self.training)
+        if scope.losses:
+            raise ValueError(
+                f"Keras model {skeleton.model.name!r} calls add_loss(), which this training would ignore; return "
+                "the value as another output and give it a loss"
+            )
+        if self.training:
+            self._update(skeleton, scope)
+        return output
+
+    def to_keras(self) -> Any:
+        """Returns a new `keras.Model` with the weights of this module."""
+        with import_keras().device("cpu"):
+            skeleton = self._build()
+            for (name, _), variable in zip(self.variables, skeleton.variables, strict=True):
+                variable.assign(self._tensor(name).detach().cpu())
+            for layer in skeleton.finalizers:
+                layer.finalize_state()
+        return skeleton.model
+
+    def description(self) -> dict[str, Any]:
+        return {"keras": self.config, "variables": [list(entry) for entry in self.variables]}
+
+    def check_settings(self, task: str, losses: Sequence[str]) -> None:
+        activation = _last_activation(self._skeleton.model)
+        if task == "regression" or activation not in _APPLIED_BY:
+            return
+        if task == "classification" or set(losses) & set(_APPLIED_BY[activation]):
+            raise ValueError(
+                f"the Keras model ends with {activation}, but loss {losses[0]!r} takes logits and applies "
+                f"{activation} itself; give the last layer no activation"
+            )
+
+    def _build(self) -> _Skeleton:
+        keras = import_keras()
+        from keras.src.random.seed_generator import global_seed_generator
+
+        with (
+            fork_generators(),
+            keep_shared_generators(),
+            # A copy may be made inside a plan on fake tensors or inside inference mode.
+            unset_fake_temporarily(),
+            torch.inference_mode(False),
+            keras.device("cpu"),
+        ):
+            try:
+                model = keras.saving.deserialize_keras_object(
+                    self.config, custom_objects=self.custom, safe_mode=True
+                )
+            except Exception as error:  # Keras and the user's constructor may raise anything
+                raise ValueError(explain(error, self.config, self.custom)) from error
+            weights = list(model.weights)
+            known = {id(variable) for variable in weights}
+            seeds = [variable for variable in model.variables if id(variable) not in known]
+            seeds.append(global_seed_generator().state)
+        if len(weights) != len(self.variables):
+            raise ValueError(
+                f"the config of Keras model {model.name!r} builds {len(weights)} variables instead of "
+                f"{len(self.variables)}; create all of them in build(), and use the Keras version that saved it"
+            )
+        finalizers = [layer for layer in model._flatten_layers() if hasattr(layer, "finalize_state")]
+        return _Skeleton(model, weights, seeds, finalizers)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        found = self._parameters.get(name)
+        found = self._buffers[name] if found is None else found
+        assert found is not None
+        return found
+
+    def _update(self, skeleton: _Skeleton, scope: Any) -> None:
+        with torch.no_grad():
+            for (name, role), variable in zip(self.variables, skeleton.variables, strict=True):
+                if role == STATE:
+                    buffer, value = self._tensor(name), scope.get_current_value(variable)
+                    if value is not buffer:
+                        buffer.copy_(value)
+
+    # A Keras model is copied and pickled only together with weights, so it is built again.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_skeleton"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # Here and not at first use, which may be inside a trace.
+        self._skeleton = _without_weights(self._build())
+
+
+def build(description: Mapping[str, Any]) -> KerasNetwork:
+    """Builds a network from its `description()`; custom classes must be registered in this process."""
+    return KerasNetwork(description["keras"], description["variables"])
+
+
+def pack_inputs(model: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Returns the positional arguments of a Keras model for one tensor per column."""
+    structure = getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
+    if structure is None:  # a subclass with its own call()
+        named = [name for name in model.call_signature_parameters if name not in ("training", "mask")]
+        return (list(inputs),) if len(named) == 1 < len(inputs) else tuple(inputs)
+    expected = len(structure) if isinstance(structure, list | tuple) else 1
+    if len(inputs) != expected:
+        raise ValueError(f"it takes {expected} inputs, got {len(inputs)}")
+    return (list(inputs),) if isinstance(structure, list | tuple) else (inputs[0],)
+
+
+def explain(error: Exception, config: Mapping[str, Any], custom: Mapping[str, Any]) -> str:
+    """Returns one sentence about a config that Keras cannot build."""
+    name = config.get("class_name", "")
+    if missing := missing_names(config, custom):
+        return (
+            f"Keras model {name} uses {', '.join(missing)}, which Keras has not registered in this process; "
+            "decorate it with @keras.saving.register_keras_serializable(), and import its module first"
+        )
+    cause: BaseException = error
+    while cause.__context__ is not None:
+        cause = cause.__context__
+    first = " ".join(str(cause).split()).split(". ")[0].rstrip(".")
+    return (
+        f"Keras model {name} cannot be rebuilt from its config ({type(cause).__name__}: {first[:200]}); use layers "
+        "of Keras, or registered classes with a get_config()"
+    )
+
+
+def _without_weights(skeleton: _Skeleton) -> _Skeleton:
+    for variable in skeleton.variables:
+        variable.value.data = variable.value.data.new_empty(0)
+    return skeleton
+
+
+def _last_activation(model: Any) -> str:
+    """Returns the name of the activation that computes the first output; "" if unknown."""
+    model = getattr(model, "_functional", None) or model
+    while getattr(model, "outputs", None):
+        model = model.outputs[0]._keras_history.operation
+    activation = getattr(model, "activation", None)
+    return type(model).__name__.lower() if activation is None else getattr(activation, "__name__", "")

@@ -1,0 +1,44 @@
+"""Networks of other libraries: an adapter gives such a network torch's train mode, parameters and buffers.
+
+`ADAPTERS` has the adapter's import path for each top-level package, because most users need none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+ADAPTERS = dict.fromkeys(("keras", "tf_keras"), "ringspark.extras.keras_models")
+"""Module of each package's adapter. It has `adapt(model)` and `build(description)`."""
+
+
+class AdaptedNetwork(nn.Module):
+    """Base class of the modules that adapters return."""
+
+    def description(self) -> dict[str, Any]:
+        """Returns JSON from which `build` of the adapter makes the network; a key names the package."""
+        raise NotImplementedError
+
+    def check_settings(self, task: str, losses: Sequence[str]) -> None:
+        """Raises ValueError if the network does not fit the task or the losses' names. Runs on the driver."""
+
+
+def adapt_network(model: Any) -> Any:
+    """Returns the model's adapted network, or the model itself if it needs no adapter.
+
+    Raises ValueError if the adapter refuses the model, or if only a layer of the model needs an adapter.
+    """
+    for layer in (model, *(model.modules() if isinstance(model, nn.Module) else ())):
+        packages = (kind.__module__.partition(".")[0] for kind in type(layer).__mro__)
+        package = next((name for name in packages if name in ADAPTERS), None)
+        if package is not None and layer is not model:
+            raise ValueError(
+                f"model {type(model).__name__} contains the {package} layer {type(layer).__name__}, which "
+                f"ignores train() and eval(); give a whole {package} model instead, or use a torch layer"
+            )
+        if package is not None:
+            return import_module(ADAPTERS[package]).adapt(model)
+    return model
