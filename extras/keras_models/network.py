@@ -10,6 +10,7 @@ The Keras model inside holds no weights: every forward pass gives it the module'
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class KerasNetwork(AdaptedNetwork):
         return output
 
     def to_keras(self) -> Any:
-        """Returns a new `keras.Model` with the weights of this module."""
+        """Returns a new `keras.Model` on the CPU with the weights of this module."""
         with import_keras().device("cpu"):
             skeleton = self._build()
             for (name, _), variable in zip(self.variables, skeleton.variables, strict=True):
@@ -138,8 +139,9 @@ class KerasNetwork(AdaptedNetwork):
             keras.device("cpu"),
         ):
             try:
+                # A copy, because Keras removes entries from a config that it reads.
                 model = keras.saving.deserialize_keras_object(
-                    self.config, custom_objects=self.custom, safe_mode=True
+                    copy.deepcopy(self.config), custom_objects=self.custom, safe_mode=True
                 )
             except Exception as error:  # Keras and the user's constructor may raise anything
                 raise ValueError(explain(error, self.config, self.custom)) from error
