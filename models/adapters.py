@@ -1,7 +1,4 @@
-"""Networks of other libraries: an adapter gives such a network torch's train mode, parameters and buffers.
-
-`ADAPTERS` has the adapter's import path for each top-level package, because most users need none of them.
-"""
+"""Networks of other libraries: an adapter gives such a network torch's train mode, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+# Package -> module of its adapter, with `adapt(model)` and `build(description)`.
 ADAPTERS = dict.fromkeys(("keras", "tf_keras"), "ringspark.extras.keras_models")
-"""Module of each package's adapter. It has `adapt(model)` and `build(description)`."""
 
 
 class AdaptedNetwork(nn.Module):
@@ -27,18 +24,17 @@ class AdaptedNetwork(nn.Module):
 
 
 def adapt_network(model: Any) -> Any:
-    """Returns the model's adapted network, or the model itself if it needs no adapter.
+    """Returns the adapter's network for the model; the model itself if it needs no adapter.
 
     Raises ValueError if the adapter refuses the model, or if only a layer of the model needs an adapter.
     """
     for layer in (model, *(model.modules() if isinstance(model, nn.Module) else ())):
-        packages = (kind.__module__.partition(".")[0] for kind in type(layer).__mro__)
-        package = next((name for name in packages if name in ADAPTERS), None)
-        if package is not None and layer is not model:
+        packages = [kind.__module__.partition(".")[0] for kind in type(layer).__mro__]
+        for package in ADAPTERS.keys() & packages:
+            if layer is model:
+                return import_module(ADAPTERS[package]).adapt(model)
             raise ValueError(
                 f"model {type(model).__name__} contains the {package} layer {type(layer).__name__}, which "
                 f"ignores train() and eval(); give a whole {package} model instead, or use a torch layer"
             )
-        if package is not None:
-            return import_module(ADAPTERS[package]).adapt(model)
     return model

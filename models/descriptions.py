@@ -1,4 +1,4 @@
-"""Descriptions of networks in JSON: of torch's own layers, of a transformers class, or of an adapted network."""
+"""Descriptions of networks in JSON: of torch's layers, a class of transformers, or an adapted network."""
 
 from __future__ import annotations
 

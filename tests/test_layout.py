@@ -63,7 +63,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "extras/asynchronous",
         "extras/compressors",
+        "extras/dataloader",
         "extras/functions",
+        "extras/keras_models",
         "extras/local_sgd",
         "extras/schedules",
         "extras/timeline",

@@ -1,4 +1,4 @@
-"""Trains a `keras.Model` of the torch backend: `model=keras_model`. Registered in `ringspark.models.adapters`."""
+"""Trains a `keras.Model` of the torch backend. `ringspark.models.adapters` has the import path."""
 
 from ringspark.extras.keras_models.adapt import adapt
 from ringspark.extras.keras_models.network import KerasNetwork, build

@@ -1,8 +1,8 @@
 """Makes a `KerasNetwork` of the user's `keras.Model`, and refuses models that would train differently.
 
-Keras' own `fit` adds regularizers and activity losses to the loss and applies constraints after each step; this
-training does not. So a model that has some is refused. The model is rebuilt from its config, as on the workers
-and after a load, and must then predict the same as the user's object.
+Keras' own `fit` adds regularizers and activity losses to the loss, and applies constraints after each step.
+This training does not, so it refuses a model that has any. Workers and loaded stages rebuild the model from
+its config, so the rebuilt model must predict the same as the user's object.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def adapt(model: Any) -> KerasNetwork:
     kind = type(model).__name__
     if type(model).__module__.startswith("tf_keras"):
         raise ValueError(
-            f"model {kind} is of tf_keras, which is Keras 2; build it with Keras 3 and the environment variable "
-            "KERAS_BACKEND=torch"
+            f"model {kind} is of tf_keras, which is Keras 2; build it with Keras 3 and set the environment "
+            "variable KERAS_BACKEND=torch"
         )
     keras = import_keras()
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"model is the Keras object {kind}; give a keras.Model, such as keras.Sequential([keras.Input((4,)), "
-            "layer])"
+            f"model is the Keras object {kind}; give a keras.Model, such as "
+            "keras.Sequential([keras.Input((4,)), layer])"
         )
     if not model.built or not hasattr(model, "weights"):
         raise ValueError(
@@ -83,7 +83,7 @@ def _refuse_ignored(model: Any) -> None:
             )
         if getattr(layer, "stateful", False):
             raise ValueError(
-                f"Keras layer {layer.name!r} is stateful, but batches here are in random order; set stateful=False"
+                f"Keras layer {layer.name!r} is stateful, but batches are in random order; set stateful=False"
             )
     for variable in model.weights:
         if variable.trainable and variable.regularizer is not None:
@@ -93,15 +93,15 @@ def _refuse_ignored(model: Any) -> None:
         if variable.trainable and variable.constraint is not None:
             raise refuse(f"Keras variable {variable.path!r} has a constraint", "leave it out")
         if getattr(variable, "overwrite_with_gradient", False):
-            raise ValueError(f"Keras variable {variable.path!r} is quantized; give the model before quantize()")
+            raise ValueError(f"Keras variable {variable.path!r} is quantized; do not call quantize()")
     function = getattr(model, "_functional", None) or model
     for name in ("_inputs_struct", "_outputs_struct"):
         structure = getattr(function, name, None)
         entries = structure if isinstance(structure, list | tuple) else [structure]
         if any(isinstance(entry, Mapping | list | tuple) for entry in entries):
             raise ValueError(
-                f"Keras model {model.name!r} has named or nested {name[1:-7]}, but columns go by position; give "
-                "keras.Model([input_1, input_2], [output_1, ...])"
+                f"Keras model {model.name!r} has named or nested {name[1:-7]}, but columns go by position; "
+                "give keras.Model([input_1, input_2], [output_1, ...])"
             )
 
 

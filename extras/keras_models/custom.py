@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import cloudpickle
 
 from ringspark.extras.keras_models.library import import_keras
 
 
-def find_custom(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the registered classes and functions that `config` refers to, by registered name."""
+class Custom(dict[str, Any]):
+    """Classes and functions by registered name.
+
+    Their pickle is a pickle of its own: it imports Keras, which must get the torch backend first.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Custom], tuple[bytes]]:
+        return _load, (cloudpickle.dumps(dict(self)),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+        return self
+
+
+def _load(pickled: bytes) -> Custom:
+    import_keras()
+    return Custom(cloudpickle.loads(pickled))
+
+
+def find_custom(config: Mapping[str, Any]) -> Custom:
+    """Returns the registered classes and functions that `config` refers to."""
     find = import_keras().saving.get_registered_object
-    return {name: found for name in _names(config) if (found := find(name)) is not None}
+    return Custom({name: found for name in _names(config) if (found := find(name)) is not None})
 
 
 def missing_names(config: Mapping[str, Any], custom: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,11 @@
 """`KerasNetwork`: a `keras.Model` as a torch module.
 
-Keras ignores `train()` and `eval()`, so dropout would never be active in a training. It keeps moving statistics
-as parameters, and names parameters after its layers once per layer that holds them. `KerasNetwork` has one
-parameter per trainable or frozen variable, one buffer per other variable, and passes `training=self.training`.
+A Keras model ignores `train()` and `eval()`, so a torch training would never use dropout. Its `state_dict()`
+has each variable several times, and moving statistics are parameters. `KerasNetwork` passes
+`training=self.training`. It has one parameter per weight, and one buffer per moving statistic.
 
-The Keras model inside holds no weights: every forward pass gives it the module's tensors in a
-`keras.StatelessScope`. So whatever replaces the tensors of a module (sharding, `to`, `load_state_dict`) works.
+The Keras model inside holds no weights. Every forward pass gives it the module's tensors in a
+`keras.StatelessScope`. So sharding, `to()` and `load_state_dict()` may replace the tensors of the module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringspark.extras.keras_models.custom import missing_names
+from ringspark.extras.keras_models.custom import Custom, find_custom, missing_names
 from ringspark.extras.keras_models.library import import_keras
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.generators import keep_shared_generators
@@ -55,19 +55,19 @@ class KerasNetwork(AdaptedNetwork):
     Args:
         config: The model as Keras serializes it.
         variables: Name and role of each of the model's `weights`, in order.
-        custom: The user's classes and functions in `config`, by registered name.
+        custom: The user's classes and functions in `config`; `build` finds those of this process.
     """
 
     def __init__(
         self,
         config: Mapping[str, Any],
         variables: Sequence[tuple[str, str]],
-        custom: Mapping[str, Any] | None = None,
+        custom: Custom,
     ) -> None:
         super().__init__()
         self.config = dict(config)
         self.variables = [(name, role) for name, role in variables]
-        self.custom = dict(custom or {})
+        self.custom = custom
         skeleton = self._build()
         for (name, role), variable in zip(self.variables, skeleton.variables, strict=True):
             value = variable.value.detach().clone()
@@ -96,8 +96,8 @@ class KerasNetwork(AdaptedNetwork):
             output = skeleton.model(*pack_inputs(skeleton.model, inputs), training=self.training)
         if scope.losses:
             raise ValueError(
-                f"Keras model {skeleton.model.name!r} calls add_loss(), which this training would ignore; return "
-                "the value as another output and give it a loss"
+                f"Keras model {skeleton.model.name!r} calls add_loss(), which this training would ignore; "
+                "return the value as another output and give it a loss"
             )
         if self.training:
             self._update(skeleton, scope)
@@ -151,14 +151,15 @@ class KerasNetwork(AdaptedNetwork):
             seeds.append(global_seed_generator().state)
         if len(weights) != len(self.variables):
             raise ValueError(
-                f"the config of Keras model {model.name!r} builds {len(weights)} variables instead of "
-                f"{len(self.variables)}; create all of them in build(), and use the Keras version that saved it"
+                f"the config of Keras model {model.name!r} builds {len(weights)} variables, not "
+                f"{len(self.variables)}; create all of them in the constructor or in build(), and use the "
+                "version of Keras that saved it"
             )
         finalizers = [layer for layer in model._flatten_layers() if hasattr(layer, "finalize_state")]
         return _Skeleton(model, weights, seeds, finalizers)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        found = self._parameters.get(name)
+        found: torch.Tensor | None = self._parameters.get(name)
         found = self._buffers[name] if found is None else found
         assert found is not None
         return found
@@ -183,7 +184,8 @@ class KerasNetwork(AdaptedNetwork):
 
 def build(description: Mapping[str, Any]) -> KerasNetwork:
     """Builds a network from its `description()`; custom classes must be registered in this process."""
-    return KerasNetwork(description["keras"], description["variables"])
+    config = description["keras"]
+    return KerasNetwork(config, description["variables"], find_custom(config))
 
 
 def pack_inputs(model: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -211,8 +213,8 @@ def explain(error: Exception, config: Mapping[str, Any], custom: Mapping[str, An
         cause = cause.__context__
     first = " ".join(str(cause).split()).split(". ")[0].rstrip(".")
     return (
-        f"Keras model {name} cannot be rebuilt from its config ({type(cause).__name__}: {first[:200]}); use layers "
-        "of Keras, or registered classes with a get_config()"
+        f"Keras model {name} cannot be rebuilt from its config ({type(cause).__name__}: {first[:200]}); use "
+        "Keras layers, or registered classes with a get_config()"
     )
 
 

@@ -344,7 +344,9 @@ def test_a_spec_and_a_plan_take_keras_models_too() -> None:
     spec = ModelSpec("keras_of_a_user:KerasLine", {"width": 3})
     assert isinstance(spec.build(), KerasNetwork)
     assert all(parameter.is_meta for parameter in build_on_meta(spec.build).parameters())
-    model = of(layers.Normalization(), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(1))
+    model = of(
+        layers.Normalization(), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(1)
+    )
     twin = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
     batch = (((64, 4), "float32"), ((64,), "float32"))
     plans = [plan_memory(network, batch) for network in (model, twin)]

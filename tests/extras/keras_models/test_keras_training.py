@@ -1,0 +1,206 @@
+"""Training of Keras models: as the same torch network, resumed, through Spark, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.feature import VectorAssembler
+from small_training import config_of, train_gang
+from torch import nn
+
+from ringspark.estimators import TorchClassificationModel, TorchClassifier, WorkerError
+from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.keras_models.library import import_keras
+from ringspark.models.adapters import adapt_network
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+
+keras = import_keras()
+layers = keras.layers
+
+
+class Noise(layers.Layer):  # type: ignore[misc, name-defined]
+    """Draws from Keras' global generator; workers get this class by value."""
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return x + 0.1 * keras.random.normal(x.shape) if training else x
+
+
+keras.saving.register_keras_serializable("training tests")(Noise)
+
+
+class Stops(Callback):
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.at:
+            raise RuntimeError("stopped")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+def plain() -> Any:
+    return keras.Sequential([
+        keras.Input((4,)),
+        layers.Dense(16, activation="relu"),
+        layers.Dropout(0.3),
+        layers.Dense(1),
+    ])  # fmt: skip
+
+
+def noisy() -> Any:
+    return keras.Sequential([
+        keras.Input((4,)),
+        layers.Dense(16, activation="relu"),
+        layers.BatchNormalization(),
+        layers.Dropout(0.3, seed=1),
+        Noise(),
+        layers.Dense(1),
+    ])  # fmt: skip
+
+
+def config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(206, 4)).astype(np.float32)
+    manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(206) >= 190, row_group_rows=32)
+    return config_of(manifest, folder / "whole", num_workers=2, **changes)
+
+
+def state_of(uri: str, model: Any) -> dict[str, torch.Tensor]:
+    module = adapt_network(model)
+    load_checkpoint(uri, module)
+    return module.state_dict()  # type: ignore[no-any-return]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    pairs = zip(one.values(), other.values(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_a_keras_model_trains_as_the_same_torch_network(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    """Both draw their dropout masks from torch's generator."""
+    model = plain()
+    network = adapt_network(model)
+    twin = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+    def match(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns Keras' weights by the twin's names; Keras has (in, out)."""
+        values = [v.T if v.dim() == 2 else v for v in weights.values()]
+        return dict(zip(twin.state_dict(), values, strict=True))
+
+    twin.load_state_dict(match(network.state_dict()))
+    settings = config(make_shards, tmp_path, collective=collective)
+    result = train_gang(settings, UserObjects(module=model))
+    other = replace(settings, run_uri=str(tmp_path / "twin"))
+    expected = train_gang(other, UserObjects(module=twin))
+    load_checkpoint(expected.checkpoint_uri, twin)
+    trained = match(state_of(result.checkpoint_uri, model))
+    assert not torch.equal(trained["0.weight"], network.state_dict()[network.variables[0][0]].T)
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+    assert result.history[-1].validation_loss == pytest.approx(expected.history[-1].validation_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", ["torch", "horovod"])
+def test_a_stopped_training_resumes_to_the_bit(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    """With moving statistics per rank, a seeded dropout, and draws from Keras' global generator."""
+    whole = config(make_shards, tmp_path, collective=collective, checkpoint_every_steps=4)
+    part, model = replace(whole, run_uri=str(tmp_path / "part")), noisy()
+
+    def objects(stop: int | None) -> UserObjects:
+        return UserObjects(module=model, callbacks=(Stops(stop),))
+
+    expected = train_gang(whole, objects(None))
+    with pytest.raises(WorkerError, match="stopped"):
+        train_gang(part, objects(6))
+    result = train_gang(part, objects(None))
+    assert result.resumed_steps
+    found, wanted = (state_of(r.checkpoint_uri, model) for r in (result, expected))
+    assert same(found, wanted)
+    moving = next(value for name, value in found.items() if name.endswith("moving_mean"))
+    assert moving.abs().min() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sharded_training_gives_the_weights_of_replicas(
+    make_shards: MakeShards, tmp_path: Path, stage: int
+) -> None:
+    settings, model = config(make_shards, tmp_path), plain()
+    replicas = train_gang(settings, UserObjects(module=model))
+    sharded = replace(settings, run_uri=str(tmp_path / "sharded"), sync=Zero(stage=stage), collective="torch")
+    result = train_gang(sharded, UserObjects(module=model))
+    wanted = state_of(replicas.checkpoint_uri, model)
+    for name, value in state_of(result.checkpoint_uri, model).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_keras_model_is_a_stage_that_is_saved_and_loaded(spark: Any, tmp_path: Path) -> None:
+    rows = spark.range(600).selectExpr("rand(1) AS a", "rand(2) AS b", "int(id % 5) AS word")
+    frame = rows.selectExpr("*", "int(a > b) AS label").cache()
+    numbers, word = keras.Input((2,)), keras.Input((1,), dtype="int32")
+    vector = layers.Flatten()(layers.Embedding(5, 2)(word))
+    hidden = layers.Dense(8, activation="relu")(layers.Concatenate()([numbers, vector]))
+    hidden = Noise()(layers.Dropout(0.1)(layers.BatchNormalization()(hidden)))
+    model = keras.Model([numbers, word], layers.Dense(2)(hidden))
+    classifier = TorchClassifier(
+        model=model,
+        inputCols=["features", "word"],
+        epochs=20,
+        batchSize=64,
+        learningRate=0.02,
+        numWorkers=2,
+        metrics=["accuracy"],
+        storageUri=str(tmp_path / "storage"),
+    )
+    pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="features"), classifier])
+    pipeline.save(str(tmp_path / "pipeline"))
+    loaded = Pipeline.load(str(tmp_path / "pipeline"))
+    start = loaded.getStages()[1].getModel()
+    assert same(start.state_dict(), classifier.getModel().state_dict())
+
+    fitted = loaded.fit(frame)
+    assert not list(Path(tmp_path).rglob("*.pkl"))
+    assert fitted.stages[1].evaluate(fitted.transform(frame).drop("prediction"))["accuracy"] > 0.85
+    predictions = fitted.transform(frame).select("a", "b", "word", "rawPrediction").toPandas()
+    fitted.save(str(tmp_path / "fitted"))
+    again = PipelineModel.load(str(tmp_path / "fitted"))
+    assert isinstance(again.stages[1], TorchClassificationModel)
+    repeated = again.transform(frame).select("rawPrediction").toPandas()
+    assert [list(row) for row in repeated.rawPrediction] == [list(row) for row in predictions.rawPrediction]
+    assert not list((tmp_path / "fitted").rglob("*.pkl"))
+
+    trained = again.stages[1].module().to_keras()
+    with torch.no_grad():
+        features = torch.tensor(predictions[["a", "b"]].to_numpy(), dtype=torch.float32)
+        found = trained([features, torch.tensor(predictions.word.to_numpy())], training=False)
+    expected = torch.tensor(np.stack([row.toArray() for row in predictions.rawPrediction])).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
