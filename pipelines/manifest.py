@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from ringspark.pipelines.typed_json import added, record, versioned
 
 FORMAT_VERSION = 3
 _DIGEST_BLOCK = 1 << 20
+_DATALOADER = "ringspark.extras.dataloader"
 MANIFEST_NAME = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -197,6 +199,13 @@ class ShardManifest:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         files = tuple(file for file in self.files if file.split == split)
         return replace(self, files=files, stats={key: val for key, val in self.stats.items() if key == split})
+
+    def to_dataloader(self, batch_size: int, **options: Any) -> Any:
+        """Returns an iterable over batches of torch tensors for a training loop of your own.
+
+        `ringspark.extras.dataloader.to_dataloader` describes the options.
+        """
+        return import_module(_DATALOADER).to_dataloader(self, batch_size, **options)
 
     def locate(self) -> tuple[tuple[ShardFile, int], ...]:
         """Returns, for every index into `row_groups`, the file and the number of the group within it."""
