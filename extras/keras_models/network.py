@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,12 @@ class KerasNetwork(AdaptedNetwork):
         ):
             for layer in skeleton.finalizers:
                 layer.finalize_state()
-            output = skeleton.model(*pack_inputs(skeleton.model, inputs), training=self.training)
+            try:
+                output = skeleton.model(*pack_inputs(skeleton.model, inputs), training=self.training)
+            except ValueError as error:
+                # Keras prints the reason in bold, between lines about its own calls.
+                reason = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
+                raise ValueError(" ".join((reason[1] if reason else str(error)).split())) from error
         if scope.losses:
             raise ValueError(
                 f"Keras model {skeleton.model.name!r} calls add_loss(), which this training would ignore; "

@@ -284,6 +284,12 @@ def test_a_loss_that_a_layer_adds_is_refused() -> None:
         adapt_network(of(AddsLoss(), layers.Dense(1)))
 
 
+def test_wrong_inputs_give_one_line() -> None:
+    with pytest.raises(ValueError, match="expected axis -1 of input shape to have value 4") as caught:
+        adapt_network(of(layers.Dense(1)))(torch.ones(2, 3))
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_compile_of_keras_has_no_effect_and_says_so() -> None:
     model = of(layers.Dense(1))
     model.compile("adam", "mse")
