@@ -55,7 +55,7 @@ test-python: ## Run the tests of stages and collectives with PYTHON, which has t
 		-k "not test_conformance or TorchClassifier" $(ARGS)
 
 test-frameworks: setup-frameworks ## Run the scripts of five frameworks by ringspark.run; options in ARGS="..."
-	@.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
+	@.venv-frameworks/bin/python -m pytest tests/frameworks tests/extras/keras_models/test_keras_network.py $(ARGS)
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
 test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; options in ARGS="..."
