@@ -31,11 +31,11 @@ from ringspark.estimators.inference.export import ExportFormat, export_module, r
 from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.predict import (
     CHUNK_BYTES,
-    Predictor,
     cached_module,
     prediction_expression,
     takes_vectors,
 )
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights

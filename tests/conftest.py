@@ -15,7 +15,8 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +175,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def executors_find_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Pickles functions and classes of the test file by value, because executors cannot import the file."""
     import cloudpickle
-    from pyspark import cloudpickle as spark_cloudpickle
 
-    for library in (cloudpickle, spark_cloudpickle):
+    libraries = [cloudpickle]
+    with suppress(ModuleNotFoundError):  # a machine with a GPU may have no Spark
+        libraries.append(import_module("pyspark.cloudpickle"))
+    for library in libraries:
         library.register_pickle_by_value(request.module)
     yield
-    for library in (cloudpickle, spark_cloudpickle):
+    for library in libraries:
         library.unregister_pickle_by_value(request.module)
 
 

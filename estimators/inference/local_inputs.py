@@ -16,7 +16,8 @@ from pyspark.sql.types import NullType, StructField, StructType
 from ringspark.estimators.columns.expressions import TEMPORAL
 from ringspark.estimators.columns.feeds import Feed, make_inputs, unread_error
 from ringspark.estimators.columns.inputs import ModelInput, source_columns
-from ringspark.estimators.inference.predict import Predictor, cached_module
+from ringspark.estimators.inference.predict import cached_module
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.training.feed import Array, network_dtype
 from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds import Array as ArrayKind

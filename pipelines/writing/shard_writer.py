@@ -125,11 +125,13 @@ def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
 
 class PartitionWriter:
     def __init__(self, plan: WritePlan) -> None:
-        from pyspark import TaskContext
-
         self._plan = plan
-        context = TaskContext.get()
-        self._number = 0 if context is None else int(context.partitionId())
+        self._number = 0
+        with suppress(ModuleNotFoundError):  # benchmarks on a GPU write shards without Spark
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            self._number = 0 if context is None else int(context.partitionId())
         names = {column.name: index for index, column in enumerate(plan.stored_columns)}
         # Index of a stored column whose nulls are kept -> index of its mask.
         self._masks = {

@@ -18,7 +18,7 @@ import harness
 import numpy as np
 import torch
 
-from ringspark.estimators.inference.predict import Predictor
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.models import ModelSpec
 
 BATCH_SIZES = (2048, 65_536)

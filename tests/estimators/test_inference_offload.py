@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchModel, TorchRegressionModel
-from ringspark.estimators.inference.predict import Predictor
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.training.checkpoint import streamed_file
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec

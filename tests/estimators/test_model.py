@@ -30,7 +30,8 @@ from ringspark.estimators import (
 from ringspark.estimators.columns.expressions import class_name
 from ringspark.estimators.columns.feeds import Feed
 from ringspark.estimators.inference import predict
-from ringspark.estimators.inference.predict import Predictor, choose_inference_device, run
+from ringspark.estimators.inference.predict import choose_inference_device, run
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
@@ -948,9 +949,9 @@ def test_a_task_of_transform_leaves_nothing_on_its_gpu(
 ) -> None:
     """The meta device replaces the GPU: nothing remains on it when the CUDA cache is emptied."""
     predictor = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])._predictor()
-    load, before, held, after = predict.Predictor.load, _num_on_meta(), [], []
+    load, before, held, after = Predictor.load, _num_on_meta(), [], []
     # The library that reads the weights does not support the meta device.
-    monkeypatch.setattr(predict.Predictor, "load", lambda self, device, *_, **__: load(self).to(device))
+    monkeypatch.setattr(Predictor, "load", lambda self, device, *_, **__: load(self).to(device))
     monkeypatch.setattr(predict, "task_device", lambda use_gpu: "meta")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: after.append(_num_on_meta()))

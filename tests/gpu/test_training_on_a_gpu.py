@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_training import config_of, weights_of
 
-from ringspark.estimators.inference.predict import Predictor
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_info

@@ -22,7 +22,8 @@ from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput
 from ringspark.estimators.inference.evaluate import Evaluation
-from ringspark.estimators.inference.predict import CHUNK_BYTES, Predictor, cached_module, inputs_of
+from ringspark.estimators.inference.predict import CHUNK_BYTES, cached_module, inputs_of
+from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Classes
 from ringspark.estimators.names import nearest
 from ringspark.estimators.training.feed import Array
