@@ -1,0 +1,87 @@
+"""The command: runs the parts one after another within a time limit, and writes the page after each part."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringspark.extras.gpu_check import page
+from ringspark.extras.gpu_check.registry import PARTS
+from ringspark.extras.gpu_check.runner import PartResult, run_part
+
+SECONDS = 540.0
+OUTPUT = Path("artifacts/gpu_check.md")
+# To start a process, import torch and open the device.
+_SHORTEST = 15.0
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    listed = "\n".join(f"  {name:<12} {entry.title}" for name, entry in PARTS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m ringspark.gpu_check",
+        description="Tests and measures ringspark on the first CUDA device, or with tiny sizes on the CPU.",
+        epilog=f"parts:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help="run only these parts; default: all")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="the page; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit; default: %(default)g")
+    parser.add_argument("--device", help='torch device, such as "cuda:1" or "cpu"')
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes and few tests, on any device")
+    options = parser.parse_args(words)
+    if unknown := [name for name in options.parts if name not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    if not options.seconds > 0:
+        parser.error(f"--seconds must be above 0, got {options.seconds:g}")
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        if options.output.is_dir() or not os.access(options.output.parent, os.W_OK):
+            raise PermissionError("it is a folder, or its folder cannot be written to")
+    except OSError as error:
+        parser.error(f"--output {options.output} cannot be written: {error.strerror or error}; name a file")
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns 0 if every part ran or was skipped, 1 if one failed, 130 after Ctrl-C."""
+    options = parse(words)
+    start, began = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
+    results: list[PartResult] = []
+
+    def write() -> None:
+        page.write(
+            options.output,
+            results,
+            command=" ".join(["python -m ringspark.gpu_check", *(sys.argv[1:] if words is None else words)]),
+            began=began,
+            seconds=time.monotonic() - start,
+        )
+
+    with tempfile.TemporaryDirectory(prefix="ringspark-gpu-check-", ignore_cleanup_errors=True) as folder:
+        for name in options.parts or PARTS:
+            print(f"{name:<12}", end=" ", flush=True)
+            left = options.seconds - (time.monotonic() - start)
+            try:
+                result = _run(name, Path(folder) / name, options, left)
+            except KeyboardInterrupt:
+                print("stopped by Ctrl-C")
+                write()
+                return 130
+            print(f"{result.state:<8}{result.seconds:4.0f} s  {result.summary()[:160]}", flush=True)
+            results.append(result)
+            write()
+    print(f"{options.output} and {options.output.with_suffix('.json')}")
+    return 1 if any(result.state == "failed" for result in results) else 0
+
+
+def _run(name: str, folder: Path, options: argparse.Namespace, left: float) -> PartResult:
+    if left < _SHORTEST and left < options.seconds:
+        reason = f"no time was left of {options.seconds:.0f} s"
+        return PartResult(name=name, title=PARTS[name].title, reason=reason, is_skipped=True)
+    return run_part(name, folder, tiny=options.tiny, device=options.device, seconds=left)

@@ -1,0 +1,1 @@
+"""The parts of the GPU check, one file per part."""

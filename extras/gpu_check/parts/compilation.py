@@ -1,0 +1,66 @@
+"""Part "compile": a compiled step against the same step uncompiled, and against a plain `torch.compile`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import nn
+
+from ringspark.estimators.training.compilation import compile_network
+from ringspark.estimators.training.precision import autocast
+from ringspark.extras.gpu_check.part import Part, SkippedError, Value
+from ringspark.extras.gpu_check.timing import compare, milliseconds, ratio, synchronize
+from ringspark.extras.gpu_check.workloads import NAMES, Step, torch_adamw, workload
+
+
+class Compilation(Part):
+    columns = (
+        *("ms per step", "uncompiled", "speed-up", "`torch.compile`, ms"),
+        *("seconds to compile", "difference"),
+    )
+    note = (
+        "`compile=True` as in a training. The difference is the largest between an output of the compiled and "
+        "of the uncompiled network, relative to the largest output."
+    )
+
+    def cases(self) -> Sequence[str]:
+        return [f"{name}, {precision}" for name in NAMES for precision in ("fp32", "bf16")]
+
+    def measure(self, case: str) -> Sequence[Value]:
+        name, precision = case.split(", ")
+        own, eager, plain = (self._step(name, precision) for _ in range(3))
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(compile_network(own.module, True, self.setup.torch_device))
+            except RuntimeError as error:
+                if str(error).startswith("compile needs"):  # a compiler that this machine does not have
+                    raise SkippedError(str(error).split(";")[0]) from error
+                raise
+            start = time.perf_counter()
+            found = own.forward()
+            found.sum().backward()  # type: ignore[no-untyped-call]
+            synchronize(self.setup.device)
+            seconds = time.perf_counter() - start
+            wanted = eager.forward()
+            difference = float((found - wanted).detach().abs().max() / wanted.detach().abs().max())
+            assert difference < (1e-3 if precision == "fp32" else 0.1), f"outputs differ by {difference:.2g}"
+            steps: dict[str, Callable[[], object]] = {"own": own, "eager": eager}
+            if not self.setup.is_tiny:  # a second compilation takes as long as the first one
+                plain.module.forward = torch.compile(plain.module.forward)  # type: ignore[method-assign]
+                steps["torch"] = plain
+            rounds = compare(steps, self.setup)
+        return [
+            *(milliseconds(rounds["own"]), milliseconds(rounds["eager"])),
+            ratio(rounds["eager"], rounds["own"]),
+            *(milliseconds(rounds["torch"]) if "torch" in rounds else None, seconds, difference),
+        ]
+
+    def _step(self, name: str, precision: str) -> Step:
+        def context(module: nn.Module) -> AbstractContextManager[object]:
+            return autocast(precision, self.setup.torch_device)
+
+        work = workload("mlp" if name == "mlp" else "transformer", self.setup)
+        return Step(work, self.setup.device, torch_adamw, context)

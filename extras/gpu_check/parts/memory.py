@@ -1,0 +1,91 @@
+"""Part "memory": the bytes that `plan_memory` expects, and the peak of a real training."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringspark.estimators.memory import plan_memory
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.extras.gpu_check.part import Part, SkippedError, Value
+from ringspark.extras.gpu_check.shards import train, write_shards
+from ringspark.extras.gpu_check.timing import MIB
+from ringspark.extras.gpu_check.workloads import workload
+
+# Params of `plan_memory`, which are the estimators' Params.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "recomputed blocks": {"gradientCheckpointing": "all"},
+    "4 micro-batches": {"gradientAccumulation": 4},
+    "int8 activations": {"activationCompression": "int8"},
+    "activations on the host": {"activationOffload": "host"},
+    "8-bit AdamW": {"optimizer": "adamw8bit"},
+    "adafactor": {"optimizer": "adafactor"},
+}
+_STEPS, _FIRST = 6, 3
+
+
+class Peak(Callback):
+    """Reads the peak of the steps from `_FIRST` on: the first steps create the optimizer's state."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.value: int | None = None
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if not self._device.startswith("cuda"):
+            return
+        if state.step == _FIRST - 1:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif state.step >= _FIRST:
+            self.value = torch.cuda.max_memory_allocated(self._device)
+
+
+class Memory(Part):
+    columns = ("planned MiB", "measured MiB", "planned / measured", "libraries' MiB")
+    note = (
+        "The peak of a step in steady state. The measured peak contains the memory that libraries such as "
+        "cuBLAS keep for themselves (last column: what is left after the training), the plan does not."
+    )
+
+    def cases(self) -> Sequence[str]:
+        return [f"transformer, {name}" for name in _SETTINGS] + ["mlp, fp32", "mlp, bf16"]
+
+    def measure(self, case: str) -> Sequence[Value]:
+        name, setting = case.split(", ")
+        settings = _SETTINGS[setting]
+        if settings.get("activationOffload") == "host" and not self.setup.on_gpu:
+            raise SkippedError("on the CPU everything is in host memory")
+        work = workload("mlp" if name == "mlp" else "transformer", self.setup, dropout=0.1)
+        inputs, labels = work.batch("cpu")
+        loss = "cross_entropy" if work.classes else "mse"
+        plan = plan_memory(
+            work.spec, (inputs, labels), loss=loss, useGpu=self.setup.on_gpu, collective="local", **settings
+        )
+        columns = {"x": inputs.repeat(_STEPS, 1).numpy(), "y": labels.repeat(_STEPS).numpy()}
+        manifest = write_shards(columns, self.setup.folder / re.sub(r"\W+", "-", case))
+        peak = Peak(self.setup.device)
+        given = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in settings.items()}
+        train(
+            manifest,
+            work.spec,
+            self.setup,
+            peak,
+            losses=(loss,),
+            batch_size=work.rows,
+            epochs=1,
+            task="classification" if work.classes else "regression",
+            **given,
+        )
+        if not self.setup.on_gpu:
+            return [plan.peak / MIB, None, None, None]
+        assert peak.value is not None
+        gc.collect()
+        left = torch.cuda.memory_allocated(self.setup.device)
+        return [plan.peak / MIB, peak.value / MIB, plan.peak / peak.value, left / MIB]

@@ -1,0 +1,54 @@
+"""The registry of parts, in the order in which they run: the quick and important parts come first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+_FOLDER = "ringspark.extras.gpu_check.parts"
+
+# Packages besides torch and NumPy that training from shards imports.
+SHARDS = ("cloudpickle", "fsspec", "psutil", "pyarrow", "safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One part.
+
+    Attributes:
+        path: Import path of its class, a `Part`.
+        title: Heading on the page.
+        seconds: Time limit.
+        needs: Packages that it imports; it is skipped without them.
+    """
+
+    path: str
+    title: str
+    seconds: float
+    needs: Sequence[str] = ("numpy", "torch")
+
+    def missing(self) -> list[str]:
+        return [name for name in self.needs if find_spec(name) is None]
+
+
+def _entry(path: str, title: str, seconds: float, *more: str) -> Entry:
+    needs = tuple(sorted(("numpy", "torch", *more)))
+    return Entry(path=f"{_FOLDER}.{path}", title=title, seconds=seconds, needs=needs)
+
+
+PARTS: dict[str, Entry] = {
+    "environment": Entry(
+        path=f"{_FOLDER}.environment:Environment", title="Environment", seconds=60, needs=()
+    ),
+    "training": _entry("training:Training", "Training on one rank", 110, *SHARDS),
+    "precision": _entry("precision:Precision", "Mixed precision", 60),
+    "inference": _entry("inference:Inference", "Inference", 60, *SHARDS),
+    "table": _entry("table:Table", "Networks for tables", 60),
+    "memory": _entry("memory:Memory", "Memory plan and measured peak", 70, *SHARDS),
+    "optimizers": _entry("optimizers:Optimizers", "Optimizers", 60),
+    "offload": _entry("offload:Offload", "Activation offload", 45),
+    "codecs": _entry("codecs:Codecs", "Activation compression", 45),
+    "tests": _entry("suite:Suite", "Tests", 170, *SHARDS, "hypothesis", "pytest"),
+    "compile": _entry("compilation:Compilation", "torch.compile", 90),
+}

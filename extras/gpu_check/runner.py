@@ -1,0 +1,185 @@
+"""Runs a part in processes of their own, ends processes that take too long, and collects the results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import ringspark
+from ringspark.extras.gpu_check.child import BROKEN
+from ringspark.extras.gpu_check.registry import PARTS
+
+State = Literal["ok", "failed", "skipped"]
+
+# A process in a call of the driver may not end at once, and nothing may wait for it.
+_END_SECONDS = 10.0
+_LOG_LINES = 30
+
+
+@dataclass(kw_only=True)
+class CaseResult:
+    """Result of one case; `values` has one entry per column if the state is "ok"."""
+
+    case: str
+    state: State
+    seconds: float = 0.0
+    values: list[Any] = field(default_factory=list)
+    reason: str = ""
+
+
+@dataclass(kw_only=True)
+class PartResult:
+    """Results of one part.
+
+    Attributes:
+        reason: Why the whole part failed or was skipped.
+        log: Last lines of what the processes of a failed part have written.
+    """
+
+    name: str
+    title: str
+    device: str = ""
+    columns: list[str] = field(default_factory=list)
+    note: str = ""
+    seconds: float = 0.0
+    reason: str = ""
+    cases: list[CaseResult] = field(default_factory=list)
+    is_skipped: bool = False
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> State:
+        if any(case.state == "failed" for case in self.cases) or (self.reason and not self.is_skipped):
+            return "failed"
+        return "ok" if any(case.state == "ok" for case in self.cases) else "skipped"
+
+    def summary(self) -> str:
+        """Returns what happened, in one line."""
+        counts = {
+            state: sum(case.state == state for case in self.cases) for state in ("ok", "failed", "skipped")
+        }
+        found = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        bad = [case for case in self.cases if case.state == "failed"]
+        first = f"{bad[0].case}: {bad[0].reason}" if bad else ""
+        return "; ".join(text for text in (found, self.reason, first) if text)
+
+
+def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds: float) -> PartResult:
+    """Runs one part, for at most `seconds` and its own limit. Its files are put into `folder`."""
+    entry, start = PARTS[name], time.monotonic()
+    result = PartResult(name=name, title=entry.title)
+    if missing := entry.missing():
+        result.is_skipped, result.reason = True, f"needs the package {', '.join(missing)}"
+        return result
+    limit = min(seconds, entry.seconds)
+    folder.mkdir(parents=True)
+    results, log = folder / "results.jsonl", folder / "log.txt"
+    command = [sys.executable, "-m", "ringspark.extras.gpu_check.child", name, "--results", str(results)]
+    command += ["--folder", str(folder)] + ["--tiny"] * tiny + (["--device", device] if device else [])
+    while True:
+        left = limit - (time.monotonic() - start)
+        code = _run([*command, "--seconds", f"{left:.1f}"], log, left)
+        begun = _read(results, result)
+        if code == 0:
+            break
+        why = f"took more than {limit:.0f} s" if code is None else _ending(code, log)
+        if begun is not None:
+            result.cases.append(CaseResult(case=begun, state="failed", reason=why))
+        elif code != BROKEN:
+            result.reason = why  # it ended before its first case, or after its last one
+        rest = _unmeasured(results, result)
+        # The cases that are left get a new process, unless no process gets as far as a case.
+        if code is None or result.reason or not rest:
+            skipped = "not measured, because the part ended early"
+            result.cases += [CaseResult(case=case, state="skipped", reason=skipped) for case in rest]
+            break
+    if result.state == "failed":
+        result.log = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def child_environment() -> dict[str, str]:
+    """Returns the environment of the processes: they find this ringspark, and explain a crash."""
+    root = str(Path(ringspark.__path__[0]).parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Variables of a pytest that runs this check must not reach the pytest that it starts.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _run(command: list[str], log: Path, seconds: float) -> int | None:
+    """Returns the exit code of a process; ends it and returns None if it takes more than `seconds`."""
+    # A file, because whatever outlives the process would hold a pipe open.
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=child_environment(),
+            start_new_session=True,
+        )
+    try:
+        return process.wait(max(0.1, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Also of a process that ended by itself: compilers and tests of it may still run.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+
+
+def _read(path: Path, result: PartResult) -> str | None:
+    """Reads all results of the part's processes; returns the case that has no result, if any."""
+    known = {case.case for case in result.cases}
+    begun = None
+    for entry in _entries(path):
+        if "columns" in entry:
+            result.columns, result.note = list(entry["columns"]), entry["note"]
+            result.device = entry["device"]
+        elif entry["state"] == "begun":
+            begun = entry["case"]
+        else:
+            begun = None
+            if entry["case"] not in known:
+                result.cases.append(CaseResult(**entry))
+    return None if begun in known else begun
+
+
+def _unmeasured(path: Path, result: PartResult) -> list[str]:
+    known = {case.case for case in result.cases}
+    cases = next((entry["cases"] for entry in _entries(path) if "cases" in entry), [])
+    return [case for case in cases if case not in known]
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # a process was ended while it wrote this line
+            found.append(json.loads(line))
+    return found
+
+
+def _ending(code: int, log: Path) -> str:
+    if code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        return f"the process was ended by {known.get(-code, f'signal {-code}')}"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"the process ended with exit code {code}" + (f": {lines[-1][:400]}" if lines else "")
