@@ -13,7 +13,7 @@ ARGS ?=
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-python test-frameworks test-all test-floor lint docs bench bench-peers faults mutants package clean
+.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-python test-frameworks test-all test-floor lint docs bench bench-peers gpu faults mutants package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ docs: setup ## Build the pages of docs/ as HTML into build/docs; a warning is an
 
 bench: setup ## Measure, and print the tables; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/run.py $(ARGS)
+
+# By the caller's Python, without the set-up: a machine with a GPU often has a torch of its own.
+gpu: ## Test and measure on this machine's GPU in under 9 minutes; a Python with torch in PYTHON=..., options in ARGS="..."
+	@$(PYTHON) -m ringspark.gpu_check $(ARGS)
 
 # Five rounds of 15 contestants; `ARGS="--tiny"` takes minutes and measures nothing.
 bench-peers: setup-peers ## Measure against horovod.spark, TorchDistributor and others; options in ARGS="..."

@@ -7,6 +7,7 @@ for the cases that are left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -19,7 +20,6 @@ from typing import Any
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.extras.gpu_check.part import Part, Setup, SkippedError
-from ringspark.extras.gpu_check.registry import PARTS
 
 BROKEN = 70
 """Exit code after an error that leaves the device unusable for this process."""
@@ -35,6 +35,16 @@ def choose_device() -> str:
             return "cuda:0" if torch.cuda.is_available() else "cpu"
     except ImportError:
         return "cpu"
+
+
+def prepare(device: str) -> None:
+    with contextlib.suppress(ImportError):
+        import torch
+
+        if device == "cpu":
+            torch.set_num_threads(1)  # tiny operations take longer on several threads
+        else:
+            torch.cuda.set_device(device)  # Triton compiles for the current device
 
 
 def describe(error: BaseException) -> str:
@@ -88,27 +98,30 @@ def run_case(part: Part, case: str, results: Results) -> None:
 
 
 def main() -> None:
-    """Runs the part that the command line names."""
+    """Runs the part of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", help="import path of the part's class")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--cut", action="store_true")
     options = parser.parse_args()
     device = options.device or choose_device()
+    prepare(device)
     setup = Setup(
         device=device,
         is_tiny=options.tiny or device == "cpu",
         is_short=options.tiny,
+        is_cut=options.cut,
         folder=options.folder,
         seconds=options.seconds,
     )
     results = Results(options.results)
-    part: Part = load_object(PARTS[options.part].path)(setup)
+    part: Part = load_object(options.part)(setup)
     cases = list(part.cases())
-    results.add(columns=part.columns, note=part.note, cases=cases, device=device)
+    results.add(columns=part.columns, note=part.note, cases=cases, device=device, is_tiny=setup.is_tiny)
     for case in cases:
         if case in results.begun:
             continue

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from ringspark.extras.gpu_check import page
 from ringspark.extras.gpu_check.registry import PARTS
 from ringspark.extras.gpu_check.runner import PartResult, run_part
 
-SECONDS = 540.0
+SECONDS = 525.0  # a process that hangs takes some more seconds to end
 OUTPUT = Path("artifacts/gpu_check.md")
 # To start a process, import torch and open the device.
 _SHORTEST = 15.0
@@ -37,6 +40,14 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    if options.device == "cuda":
+        options.device = "cuda:0"
+    if options.device and not re.fullmatch(r"cpu|cuda:\d+", options.device):
+        parser.error(f'--device must be "cpu", "cuda" or "cuda:N", got {options.device!r}')
+    if find_spec("torch") is None:
+        parser.error(
+            f"{sys.executable} has no torch; start a Python that has it, such as make gpu PYTHON=python3"
+        )
     if not options.seconds > 0:
         parser.error(f"--seconds must be above 0, got {options.seconds:g}")
     try:
@@ -49,10 +60,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0 if every part ran or was skipped, 1 if one failed, 130 after Ctrl-C."""
+    """Returns 0 if every part ran or was skipped, 1 if one failed, 130 if it was stopped."""
     options = parse(words)
     start, began = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
     results: list[PartResult] = []
+    # The parts' processes have sessions of their own, so they are ended here too if `timeout` ends this one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def write() -> None:
         page.write(
@@ -70,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
             try:
                 result = _run(name, Path(folder) / name, options, left)
             except KeyboardInterrupt:
-                print("stopped by Ctrl-C")
+                print("stopped")
                 write()
                 return 130
             print(f"{result.state:<8}{result.seconds:4.0f} s  {result.summary()[:160]}", flush=True)

@@ -25,7 +25,11 @@ def make_page(results: Sequence[PartResult], *, command: str, began: str, second
     lines = [
         "# GPU check",
         "",
-        f"`{command}`, {began}, {seconds:.0f} s. Times are medians of interleaved rounds.",
+        f"`{command}`, {began}, {seconds:.0f} s.",
+        "",
+        "The sizes are tiny, so the times mean nothing."
+        if any(result.is_tiny for result in results)
+        else "Times are medians of 5 interleaved rounds.",
         "",
         *_table(
             ("part", "state", "s", "result"),
@@ -60,9 +64,7 @@ def show(value: Any) -> str:
         return str(value) if isinstance(value, str) else f"{value:,}"
     if abs(value) >= 100:
         return f"{value:,.0f}"
-    if value and abs(value) < 0.001:
-        return f"{value:.1e}"
-    return f"{value:.4g}" if abs(value) < 1 else f"{value:.3g}"
+    return f"{value:.1e}" if value and abs(value) < 0.001 else f"{value:.3g}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -26,6 +26,7 @@ class Setup:
     Attributes:
         is_tiny: Use sizes that take seconds on a CPU and measure nothing.
         is_short: Run only a few of the tests.
+        is_cut: The part has less time than its own limit.
         folder: Empty folder of this part for shards and runs.
         rounds: Measured rounds per case.
         seconds: Time limit of the part.
@@ -35,6 +36,7 @@ class Setup:
     is_tiny: bool
     is_short: bool
     folder: Path
+    is_cut: bool = False
     rounds: int = 5
     seconds: float = 60.0
 

@@ -47,6 +47,7 @@ class PartResult:
     name: str
     title: str
     device: str = ""
+    is_tiny: bool = False
     columns: list[str] = field(default_factory=list)
     note: str = ""
     seconds: float = 0.0
@@ -80,10 +81,19 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
         result.is_skipped, result.reason = True, f"needs the package {', '.join(missing)}"
         return result
     limit = min(seconds, entry.seconds)
+    is_cut = seconds < entry.seconds
     folder.mkdir(parents=True)
     results, log = folder / "results.jsonl", folder / "log.txt"
-    command = [sys.executable, "-m", "ringspark.extras.gpu_check.child", name, "--results", str(results)]
-    command += ["--folder", str(folder)] + ["--tiny"] * tiny + (["--device", device] if device else [])
+    command = [
+        sys.executable,
+        "-m",
+        "ringspark.extras.gpu_check.child",
+        entry.path,
+        "--results",
+        str(results),
+    ]
+    command += ["--folder", str(folder)] + ["--tiny"] * tiny + ["--cut"] * is_cut
+    command += ["--device", device] if device else []
     while True:
         left = limit - (time.monotonic() - start)
         code = _run([*command, "--seconds", f"{left:.1f}"], log, left)
@@ -92,9 +102,11 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
             break
         why = f"took more than {limit:.0f} s" if code is None else _ending(code, log)
         if begun is not None:
-            result.cases.append(CaseResult(case=begun, state="failed", reason=why))
+            state: State = "skipped" if code is None and is_cut else "failed"
+            result.cases.append(CaseResult(case=begun, state=state, reason=why))
         elif code != BROKEN:
-            result.reason = why  # it ended before its first case, or after its last one
+            # The process ended before its first case, or after its last one.
+            result.is_skipped, result.reason = code is None and is_cut, why
         rest = _unmeasured(results, result)
         # The cases that are left get a new process, unless no process gets as far as a case.
         if code is None or result.reason or not rest:
@@ -152,7 +164,7 @@ def _read(path: Path, result: PartResult) -> str | None:
     for entry in _entries(path):
         if "columns" in entry:
             result.columns, result.note = list(entry["columns"]), entry["note"]
-            result.device = entry["device"]
+            result.device, result.is_tiny = entry["device"], entry["is_tiny"]
         elif entry["state"] == "begun":
             begun = entry["case"]
         else:

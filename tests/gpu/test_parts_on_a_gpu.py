@@ -20,6 +20,13 @@ from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.recompute.activation_checkpoint import block_names
 
+TABLE = {
+    "edges": [[-1.0, 0.0, 1.0]] * 3,
+    "cardinalities": [50, 5],
+    "out_features": 4,
+    "unknown": 0.0,
+    "averages": "probabilities",
+}
 SPECS = {
     "mlp": ModelSpec("mlp", {"in_features": 16, "hidden": [32, 32], "out_features": 4, "norm": "batch"}),
     "resnet": ModelSpec("resnet", {"in_channels": 3, "out_features": 4, "depths": [1, 2], "width": 8}),
@@ -40,6 +47,9 @@ SPECS = {
             "experts": {"num_experts": 4, "router": "switch", "every": 1},
         },
     ),
+    # Without dropout: a GPU draws other random numbers than the CPU.
+    "tabpack": ModelSpec("tabpack", {**TABLE, "dropouts": [0.0, 0.0], "rates": [1.0, 0.5]}),
+    "tabm": ModelSpec("tabm", {**TABLE, "dropout": 0.0, "members": 4}),
     "tabular": ModelSpec(
         "tabular", {"cardinalities": [50, 50], "num_numeric": 3, "hidden": [16], "out_features": 4}
     ),
@@ -52,6 +62,11 @@ def inputs_of(name: str, rows: int = 32) -> tuple[torch.Tensor, ...]:
     if name == "tabular":
         ids = torch.randint(0, 50, (rows, 2), generator=generator)
         return ids, torch.randn(rows, 3, generator=generator)
+    if name in ("tabpack", "tabm"):
+        numbers = torch.randn(rows, 3, generator=generator)
+        return numbers.masked_fill(numbers > 1.5, torch.nan), torch.randint(
+            0, 5, (rows, 2), generator=generator
+        )
     if name in ("transformer", "experts"):
         return (torch.randint(0, 50, (rows, 12), generator=generator),)
     shape = {"resnet": (3, 8, 8), "lstm": (6, 16)}.get(name, (16,))
@@ -71,6 +86,23 @@ def test_a_network_has_the_outputs_and_gradients_of_the_cpu(name: str, device: s
     expected = gradients(copy.deepcopy(net), inputs, "cpu")
     for found, wanted in zip(gradients(net, inputs, device), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()) + 1e-9)
+
+
+def test_a_pack_chooses_the_members_of_the_cpu(device: str) -> None:
+    found = []
+    for where in ("cpu", device):
+        torch.manual_seed(0)
+        net = SPECS["tabpack"].build().to(where).eval()
+        for _ in range(2):  # the second choice has the best weights of the first one
+            inputs = [x.to(where) for x in inputs_of("tabpack", 256)]
+            errors = net.candidates(*inputs).double() - torch.eye(4, device=where)[inputs[1][:, 0] % 4]
+            net.choose_members(torch.einsum("cbo,dbo->cd", errors, errors))
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(0.9)
+        found.append((net(*inputs).cpu(), net.shares.cpu()))
+    for of_cpu, of_device in zip(*found, strict=True):
+        torch.testing.assert_close(of_device, of_cpu, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["all", "sqrt", 2, "named"])
@@ -174,3 +206,43 @@ def test_batches_arrive_as_the_columns_dtypes(device: str) -> None:
         assert batch.inputs[0].device == torch.device(device)
         assert batch.inputs[0].sum().item() == columns[n]["image"].sum()
         assert batch.labels[0][0].item() == 2**40 + n
+
+
+def test_batches_arrive_in_order_while_the_device_computes(device: str) -> None:
+    from ringspark.estimators.training.feed import move_batches
+    from ringspark.estimators.training.settings.config import TrainConfig
+
+    rows = 1 << (10 if device == "cpu" else 20)
+    columns = ({"x": np.full((rows, 8), n, np.float32), "y": np.full(rows, n)} for n in range(20))
+    config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
+    busy, sums = torch.rand(rows >> 8, rows >> 8, device=device), []
+    for batch in move_batches(torch.device(device), columns, config):
+        busy = busy @ busy  # keeps the stream busy behind the copies
+        sums.append(batch.inputs[0].double().sum())
+        del batch
+    assert [value.item() for value in sums] == [n * rows * 8 for n in range(20)]
+
+
+@pytest.mark.parametrize("offload", ["host", "disk"])
+def test_offload_gives_the_same_bits_and_holds_less(offload: str, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("everything is on the host")
+
+    def step(offload: str) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)) for _ in range(8))
+        )
+        net.to(device)
+        x = torch.randn(4096, 512, device=device)
+        before = torch.cuda.memory_allocated()
+        with saved_tensor_hooks(offload=offload, compression="none", module=net, device=torch.device(device)):
+            output = net(x)
+        held = torch.cuda.memory_allocated() - before
+        output.square().mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None], held
+
+    plain, held = step("none")
+    moved, held_moved = step(offload)
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    assert held_moved < held / 4

@@ -14,6 +14,7 @@ from small_training import config_of, weights_of
 
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.history import read_history
@@ -75,6 +76,44 @@ def test_a_training_ends_with_the_weights_of_the_cpu(
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-3 if "8 bits" in name else 1e-5)
     # Two epochs move a weight by 0.2 at most.
     torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-2 if "8 bits" in name else 1e-4)
+
+
+def test_a_pack_for_a_table_trains_as_on_the_cpu(
+    make_shards: Callable[..., ShardManifest], tmp_path: Path, device: str
+) -> None:
+    generator = np.random.default_rng(0)
+    numbers = generator.normal(size=(ROWS, 3)).astype(np.float32)
+    ids = generator.integers(0, 5, size=(ROWS, 2))
+    columns = {"x": numbers, "ids": ids, "y": (numbers[:, 0] > 0) + ids[:, 0] % 2}
+    manifest = make_shards(columns, validation=np.arange(ROWS) % 4 == 0)
+    table = {"edges": [[-1.0, 0.0, 1.0]] * 3, "cardinalities": [5, 5], "out_features": 3, "unknown": 0.0}
+    pack = {"dropouts": [0.0] * 3, "rates": [1.0, 0.5, 0.3], "width": 16, "averages": "probabilities"}
+    given: dict[str, Any] = {
+        "input_columns": ("x", "ids"),
+        "task": "classification",
+        "losses": ("cross_entropy_per_member",),
+        "metrics": ("accuracy", "temperature"),
+        "optimizer": "adamw",
+        "keep": "best",
+        "ema_decay": 0.9,
+    }
+    spec = ModelSpec("tabpack", table | pack)
+    weights, losses = trained(manifest, tmp_path / "gpu", device, spec, **given)
+    wanted, wanted_losses = trained(manifest, tmp_path / "cpu", "cpu", spec, **given)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-4)
+    torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_memory_plan_holds_for_the_device(precision: str, device: str) -> None:
+    """Only the bytes that the device's kernels save differ from the plan of a CPU."""
+    spec = ModelSpec("mlp", {"in_features": 64, "hidden": [256] * 4, "out_features": 10})
+    batch = torch.randn(512, 64), torch.zeros(512, dtype=torch.long)
+    plans = {
+        use_gpu: plan_memory(spec, batch, precision=precision, collective="local", useGpu=use_gpu)
+        for use_gpu in (False, device != "cpu")
+    }
+    assert plans[device != "cpu"].peak == pytest.approx(plans[False].peak, rel=0.3)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -22,8 +22,8 @@ class Codecs(Part):
         *("held MiB", "held by the plain step", "cosine of the gradients"),
     )
     note = (
-        "`activationCompression`. `bits` is exact; `int8` and `fp8` round, so the cosine between all gradients "
-        "and the exact gradients is below 1."
+        "`activationCompression`. `bits` is exact; `int8` and `fp8` round, so the cosine between all "
+        "gradients and the exact gradients is below 1."
     )
 
     def cases(self) -> Sequence[str]:

@@ -22,8 +22,8 @@ class Compilation(Part):
         *("seconds to compile", "difference"),
     )
     note = (
-        "`compile=True` as in a training. The difference is the largest between an output of the compiled and "
-        "of the uncompiled network, relative to the largest output."
+        "`compile=True` as in a training. The difference is the largest between an output of the compiled "
+        "and of the uncompiled network, relative to the largest output."
     )
 
     def cases(self) -> Sequence[str]:

@@ -7,7 +7,6 @@ import platform
 import shutil
 import subprocess
 import sysconfig
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,13 +54,10 @@ class Environment(Part):
         import torch
 
         if not self.setup.on_gpu:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                reason = "torch finds no CUDA device" if not torch.cuda.is_available() else "CPU was chosen"
-            if torch.version.cuda is None:
-                reason = "this torch was built without CUDA"
-            found = "; ".join([reason, *(str(warning.message).splitlines()[0] for warning in caught)])
-            return f"CPU, {os.cpu_count()} cores; {found}"
+            reason = "" if torch.cuda.is_available() else f"; {_why_no_cuda()}"
+            if reason and (gpus := _nvidia_smi()):
+                raise RuntimeError(f"nvidia-smi lists {gpus[0]}, but torch cannot use it{reason}")
+            return f"CPU, {os.cpu_count()} cores{reason}"
         known = torch.cuda.get_device_properties(self.setup.device)
         return (
             f"{known.name}, compute capability {known.major}.{known.minor}, "
@@ -90,7 +86,7 @@ class Environment(Part):
 
         if not self.setup.on_gpu:
             raise SkippedError("the CPU has no streams")
-        stream: Any = torch.cuda.Stream(self.setup.device)  # type: ignore[no-untyped-call]
+        stream: Any = torch.cuda.Stream(self.setup.torch_device)  # type: ignore[no-untyped-call]
         values = torch.arange(1_000_000).pin_memory()
         with torch.cuda.stream(stream):
             moved = values.to(self.setup.device, non_blocking=True)
@@ -121,15 +117,32 @@ def _torch() -> str:
     return ", ".join(parts)
 
 
-def _driver() -> str:
+def _why_no_cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "torch finds no CUDA device"
+
+
+def _nvidia_smi() -> list[str]:
+    """Returns a line per GPU; none if there is no nvidia-smi, or it fails."""
     if shutil.which("nvidia-smi") is None:
-        raise SkippedError("there is no nvidia-smi")
+        return []
     names = "name,driver_version,memory.total,mig.mode.current"
     command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode:
-        raise RuntimeError(f"nvidia-smi: {(done.stdout + done.stderr).strip()[:300]}")
-    return "; ".join(done.stdout.strip().splitlines())
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def _driver() -> str:
+    if not (found := _nvidia_smi()):
+        raise SkippedError("nvidia-smi is missing, or lists no GPU")
+    return "; ".join(found)
 
 
 def _products() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,9 @@ class Inference(Part):
             },
             self.setup,
         )
-        rates = {key: sorted(len(rows) / seconds for seconds in values) for key, values in rounds.items()}
-        middle = self.setup.rounds // 2
+        rates = {key: median(len(rows) / seconds for seconds in values) for key, values in rounds.items()}
         return [
-            *(rates["own"][middle], rates["plain"][middle]),
+            *(rates["own"], rates["plain"]),
             *(ratio(rounds["plain"], rounds["own"]), difference),
         ]
 

@@ -39,12 +39,11 @@ class Peak(Callback):
         self.value: int | None = None
 
     def on_step_end(self, state: TrainingState) -> None:
-        if not self._device.startswith("cuda"):
-            return
-        if state.step == _FIRST - 1:
+        on_gpu = self._device.startswith("cuda")
+        if on_gpu and state.step == _FIRST - 1:
             torch.cuda.reset_peak_memory_stats(self._device)
-        elif state.step >= _FIRST:
-            self.value = torch.cuda.max_memory_allocated(self._device)
+        if state.step >= _FIRST:
+            self.value = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
 
 
 class Memory(Part):
@@ -83,9 +82,9 @@ class Memory(Part):
             task="classification" if work.classes else "regression",
             **given,
         )
+        assert peak.value is not None, "no step was measured"
         if not self.setup.on_gpu:
             return [plan.peak / MIB, None, None, None]
-        assert peak.value is not None
         gc.collect()
         left = torch.cuda.memory_allocated(self.setup.device)
         return [plan.peak / MIB, peak.value / MIB, plan.peak / peak.value, left / MIB]

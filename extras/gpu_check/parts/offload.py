@@ -41,7 +41,7 @@ class Offload(Part):
     note = (
         '`activationOffload="host"` and `"disk"`. `held` is the device memory between the forward and the '
         "backward pass; `save_on_cpu` is torch's own hook with pinned memory. The gradients must be bitwise "
-        "equal to the plain step's."
+        "equal to the plain step's, if two plain steps are: some kernels of CUDA add in any order."
     )
 
     def cases(self) -> Sequence[str]:
@@ -52,8 +52,7 @@ class Offload(Part):
         if offload == "host" and not self.setup.on_gpu:
             raise SkippedError("on the CPU everything is in host memory")
         own, plain = saving_step(name, self.setup, offload=offload), saving_step(name, self.setup)
-        pairs = zip(own.gradients(), plain.gradients(), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs), "the gradients differ from the plain step's"
+        equality = _compare_gradients(own, plain)
         held, plain_held = held_mib(own.forward, self.setup), held_mib(plain.forward, self.setup)
         steps: dict[str, Callable[[], object]] = {"own": own, "plain": plain}
         if self.setup.on_gpu:
@@ -63,8 +62,19 @@ class Offload(Part):
             *(milliseconds(rounds["own"]), milliseconds(rounds["plain"])),
             ratio(rounds["own"], rounds["plain"]),
             milliseconds(rounds["torch"]) if "torch" in rounds else None,
-            *(held, plain_held, "bitwise equal"),
+            *(held, plain_held, equality),
         ]
+
+
+def _compare_gradients(own: Step, plain: Step) -> str:
+    wanted, again, found = plain.gradients(), plain.gradients(), own.gradients()
+    if all(torch.equal(*pair) for pair in zip(wanted, again, strict=True)):
+        equal = all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+        assert equal, "the gradients differ from the plain step's"
+        return "bitwise equal"
+    for pair in zip(found, wanted, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-3 * float(pair[1].abs().max()))
+    return "close, like two plain steps"
 
 
 def _save_on_cpu(plain: Step) -> None:

@@ -32,9 +32,9 @@ class Precision(Part):
         *(f"loss after {_STEPS} steps", "in fp32"),
     )
     note = (
-        "A step with ringspark's autocast, normalization layers in fp32 and loss scaler, and a plain step with "
-        "`torch.autocast` and `GradScaler`. `ratio` is plain time / our time; `fp32 / this` is the speed-up. "
-        "tf32 is a setting of torch, which ringspark leaves to the user."
+        "A step with ringspark's autocast, normalization layers in fp32 and loss scaler, and a plain step "
+        "with `torch.autocast` and `GradScaler`. `ratio` is plain time / our time; `fp32 / this` is the "
+        "speed-up. tf32 is a setting of torch, which ringspark leaves to the user."
     )
 
     def cases(self) -> Sequence[str]:

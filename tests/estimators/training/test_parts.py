@@ -96,17 +96,3 @@ def test_on_the_cpu_a_batch_is_made_when_its_step_comes() -> None:
     for number, batch in enumerate(move_batches(CPU, columns(), config)):
         assert read == list(range(number + 1))
         assert torch.equal(batch.labels[0], torch.full((2,), number))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_arrive_on_a_gpu_in_order_while_it_computes() -> None:
-    device, rows = torch.device("cuda:0"), 1 << 20
-    columns = ({"x": np.full((rows, 8), n, np.float32), "y": np.full(rows, n)} for n in range(20))
-    config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
-    busy, sums = torch.rand(4096, 4096, device=device), []
-    for batch in move_batches(device, columns, config):
-        busy = busy @ busy  # keeps the stream busy behind the copies
-        sums.append(batch.inputs[0].sum())
-        del batch
-    assert [value.item() for value in sums] == [n * rows * 8 for n in range(20)]
