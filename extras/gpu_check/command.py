@@ -64,8 +64,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     start, began = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
     results: list[PartResult] = []
-    # The parts' processes have sessions of their own, so they are ended here too if `timeout` ends this one.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # The parts' processes have sessions of their own, so they must end too if `timeout` ends this one.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def write() -> None:
         page.write(
@@ -76,19 +76,21 @@ def main(words: Sequence[str] | None = None) -> int:
             seconds=time.monotonic() - start,
         )
 
-    with tempfile.TemporaryDirectory(prefix="ringspark-gpu-check-", ignore_cleanup_errors=True) as folder:
-        for name in options.parts or PARTS:
-            print(f"{name:<12}", end=" ", flush=True)
-            left = options.seconds - (time.monotonic() - start)
-            try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="ringspark-gpu-check-", ignore_cleanup_errors=True) as folder:
+            for name in options.parts or PARTS:
+                print(f"{name:<12}", end=" ", flush=True)
+                left = options.seconds - (time.monotonic() - start)
                 result = _run(name, Path(folder) / name, options, left)
-            except KeyboardInterrupt:
-                print("stopped")
+                print(f"{result.state:<8}{result.seconds:4.0f} s  {result.summary()[:160]}", flush=True)
+                results.append(result)
                 write()
-                return 130
-            print(f"{result.state:<8}{result.seconds:4.0f} s  {result.summary()[:160]}", flush=True)
-            results.append(result)
-            write()
+    except KeyboardInterrupt:
+        print(f"stopped; {options.output} has the parts before")
+        write()
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"{options.output} and {options.output.with_suffix('.json')}")
     return 1 if any(result.state == "failed" for result in results) else 0
 

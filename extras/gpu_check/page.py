@@ -14,10 +14,10 @@ from ringspark.extras.gpu_check.runner import CaseResult, PartResult
 
 def write(path: Path, results: Sequence[PartResult], *, command: str, began: str, seconds: float) -> None:
     """Writes `path` and, with the suffix .json, the same results for programs; each file changes at once."""
-    head = {"command": command, "began": began, "seconds": round(seconds, 1)}
-    state = {**head, "parts": [asdict(result) | {"state": result.state} for result in results]}
-    _replace(path.with_suffix(".json"), json.dumps(state, indent=1) + "\n")
-    _replace(path, make_page(results, **head))
+    parts = [asdict(result) | {"state": result.state} for result in results]
+    whole = {"command": command, "began": began, "seconds": round(seconds, 1), "parts": parts}
+    _replace(path.with_suffix(".json"), json.dumps(whole, indent=1) + "\n")
+    _replace(path, make_page(results, command=command, began=began, seconds=seconds))
 
 
 def make_page(results: Sequence[PartResult], *, command: str, began: str, seconds: float) -> str:

@@ -50,5 +50,5 @@ PARTS: dict[str, Entry] = {
     "offload": _entry("offload:Offload", "Activation offload", 45),
     "codecs": _entry("codecs:Codecs", "Activation compression", 45),
     "tests": _entry("suite:Suite", "Tests", 170, *SHARDS, "hypothesis", "pytest"),
-    "compile": _entry("compilation:Compilation", "torch.compile", 90),
+    "compile": _entry("compilation:Compilation", "torch.compile", 150),
 }

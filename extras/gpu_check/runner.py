@@ -98,16 +98,17 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
         left = limit - (time.monotonic() - start)
         code = _run([*command, "--seconds", f"{left:.1f}"], log, left)
         begun = _read(results, result)
-        if code == 0:
+        rest = _unmeasured(results, result)
+        if code == 0 or (begun is None and result.columns and not rest):
             break
         why = f"took more than {limit:.0f} s" if code is None else _ending(code, log)
         if begun is not None:
             state: State = "skipped" if code is None and is_cut else "failed"
             result.cases.append(CaseResult(case=begun, state=state, reason=why))
+            rest.remove(begun)
         elif code != BROKEN:
-            # The process ended before its first case, or after its last one.
+            # The process ended before its first case.
             result.is_skipped, result.reason = code is None and is_cut, why
-        rest = _unmeasured(results, result)
         # The cases that are left get a new process, unless no process gets as far as a case.
         if code is None or result.reason or not rest:
             skipped = "not measured, because the part ended early"
@@ -176,7 +177,7 @@ def _read(path: Path, result: PartResult) -> str | None:
 
 def _unmeasured(path: Path, result: PartResult) -> list[str]:
     known = {case.case for case in result.cases}
-    cases = next((entry["cases"] for entry in _entries(path) if "cases" in entry), [])
+    cases: list[str] = next((entry["cases"] for entry in _entries(path) if "cases" in entry), [])
     return [case for case in cases if case not in known]
 
 

@@ -39,7 +39,9 @@ def write_shards(columns: Columns, folder: Path) -> ShardManifest:
         )
         for name, values in columns.items()
     )
-    plan = WritePlan(uri=str(folder), folder=_FOLDER, columns=stored, handle_invalid=("error",) * len(stored))
+    plan = WritePlan(
+        uri=str(folder), folder=_FOLDER, columns=stored, handle_invalid=tuple("error" for _ in stored)
+    )
     (report,) = write_partition(plan, _batches(columns))
     files = [ShardFile.from_json(file) for file in json.loads(report.column(0)[0].as_py())["files"]]
     manifest = ShardManifest(uri=str(folder), columns=stored, files=tuple(files))

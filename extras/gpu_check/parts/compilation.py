@@ -49,7 +49,7 @@ class Compilation(Part):
             assert difference < (1e-3 if precision == "fp32" else 0.1), f"outputs differ by {difference:.2g}"
             steps: dict[str, Callable[[], object]] = {"own": own, "eager": eager}
             if not self.setup.is_tiny:  # a second compilation takes as long as the first one
-                plain.module.forward = torch.compile(plain.module.forward)  # type: ignore[method-assign]
+                plain.module.forward = torch.compile(plain.module.forward)
                 steps["torch"] = plain
             rounds = compare(steps, self.setup)
         return [

@@ -110,8 +110,9 @@ def _torch() -> str:
     import torch
 
     parts = [torch.__version__, f"CUDA {torch.version.cuda or 'none'}"]
-    if torch.backends.cudnn.is_available():
-        parts.append(f"cuDNN {torch.backends.cudnn.version()}")
+    cudnn: Any = torch.backends.cudnn
+    if cudnn.is_available():
+        parts.append(f"cuDNN {cudnn.version()}")
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         parts.append("NCCL")
     return ", ".join(parts)
@@ -123,7 +124,7 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return "torch finds no CUDA device"

@@ -78,5 +78,5 @@ def _count(batch: int, is_tiny: bool) -> int:
 
 def _plain(module: nn.Module, rows: Rows, batch: int, device: str) -> None:
     with torch.inference_mode():
-        for part in torch.from_numpy(rows).split(batch):
-            module(part.to(device)).cpu()
+        for start in range(0, len(rows), batch):
+            module(torch.from_numpy(rows[start : start + batch]).to(device)).cpu()
