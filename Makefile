@@ -75,7 +75,7 @@ bench: setup ## Measure, and print the tables; options in ARGS="..."
 	@$(VENV_PYTHON) tests/benchmarks/run.py $(ARGS)
 
 # By the caller's Python, without the set-up: a machine with a GPU often has a torch of its own.
-gpu: ## Test and measure on this machine's GPU in under 9 minutes; a Python with torch in PYTHON=..., options in ARGS="..."
+gpu: ## Test and measure on a GPU in 9 minutes, by a Python with torch in PYTHON=...; options in ARGS="..."
 	@$(PYTHON) -m ringspark.gpu_check $(ARGS)
 
 # Five rounds of 15 contestants; `ARGS="--tiny"` takes minutes and measures nothing.
