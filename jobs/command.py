@@ -30,6 +30,7 @@ COMMANDS = {
     "report": "run_report",
     "shards": "shards",
     "build-horovod": "build_horovod",
+    "pack": "pack",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 # Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.

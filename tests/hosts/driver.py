@@ -2,7 +2,8 @@
 
 It trains a small regression and predicts, once for each entry of `fits`, the settings of a stage. Other
 OPTIONS, as JSON: `conf` of the session, `rows`, `dim`, `hidden`, `steps`, a file to which the ranks write a
-line after each step, and `pause`, the seconds of sleep after it.
+line after each step, and `pause`, the seconds of sleep after it. With `places`, it first asks each task for
+its host, its Python, the file of ringspark, and whether the driver's environment exists there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,27 @@ def session(conf: dict[str, str]) -> Any:
     return builder.getOrCreate()
 
 
+def find_places(spark: Any) -> list[list[str]]:
+    prefix = sys.prefix
+
+    def find(batches: Any) -> Any:
+        import os
+
+        import pyarrow as pa
+        import torch
+
+        import ringspark
+
+        for _ in batches:
+            pass
+        found = [gethostname(), sys.executable, torch.__file__, ringspark.__file__]
+        found.append(str(os.path.exists(prefix)))
+        yield pa.RecordBatch.from_pylist([{"found": found}])
+
+    rows = spark.range(0, 2, 1, 2).mapInArrow(find, "found array<string>", barrier=True).collect()
+    return sorted(row.found for row in rows)
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     spark = session(options["conf"])
@@ -50,7 +72,7 @@ def main() -> None:
     )
     frame = frame.selectExpr("features", "features[0] - 2 * features[1] as y")
     layers = {"in_features": dim, "hidden": options.get("hidden", [16]), "out_features": 1}
-    told = []
+    told = [{"places": find_places(spark)}] if options.get("places") else []
     for settings in options["fits"]:
         stage = TorchRegressor(
             **{
@@ -66,11 +88,12 @@ def main() -> None:
         except RuntimeError as error:
             told.append({"error": str(error)})
             continue
-        summary = model.summary
+        summary, predictions = model.summary, model.transform(frame).select("prediction").collect()
         told.append(
             {
                 "seconds": monotonic() - begun,
-                "rows": model.transform(frame).count(),
+                "rows": len(predictions),
+                "predictions": [row.prediction for row in predictions[:50]],
                 "weights": [number for p in model.module().parameters() for number in p.flatten().tolist()],
                 "restarts": summary.restart_reasons,
                 "rate": summary.rows_per_second,

@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyspark
 from namespaces import Host, Network
 from s3_server import S3Server
 from waiting import wait_for
 
 HERE = Path(__file__).parent
+SPARK = Path(pyspark.__file__).parent
 # This machine's Spark settings of addresses are wrong on the hosts.
 _FOREIGN = ("SPARK_LOCAL_IP", "SPARK_LOCAL_HOSTNAME", "SPARK_PUBLIC_DNS", "PYSPARK_SUBMIT_ARGS")
 # Timeouts of master and driver for a silent host; Spark's defaults are one minute and two.
@@ -31,6 +33,8 @@ class SparkHosts:
         clocks: Host name -> seconds by which the clock of its Spark worker is ahead.
         has_bucket: Whether the only store is an S3 server on the first host, instead of a shared folder.
         worker_cores: Cores per worker; an executor takes one.
+        archive: Archive of `ringspark pack` that the drivers pass to executors. The workers then see neither
+            this environment nor its Python.
     """
 
     def __init__(
@@ -43,12 +47,14 @@ class SparkHosts:
         clocks: Mapping[str, int] | None = None,
         has_bucket: bool = False,
         worker_cores: int = 1,
+        archive: Path | None = None,
     ) -> None:
         self.network, self.folder = network, folder
         self.workers = network.hosts[0 if is_first_a_worker else 1 :]
         self._secret, self._clocks, self._has_bucket = secret, clocks or {}, has_bucket
         self._room = ("--cores", str(worker_cores), "--memory", f"{2 * worker_cores}g")
         self._bucket: S3Server | None = None
+        self._archive = archive
         self._stack = ExitStack()
 
     def __enter__(self) -> SparkHosts:
@@ -80,7 +86,8 @@ class SparkHosts:
         self._wait_for_worker(host)
 
     def _start_worker(self, host: Host) -> None:
-        self._start(host, "worker.Worker", "--host", _in_url(host), *self._room, self.url)
+        bare = () if self._archive is None else _without_python(self.folder)
+        self._start(host, "worker.Worker", "--host", _in_url(host), *self._room, self.url, prefix=bare)
 
     def _wait_for_worker(self, host: Host) -> None:
         wait_for(f"{host.name}'s worker", lambda: "Successfully registered" in self.log(host, "worker"), 60)
@@ -127,6 +134,8 @@ class SparkHosts:
         }
         if self._secret:
             conf |= {"spark.authenticate": "true", "spark.authenticate.secret": self._secret}
+        if self._archive is not None:
+            conf["spark.archives"] = f"{self._archive}#environment"
         return conf
 
     def _environment(self, host: Host) -> dict[str, str]:
@@ -146,22 +155,22 @@ class SparkHosts:
         if self._secret:
             options += ["-Dspark.authenticate=true", f"-Dspark.authenticate.secret={self._secret}"]
         return kept | {
-            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_PYTHON": sys.executable if self._archive is None else "./environment/bin/python",
             "OMP_NUM_THREADS": "1",
             "SPARK_DAEMON_JAVA_OPTS": " ".join(options),
         }
 
-    def _start(self, host: Host, name: str, *arguments: str) -> None:
-        import pyspark
-
-        spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    def _start(self, host: Host, name: str, *arguments: str, prefix: Sequence[str] = ()) -> None:
+        spark_class = (self.folder / "spark" if prefix else SPARK) / "bin" / "spark-class"
         kind = name.partition(".")[0]
         environment = self._environment(host) | {"SPARK_WORKER_DIR": str(self.folder / f"work-{host.name}")}
         if kind == "worker" and host.name in self._clocks:
             environment |= _clock(self.folder, self._clocks[host.name])
         words = [str(spark_class), f"org.apache.spark.deploy.{name}", "--webui-port", "0", *arguments]
+        if prefix:
+            environment |= {"SPARK_HOME": str(self.folder / "spark"), "PATH": os.defpath}
         with (self.folder / f"{kind}-{host.name}.log").open("wb") as log:
-            process = host.start(words, stdout=log, stderr=log, cwd=self.folder, env=environment)
+            process = host.start([*prefix, *words], stdout=log, stderr=log, cwd=self.folder, env=environment)
         self._stack.callback(_end, process)
 
 
@@ -169,6 +178,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     # Its child processes end with its host.
     process.kill()
     process.wait()
+
+
+def _without_python(folder: Path) -> list[str]:
+    """Returns the start of a command that hides this environment, its Python and the checkout.
+
+    `ip netns exec` gives each process mounts of its own. Spark, which is a part of the environment, appears
+    as `folder`/spark.
+    """
+    (folder / "spark").mkdir(exist_ok=True)
+    packages = {str(Path(path).parent) for path in sys.path if path.endswith("-packages")}
+    hidden = {sys.prefix, sys.base_prefix, str(HERE.parent.parent), *packages} - {"/usr", "/usr/local"}
+    mounts = [f"mount --bind {SPARK} {folder}/spark"]
+    mounts += [f"mount -t tmpfs none {place}" for place in sorted(hidden, key=len, reverse=True)]
+    return ["sh", "-c", f'{" && ".join(mounts)} && exec "$@"', "sh"]
 
 
 def _in_url(host: Host) -> str:

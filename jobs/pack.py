@@ -1,0 +1,40 @@
+"""The command `ringspark pack`: an archive of this environment for Spark's executors.
+
+ringspark pack --output environment.tar.gz --requirement requirements.txt
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+DESCRIPTION = "Pack this Python environment for Spark's executors, and test the archive."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "The archive contains the Python interpreter, so executors need no Python. They need Linux with this "
+        "machine's CPU architecture, tar and gzip; the command prints the version of glibc. pip, pyspark and "
+        "py4j are left out: Spark's executors have a pyspark of their own."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("environment.tar.gz"), metavar="FILE", help="archive to write"
+    )
+    parser.add_argument(
+        "--requirement",
+        type=Path,
+        metavar="FILE",
+        help="pack only the packages in this file, ringspark, and what these need; default: all packages",
+    )
+    parser.add_argument(
+        "--exclude", nargs="+", action="extend", default=[], metavar="NAME", help="packages to leave out"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from ringspark.estimators.lazy_imports import load_object
+
+    load_object("ringspark.extras.packing:pack")(args.output, args.requirement, args.exclude)
