@@ -111,7 +111,7 @@ class SparkHosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=self._environment(first),
+            env=self.environment(first),
         )
 
     def results(self, driver: subprocess.Popen[str]) -> list[dict[str, Any]]:
@@ -138,7 +138,8 @@ class SparkHosts:
             conf["spark.archives"] = f"{self._archive}#environment"
         return conf
 
-    def _environment(self, host: Host) -> dict[str, str]:
+    def environment(self, host: Host) -> dict[str, str]:
+        """Returns the environment of a Spark process on the host."""
         kept = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         if self.network.own_names == "unknown" or self.network.has_decoys:
             # Without it, Spark does not start on such a host, or uses the wrong interface.
@@ -163,7 +164,7 @@ class SparkHosts:
     def _start(self, host: Host, name: str, *arguments: str, prefix: Sequence[str] = ()) -> None:
         spark_class = (self.folder / "spark" if prefix else SPARK) / "bin" / "spark-class"
         kind = name.partition(".")[0]
-        environment = self._environment(host) | {"SPARK_WORKER_DIR": str(self.folder / f"work-{host.name}")}
+        environment = self.environment(host) | {"SPARK_WORKER_DIR": str(self.folder / f"work-{host.name}")}
         if kind == "worker" and host.name in self._clocks:
             environment |= _clock(self.folder, self._clocks[host.name])
         words = [str(spark_class), f"org.apache.spark.deploy.{name}", "--webui-port", "0", *arguments]

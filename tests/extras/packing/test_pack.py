@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path, PurePosixPath
 
 import pytest
 from namespaces import Network, refusal
-from spark_hosts import HERE, SparkHosts
+from spark_hosts import HERE, SPARK, SparkHosts
 from standalone import spark_environment
 
 from ringspark.extras.packing import pack
 from ringspark.extras.packing.archive import write_archive
 from ringspark.extras.packing.distributions import choose_distributions, is_packed, list_files
+
+ROOT = Path(__file__).parents[3]
+JOB = """stage: TorchRegressor
+data:
+  csv: {folder}/rows.csv
+  options: {{header: true, inferSchema: true}}
+features:
+  inputs: array(x)
+params:
+  model: {{target: linear, kwargs: {{in_features: 1, out_features: 1}}}}
+  featuresCol: inputs
+  labelCol: y
+  batchSize: 16
+  numWorkers: 2
+  runUri: {folder}/run
+  storageUri: {folder}/store
+save:
+  model: {folder}/model
+evaluation:
+  data:
+    csv: {folder}/rows.csv
+    options: {{header: true, inferSchema: true}}
+  output: {folder}/metrics.json
+"""
 
 
 def requirements(folder: Path, text: str) -> Path:
@@ -142,27 +168,56 @@ def test_an_archive_that_lacks_a_package_is_not_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["requirements.txt"]
 
 
+@pytest.fixture(scope="module")
+def cluster(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkHosts]:
+    """Workers on two hosts, which see neither this environment, its Python, nor the checkout."""
+    with Network(num_hosts=2) as network:
+        with SparkHosts(network, tmp_path_factory.mktemp("cluster"), archive=archive) as cluster:
+            yield cluster
+
+
+on_hosts = pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}")
+
+
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.skipif(bool(refusal()), reason=f"no hosts here: {refusal()}")
-def test_executors_without_python_train_from_the_archive(archive: Path, tmp_path: Path) -> None:
-    """The workers are on two hosts and see neither this environment, its Python, nor the checkout."""
-    with Network(num_hosts=2) as network, SparkHosts(network, tmp_path, archive=archive) as cluster:
-        places, fit = cluster.results(cluster.drive({"collective": "torch"}, places=True))
-    for host, (name, python, torch, ringspark, has_environment) in zip(
-        network.hosts, places["places"], strict=True
-    ):
+@on_hosts
+def test_executors_without_python_train_from_the_archive(cluster: SparkHosts, tmp_path: Path) -> None:
+    places, fit = cluster.results(cluster.drive({"collective": "torch"}, places=True))
+    for host, place in zip(cluster.network.hosts, places["places"], strict=True):
+        name, python, torch, ringspark, has_environment = place
         unpacked = python.removesuffix("/bin/python")
         assert (name, has_environment) == (host.name, "False")
-        assert unpacked.startswith(f"{tmp_path}/work-{name}/")
+        assert unpacked.startswith(f"{cluster.folder}/work-{name}/")
         assert torch.startswith(unpacked)
         assert ringspark.startswith(unpacked)
     assert (fit["rows"], fit["restarts"]) == (4000, [])
+
     options = {"conf": {"spark.master": "local[2]"}, "fits": [{"storageUri": str(tmp_path / "local")}]}
-    command = [sys.executable, str(HERE / "driver.py"), json.dumps(options)]
-    done = subprocess.run(
-        command, env=spark_environment(), capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    local = [sys.executable, str(HERE / "driver.py"), json.dumps(options)]
+    done = subprocess.run(local, env=spark_environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (expected,) = json.loads(done.stdout.splitlines()[-1])
     assert fit["predictions"] == pytest.approx(expected["predictions"], abs=1e-6)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@on_hosts
+def test_the_script_for_yarn_trains_on_the_cluster(
+    cluster: SparkHosts, archive: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("x,y\n" + "".join(f"{n / 64},{n / 32}\n" for n in range(64)))
+    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
+    first = cluster.network.hosts[0]
+    variables = {"MASTER": cluster.url, "DEPLOY_MODE": "client", "ARCHIVE": str(archive)}
+    programs = [str(Path(sys.executable).parent), str(SPARK / "bin"), os.environ["PATH"]]
+    done = subprocess.run(
+        first.command([str(ROOT / "deploy" / "yarn" / "train.sh"), "job.yaml", "--set", "params.epochs=2"]),
+        env=cluster.environment(first) | variables | {"PATH": os.pathsep.join(programs)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr + cluster.logs()
+    assert len(json.loads((tmp_path / "metrics.json").read_text())) > 0

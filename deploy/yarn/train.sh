@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Trains a job file from a packed environment: train.sh JOB.yaml [options of `ringspark train`]
+#
+# Run it in the environment to pack; spark-submit of the cluster's Spark is on the PATH. The hosts need no Python packages.
+#
+# Variables: ARCHIVE (made by `ringspark pack` if it does not exist), WORKERS, MASTER, DEPLOY_MODE.
+#
+# Run: by tests/extras/packing/test_pack.py with MASTER=spark://... and DEPLOY_MODE=client. Not run on YARN.
+set -euo pipefail
+job=$1
+archive=${ARCHIVE:-environment.tar.gz}
+mode=${DEPLOY_MODE:-cluster}
+python=$(command -v python)
+[ -e "$archive" ] || ringspark pack --output "$archive"
+options=(--master "${MASTER:-yarn}" --deploy-mode "$mode" --archives "$archive#environment")
+options+=(--conf spark.pyspark.python=./environment/bin/python)
+options+=(--conf "spark.executor.instances=${WORKERS:-2}" --conf spark.executor.cores=1)
+options+=(--conf spark.dynamicAllocation.enabled=false --conf spark.executor.memoryOverhead="${MEMORY_OVERHEAD:-4g}")
+if [ "$mode" = client ]; then
+	options+=(--conf "spark.pyspark.driver.python=$python")
+else
+	# The driver runs on a host of the cluster, in a folder with this file.
+	options+=(--files "$job")
+	job=$(basename "$job")
+fi
+command=$("$python" -c 'import ringspark.jobs.command as command; print(command.__file__)')
+exec spark-submit "${options[@]}" "$command" train "$job" "${@:2}"
