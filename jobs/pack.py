@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requirement",
         type=Path,
         metavar="FILE",
-        help="pack only the packages in this file, ringspark, and what these need; default: all packages",
+        help="pack only the packages in this file, ringspark, Horovod, Petastorm, and what these need; "
+        "default: all packages",
     )
     parser.add_argument(
         "--exclude", nargs="+", action="extend", default=[], metavar="NAME", help="packages to leave out"

@@ -16,6 +16,8 @@ import ringspark
 OURS = "ringspark"
 # Executors take pyspark and py4j from their Spark; pyspark's jars are 400 MB.
 LEFT_OUT = ("pip", "pyspark", "py4j")
+# `fit` uses them by default if the driver has them.
+_DEFAULTS = ("horovod", "petastorm")
 # They name files and folders of this machine, or list files that are left out.
 _NOT_PACKED = ("direct_url.json", "RECORD", "REQUESTED")
 
@@ -104,7 +106,7 @@ def _with_dependencies(wanted: list[Requirement], installed: dict[str, Distribut
             raise ValueError(f"{item} is asked for, but {have.version} is installed; pip install '{item}'")
     chosen: set[str] = set()
     seen: set[tuple[str, str]] = set()
-    to_visit = [Requirement(OURS), *wanted]
+    to_visit = [Requirement(OURS), *map(Requirement, _DEFAULTS), *wanted]
     while to_visit:
         item = to_visit.pop()
         name = canonicalize_name(item.name)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,6 +33,8 @@ def main(folder: Path) -> None:
         model=ModelSpec("linear", {"in_features": 2, "out_features": 1}).to_json(),
     )
     result = train_here(config)
+    if find_spec("horovod"):
+        import_module("horovod.torch")
     told = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""The files in deploy/: scripts run in a new virtual environment, and types of the services read the settings."""
+"""The files in deploy/: scripts run in a new virtual environment; types of the services read the settings."""
 
 from __future__ import annotations
 
