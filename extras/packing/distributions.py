@@ -76,7 +76,8 @@ def _checkout_files() -> dict[str, Path]:
     """Returns the files of a ringspark whose packages lie in a checkout."""
     package = Path(str(ringspark.__file__)).parent
     files = {f"{OURS}/{file.name}": file for file in package.iterdir() if file.is_file()}
-    for room in pkgutil.iter_modules(ringspark.__path__):
+    rooms = [module for module in pkgutil.iter_modules(ringspark.__path__) if module.name != OURS]
+    for room in rooms:
         parent = Path(room.module_finder.path)  # type: ignore[union-attr]
         for file in (parent / room.name).rglob("*") if room.ispkg else ():
             path = PurePosixPath(OURS, file.relative_to(parent).as_posix())
