@@ -338,7 +338,7 @@ def _check_packages(answers: list[_Answer], found: _Findings) -> None:
         found.problem(
             "packages",
             "; ".join(list(differ)[:5]) + "; install the same packages on every executor, or ship an "
-            "environment with spark.archives (docs/install.md)",
+            "environment with `ringspark pack` (docs/install.md)",
         )
     else:
         shown = ", ".join(f"{package} {version}" for package, version in wanted.items())

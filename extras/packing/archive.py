@@ -9,6 +9,7 @@ import gzip
 import json
 import mmap
 import os
+import posixpath
 import re
 import subprocess
 import sys
@@ -51,18 +52,18 @@ def write_archive(output: Path, files: dict[str, Path]) -> None:
         for name, file in sorted(files.items()):
             entry = tarfile.TarInfo(name)
             entry.mtime = _TIME
-            # Only the names of the interpreter are links; all other links are followed.
-            if file.is_symlink() and not Path(target := os.readlink(file)).is_absolute():
-                entry.type, entry.linkname = tarfile.SYMTYPE, target
+            # A link stays a link only if it leads to another file of the archive.
+            if file.is_symlink() and posixpath.join(posixpath.dirname(name), os.readlink(file)) in files:
+                entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(file)
                 archive.addfile(entry)
                 continue
             entry.size = file.stat().st_size
-            entry.mode = 0o755 if os.access(file, os.X_OK) else 0o644
+            entry.mode = 0o755 if file.stat().st_mode & 0o100 else 0o644
             with file.open("rb") as content:
                 archive.addfile(entry, content)
 
 
-def test_archive(archive: Path, folder: Path) -> dict[str, Any]:
+def try_archive(archive: Path, folder: Path) -> dict[str, Any]:
     """Trains in the unpacked archive, without this environment's variables."""
     root, work = folder / "unpacked", folder / "work"
     root.mkdir()

@@ -35,7 +35,7 @@ def choose_distributions(requirement: Path | None, exclude: Iterable[str]) -> di
     if unknown := sorted(left_out - set(installed)):
         raise ValueError(f"--exclude {unknown[0]}: no such package is installed; see pip list")
     if OURS in left_out or OURS not in installed:
-        raise ValueError("the archive needs ringspark, but it is excluded or was not installed by pip")
+        raise ValueError("the archive needs ringspark: install it by pip, and do not exclude it")
     chosen = set(installed) if requirement is None else _with_dependencies(_read(requirement), installed)
     return {name: installed[name] for name in sorted(chosen - left_out - set(LEFT_OUT))}
 
@@ -103,8 +103,8 @@ def _with_dependencies(wanted: list[Requirement], installed: dict[str, Distribut
         have = installed.get(canonicalize_name(item.name))
         if have is None:
             raise ValueError(f"{item.name} is not installed here; pip install '{item}'")
-        if have.version not in item.specifier:
-            raise ValueError(f"{item} is asked for, but {have.version} is installed; pip install '{item}'")
+        if not item.specifier.contains(have.version, prereleases=True):
+            raise ValueError(f"{have.version} of {item.name} is installed, not {item}; pip install '{item}'")
     chosen: set[str] = set()
     seen: set[tuple[str, str]] = set()
     to_visit = [Requirement(OURS), *map(Requirement, _DEFAULTS), *wanted]

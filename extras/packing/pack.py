@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.packing.archive import newest_glibc, test_archive, write_archive
+from ringspark.extras.packing.archive import newest_glibc, try_archive, write_archive
 from ringspark.extras.packing.distributions import choose_distributions, list_files
 from ringspark.extras.packing.interpreter import OF_THE_HOST, check_environment, copy_interpreter
 
@@ -32,17 +33,17 @@ def pack(output: Path, requirement: Path | None = None, exclude: Iterable[str] =
         ValueError: The environment cannot be packed, or the archive does not work.
     """
     _check_output(output)
-    check_environment()
     packages = choose_distributions(requirement, exclude)
+    check_environment()
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     with tempfile.TemporaryDirectory(prefix="ringspark-pack-") as name:
         try:
             files = _collect(Path(name, "environment"), packages)
             glibc = newest_glibc(files.values())
             write_archive(partial, files)
-            told = test_archive(partial, Path(name))
+            told = try_archive(partial, Path(name))
             os.replace(partial, output)
-        except OSError as error:
+        except (OSError, subprocess.CalledProcessError) as error:
             raise ValueError(f"cannot write the archive: {error}; free space, or set TMPDIR") from error
         finally:
             partial.unlink(missing_ok=True)
