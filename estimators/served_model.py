@@ -1,45 +1,23 @@
-"""A fitted stage as an MLflow `pyfunc`, which predicts pandas DataFrames without a Spark session."""
+"""Loads the fitted stage of a logged MLflow model, and predicts pandas DataFrames without a Spark session.
+
+MLflow models name this module, so it must not move. `ringspark.extras.serving` writes them.
+"""
 
 from __future__ import annotations
 
-import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from pyspark.sql.types import DoubleType, StructType
+from pyspark.sql.types import StructType
 
-from ringspark.estimators.columns.inputs import source_names
-from ringspark.estimators.inference.local_inputs import needs_spark, predict_frame
+from ringspark.estimators.inference.local_inputs import predict_frame
 from ringspark.estimators.stages.spark_metadata import read_metadata
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.pipelines import storage
-from ringspark.pipelines.kinds import Array, Kind, Padded, Ragged, Scalar, Tokens, Vocabulary
 
 _CLASSES = {kind.__name__: kind for kind in (TorchModel, TorchClassificationModel, TorchRegressionModel)}
-_EXAMPLE_ROWS = 2
-_REQUIREMENTS = ("ringspark", "torch", "pyspark", "pyarrow", "pandas", "numpy")
-
-
-def save(model: TorchModel, folder: str, run_id: str | None = None, model_id: str | None = None) -> None:
-    """Writes the model as a `pyfunc` to a new local folder, with the ids of MLflow's run and logged model."""
-    import mlflow.pyfunc
-    from mlflow.models import Model
-
-    with tempfile.TemporaryDirectory(prefix="ringspark-") as temporary:
-        stage = Path(temporary) / "stage"
-        model.write().save(f"file://{stage}")
-        mlflow.pyfunc.save_model(
-            path=folder,
-            loader_module=__name__,  # so this module must not move
-            data_path=str(stage),
-            mlflow_model=Model(run_id=run_id, model_id=model_id),
-            signature=_signature(model),
-            input_example=_example(model),
-            pip_requirements=_requirements(),
-        )
 
 
 def load_stage(model_uri: str) -> Any:
@@ -48,8 +26,16 @@ def load_stage(model_uri: str) -> Any:
     from mlflow.models import Model
 
     folder = Path(download_artifacts(artifact_uri=model_uri))
-    flavour = Model.load(str(folder)).flavors["python_function"]
-    return _stage(str(folder / flavour["data"]))
+    flavors = Model.load(str(folder)).flavors
+    found = flavors.get("ringspark", {}).get("stage")
+    if found is None:  # logged before there were two flavors
+        served = flavors.get("python_function", {})
+        found = served.get("data") if served.get("loader_module") == __name__ else None
+    if found is None:
+        raise ValueError(
+            f"{model_uri} holds no model of ringspark; give one that tracking='mlflow' has logged"
+        )
+    return _stage(str(folder / found))
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
@@ -89,87 +75,3 @@ def _stage(folder: str) -> TorchModel:
     name = read_metadata(storage.normalize(uri))["class"].rpartition(".")[2]
     stage: TorchModel = _CLASSES[name].load(uri)
     return stage
-
-
-def _signature(model: TorchModel) -> Any:
-    from mlflow.models import ModelSignature
-    from mlflow.types.schema import Array as Repeated
-    from mlflow.types.schema import ColSpec, DataType, Schema
-
-    sources = _sources(model)
-    if sources is None:
-        return None
-
-    def nested(kind: Kind) -> Any:
-        shape = _shape(kind)
-        if shape is None:
-            return DataType.string if isinstance(kind, Vocabulary | Tokens) else DataType.binary
-        # pandas and JSON bring wide dtypes, which a smaller dtype would refuse.
-        found: Any = {"f": DataType.double, "b": DataType.boolean}.get(_wide(kind)[0], DataType.long)
-        for _ in shape:
-            found = Repeated(found)
-        return found
-
-    names, results = model._outputs()
-    outputs = [
-        ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
-        for name, of in zip(names, results.types, strict=True)
-        if name
-    ]
-    if class_name := _class_name(model):
-        outputs.append(ColSpec(DataType.string, class_name, required=False))
-    inputs = [ColSpec(nested(kind), name) for name, kind in sources]
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
-
-
-def _example(model: TorchModel) -> pd.DataFrame | None:
-    sources = _sources(model)
-    if sources is None:
-        return None
-    columns: dict[str, Any] = {}
-    for name, kind in sources:
-        if isinstance(kind, Vocabulary):
-            columns[name] = [*(kind.words or ("",))][:1] * _EXAMPLE_ROWS
-        elif isinstance(kind, Tokens):
-            columns[name] = ["text"] * _EXAMPLE_ROWS
-        elif (shape := _shape(kind)) is None:
-            return None
-        else:
-            dtype = "int64" if _wide(kind).startswith("int") else _wide(kind)
-            columns[name] = list(np.zeros((_EXAMPLE_ROWS, *shape), dtype))
-            if shape:
-                columns[name] = [row.tolist() for row in columns[name]]
-    return pd.DataFrame(columns)
-
-
-def _sources(model: TorchModel) -> list[tuple[str, Kind]] | None:
-    found = dict[str, Kind]()
-    for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
-        if needs_spark(item):
-            return None
-        assert item.column is not None
-        found.setdefault(name, item.column.kind)
-    return list(found.items())
-
-
-def _wide(kind: Kind) -> str:
-    dtype = str(getattr(kind, "dtype", ""))
-    return "float64" if dtype.startswith("float") else dtype
-
-
-def _shape(kind: Kind) -> tuple[int, ...] | None:
-    if isinstance(kind, Scalar):
-        return ()  # one number
-    if isinstance(kind, Padded | Ragged):
-        return (getattr(kind, "length", None) or 1,)
-    return (kind.shape or (1,)) if isinstance(kind, Array) else None
-
-
-def _requirements() -> list[str]:
-    found = []
-    for name in _REQUIREMENTS:
-        try:
-            found.append(f"{name}=={version(name)}")
-        except PackageNotFoundError:  # shipped as a zip
-            found.append(name)
-    return found

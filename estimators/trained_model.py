@@ -27,7 +27,7 @@ from ringspark.estimators.columns.inputs import (
     shared_columns,
     source_columns,
 )
-from ringspark.estimators.inference.export import ExportFormat, export_module, record_module
+from ringspark.estimators.inference.export import Export, ExportFormat, export_module, record_module
 from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.predict import (
     CHUNK_BYTES,
@@ -136,12 +136,17 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Writes the network, including `transformInPrediction`, to a file that takes any number of rows.
 
         Args:
-            path: Path or URI of the file on any store; without a scheme, on the local disk.
-            format: "torch.export" for `torch.export.load`, or "onnx" (`pip install 'ringspark[onnx]'`).
+            path: Path or URI of the file on any store; without a scheme, on the local disk. "triton" and
+                "mlflow" write a folder.
+            format: "torch.export" for `torch.export.load`, or a format of docs/serving.md: "onnx", "triton",
+                "aotinductor", "executorch", or "mlflow", which also has the pre- and postprocessing.
         """
+        export_module(self._network(), path, format)
+
+    def _network(self) -> Export:
         prepare = self.getTransformInPrediction()
         module = self.module() if prepare is None else PreparedNetwork(prepare, self.module())
-        export_module(module, self._inputs, self.inputColumns(), path, format)
+        return Export(module, self._inputs, self.inputColumns(), self)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training to the file `path` on any store."""

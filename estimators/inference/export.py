@@ -1,27 +1,30 @@
-"""Exports a trained network to formats that other programs run: torch.export and ONNX."""
+"""Exports a trained network to formats that other programs run, such as torch.export and ONNX."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
+from ringspark.estimators.lazy_imports import LazyRegistry
+from ringspark.estimators.inference.onnx_operators import translations
 from ringspark.estimators.training.arguments import InputLayout
 from ringspark.estimators.training.batch_transforms import prepare_function, prepare_inputs
 from ringspark.estimators.training.feed import zeros
-from ringspark.models.process_state import PROCESS_LOCK
+from ringspark.models.process_state import PROCESS_LOCK, silence_thread
 from ringspark.models.program import Program
 from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, record_program, trace_network
 from ringspark.pipelines import storage
 
-ExportFormat = Literal["torch.export", "onnx"]
+ExportFormat = Literal["torch.export", "onnx", "triton", "aotinductor", "executorch", "mlflow"]
 
 # Larger weights than one protobuf message holds go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
@@ -29,16 +32,74 @@ _ONNX_LIMIT = (2 << 30) - (64 << 20)
 _VALUES = 3
 
 
-def export_module(
-    module: nn.Module, inputs: Sequence[ModelInput], names: Sequence[str], path: str, format: str
-) -> None:
-    """Traces the module for any number of rows and writes it to the file `path`."""
-    if format not in get_args(ExportFormat):
-        raise ValueError(f"format must be one of {list(get_args(ExportFormat))}, got {format!r}")
-    missing = [p for p in ("onnx", "onnxscript") if format == "onnx" and find_spec(p) is None]
-    if missing:
+class ExportError(ValueError):
+    """An exporter refuses the model or needs something; the message is a whole sentence."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A network to export: `module` includes `transformInPrediction` of the fitted `stage`."""
+
+    module: nn.Module
+    inputs: Sequence[ModelInput]
+    names: Sequence[str]
+    stage: Any = None
+
+    def trace(self) -> torch.export.ExportedProgram:
+        """Traces the network for any number of rows."""
+        return trace_network(self.module, self.samples(TRACED_ROWS), _varying(self.inputs))
+
+    def samples(self, rows: int) -> tuple[torch.Tensor, ...]:
+        return _samples(self.inputs, rows)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Name of each input of the network."""
+        if len(self.names) == len(self.inputs):
+            return list(self.names)
+        return [item.column.name + item.part for item in self.inputs if item.column is not None]
+
+
+def write_program(export: Export, path: str) -> None:
+    torch.export.save(export.trace(), path)
+
+
+def write_onnx(export: Export, path: str) -> None:
+    _to_onnx(export.trace(), export.arguments, path)
+
+
+_SERVING = "ringspark.extras.serving"
+
+EXPORTERS: LazyRegistry[Callable[[Export, str], None]] = LazyRegistry(
+    {
+        "torch.export": f"{__name__}:write_program",
+        "onnx": f"{__name__}:write_onnx",
+        "triton": f"{_SERVING}.triton:write_repository",
+        "aotinductor": f"{_SERVING}.compiled:write_aotinductor",
+        "executorch": f"{_SERVING}.compiled:write_executorch",
+        "mlflow": f"{_SERVING}.logged_model:write_model",
+    }
+)
+"""Function that writes each format to a new local file or folder."""
+
+# Packages that a format needs besides torch, and the extra of ringspark that installs them.
+_ONNX = ("onnx", ("onnx", "onnxscript"))
+_NEEDS = {
+    "onnx": _ONNX,
+    "triton": _ONNX,
+    "executorch": ("executorch", ("executorch",)),
+    "mlflow": ("mlflow", ("mlflow",)),
+}
+
+
+def export_module(export: Export, path: str, format: str) -> None:
+    """Writes the network to the file or folder `path`."""
+    if format not in EXPORTERS:
+        raise ValueError(f"format must be one of {list(EXPORTERS)}, got {format!r}")
+    extra, packages = _NEEDS.get(format, ("", ()))
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise ValueError(
-            f"format 'onnx' needs {' and '.join(missing)}; pip install 'ringspark[onnx]', or take "
+            f"format {format!r} needs {' and '.join(missing)}; pip install 'ringspark[{extra}]', or take "
             "format='torch.export'"
         )
     target = storage.normalize(path)
@@ -47,28 +108,26 @@ def export_module(
         what = "is a folder" if path.endswith("/") or fs.isdir(inside) else "exists already"
         raise ValueError(f"{path} {what}, but an export writes a new file; give a new path")
     with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
-        file = os.path.join(folder, os.path.basename(target))
         try:
-            program = trace_network(module, _samples(inputs, TRACED_ROWS), _varying(inputs))
-            if format == "onnx":
-                plain = [item.column.name + item.part for item in inputs if item.column is not None]
-                _to_onnx(program, names if len(names) == len(inputs) else plain, file)
-            else:
-                torch.export.save(program, file)
+            EXPORTERS[format](export, os.path.join(folder, os.path.basename(target)))
+        except ExportError:
+            raise
         except Exception as error:  # tracing runs the module's code
             raise ValueError(
-                f"model {type(module).__name__} cannot be exported as {format}: "
+                f"model {type(export.module).__name__} cannot be exported as {format}: "
                 f"{type(error).__name__}: {first_line(error)}; torch.export needs a forward without "
                 "branches on values"
             ) from error
         parent = target.rpartition("/")[0]
-        storage.make_dirs(parent or "/")
-        for name in sorted(os.listdir(folder)):
-            with (
-                open(os.path.join(folder, name), "rb") as source,
-                storage.open_file(f"{parent}/{name}", "wb") as writer,
-            ):
-                shutil.copyfileobj(source, writer, 16 << 20)
+        for place, _, names in os.walk(folder):
+            there = f"{parent}/{os.path.relpath(place, folder)}".removesuffix("/.")
+            storage.make_dirs(there or "/")
+            for name in sorted(names):
+                with (
+                    open(os.path.join(place, name), "rb") as source,
+                    storage.open_file(f"{there}/{name}", "wb") as writer,
+                ):
+                    shutil.copyfileobj(source, writer, 16 << 20)
 
 
 def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
@@ -128,11 +187,12 @@ def _places(inputs: Sequence[ModelInput]) -> InputLayout:
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
-    with PROCESS_LOCK:
+    with PROCESS_LOCK, silence_thread():
         torch.onnx.export(
             program,
             f=file,
             input_names=list(names),
+            custom_translation_table=translations(),
             dynamo=True,
             external_data=num_bytes > _ONNX_LIMIT,
             verbose=False,

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from mlflow.tracking.context import registry
 from mlflow.tracking.fluent import _get_experiment_id
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart
 from ringspark.estimators.tracking.mlflow_tracker import CONTEXT, EXPERIMENT, PARENT, MlflowTracker
 from ringspark.estimators.training.history import EpochRecord
@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 # File in the run's tracking folder with the server and id of the MLflow run.
 FILE = "mlflow.json"
-# The module of the `pyfunc`, by name, because stages are above trackers.
-FLAVOUR = "ringspark.estimators.served_model"
+# Function that writes the logged model, by its path, because stages are above trackers.
+SAVE_MODEL = "ringspark.extras.serving.logged_model:save"
 MODEL = "model"
 
 # MLflow's limits of one request and of a text.
@@ -291,8 +291,8 @@ class MlflowRun(Listener):
         try:
             with tempfile.TemporaryDirectory(prefix="ringspark-") as folder:
                 local = str(Path(folder) / MODEL)
-                flavour: Any = import_module(FLAVOUR)
-                flavour.save(model, local, run_id=self._run_id, model_id=logged.model_id)
+                save: Any = load_object(SAVE_MODEL)
+                save(model, local, self._run_id, logged.model_id, self._tracker.runtime)
                 self._client.log_model_artifacts(logged.model_id, local)
             status = "READY"
         finally:
@@ -312,9 +312,11 @@ class MlflowRun(Listener):
         # use the process's own tracking URI.
         is_server = urlsplit(self._uri).scheme in ("http", "https") or self._uri.startswith("databricks")
         source = f"models:/{logged.model_id}" if is_server else logged.artifact_location
-        self._client.create_model_version(
+        made = self._client.create_model_version(
             name, source=source, run_id=self._run_id, model_id=logged.model_id, await_creation_for=0
         )
+        if self._tracker.alias is not None:
+            self._client.set_registered_model_alias(name, self._tracker.alias, made.version)
 
     def _file(self) -> str:
         return storage.join(self._run.run_uri, run_layout.TRACKING, FILE)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.tracking.base import Listener, RunStart, Tracker
@@ -38,8 +38,11 @@ class MlflowTracker(Tracker):
         experiment: Name of the experiment, created if needed; default: the parent run's, else the active one.
         run_name: Name of the run; default: the stage's uid.
         tags: Further tags of the run.
-        log_model: Whether to log the fitted stage, as a `pyfunc` that needs no Spark session.
+        log_model: Whether to log the fitted stage, as a `pyfunc` that needs neither Spark nor ringspark.
+        runtime: Package that runs the logged `pyfunc`: "onnx", "torch", or "ringspark" itself; None takes the
+            first that can run it.
         registered_model_name: Name to register the stage under; "catalog.schema.model" in Unity Catalog.
+        alias: Alias of the registered version, such as "champion" in "models:/name@champion".
         nested: Whether a run that is active in the caller of `fit` becomes the parent.
         parent_run_id: Id of the parent, instead of the active run.
     """
@@ -52,6 +55,8 @@ class MlflowTracker(Tracker):
     tags: Mapping[str, str] | None = None
     log_model: bool = True
     registered_model_name: str | None = None
+    alias: str | None = None
+    runtime: Literal["onnx", "torch", "ringspark"] | None = None
     nested: bool = True
     parent_run_id: str | None = None
 
@@ -65,7 +70,14 @@ class MlflowTracker(Tracker):
             raise ValueError(
                 f"tracking: tags of 'mlflow' must be a dict of names and strings, got {self.tags!r}"
             )
-        for option in ("tracking_uri", "registry_uri", "experiment", "run_name", "registered_model_name"):
+        for option in (
+            "tracking_uri",
+            "registry_uri",
+            "experiment",
+            "run_name",
+            "registered_model_name",
+            "alias",
+        ):
             value = getattr(self, option)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"tracking: {option} of 'mlflow' must be a non-empty string, got {value!r}")
@@ -73,6 +85,13 @@ class MlflowTracker(Tracker):
             raise ValueError(
                 "tracking: registered_model_name of 'mlflow' needs the logged model, but log_model is "
                 "False; drop one of the two"
+            )
+        if self.alias is not None and self.registered_model_name is None:
+            raise ValueError("tracking: alias of 'mlflow' needs registered_model_name; set it too")
+        if self.runtime not in (None, "onnx", "torch", "ringspark"):
+            raise ValueError(
+                "tracking: runtime of 'mlflow' must be 'onnx', 'torch', 'ringspark' or None, got "
+                f"{self.runtime!r}"
             )
 
     def surroundings(self) -> dict[str, str]:

@@ -1,0 +1,136 @@
+"""The numbers and category ids of a table's row, as ringspark's column type "table_row" computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .values import NumpyArray, Reading, array_of, at_path, is_missing, microseconds, numbers_of, shorten
+
+_DAY = 86_400.0
+_NULL_WORD = "\0null"
+_PERIODS = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
+
+
+def read_table(frame: pd.DataFrame, kind: dict[str, Any]) -> Reading:
+    """Returns `.numbers`, (rows, M) fp32 with NaN for missing numbers, and `.ids`, (rows, K) int64."""
+    numbers = [np.zeros((len(frame), 0), np.float32)]
+    ids = []
+    for column in kind["columns"]:
+        try:
+            values = _values(frame, column)
+            if column["form"] == "words":
+                ids.append(_word_ids(values, column))
+            elif column["form"] == "levels":
+                ids.append(_level_ids(_doubles(values, column), column["levels"]))
+            elif column["form"] == "calendar":
+                numbers.append(_calendar_numbers(_seconds(values, column), column))
+            else:
+                numbers.append(_standardize(_doubles(values, column), column)[:, None].astype(np.float32))
+        except ValueError as error:
+            raise ValueError(f"{column['name']!r} {error}") from None
+    made = np.stack(ids, axis=1) if ids else np.zeros((len(frame), 0), np.int64)
+    arrays = {".numbers": np.concatenate(numbers, axis=1), ".ids": made}
+    return Reading(arrays, np.zeros(len(frame), bool))
+
+
+def _values(frame: pd.DataFrame, column: dict[str, Any]) -> Any:
+    values: Any = frame[column["name"]]
+    if column["path"]:
+        values = at_path(values.tolist(), column["path"])
+    if column["item"] is None:
+        return values
+    return [None if is_missing(value) else _item(array_of(value), column["item"]) for value in values]
+
+
+def _item(array: NumpyArray, item: int) -> Any:
+    return array[item] if item < len(array) else None
+
+
+def _doubles(values: Any, column: dict[str, Any]) -> NumpyArray:
+    found, missing = numbers_of(values)
+    if column["type"] in ("float", "array<float>"):
+        # Spark reads such a column as float, and JSON gives doubles.
+        found = found.astype(np.float32)
+    doubles: NumpyArray = np.where(missing, np.nan, found.astype(np.float64))
+    return doubles
+
+
+def _standardize(values: NumpyArray, column: dict[str, Any]) -> NumpyArray:
+    values = np.where(np.isfinite(values), values, np.nan)
+    with np.errstate(invalid="ignore", over="ignore"):
+        standard: NumpyArray = np.clip(
+            (values - column["center"]) / column["scale"], column["low"], column["high"]
+        )
+    return standard
+
+
+def _word_ids(values: Any, column: dict[str, Any]) -> NumpyArray:
+    known = _word_set(tuple(column["words"]))
+    ids = np.zeros(len(values), np.int64)
+    for row, value in enumerate(values):
+        if is_missing(value):
+            word = _NULL_WORD
+        elif isinstance(value, bool | np.bool_):
+            word = "true" if value else "false"
+        elif isinstance(value, str):
+            word = value
+        else:
+            raise ValueError(f"holds {shorten(value)}, but the model was trained on {column['type']}")
+        ids[row] = known.get(word, 0)
+    return ids
+
+
+@lru_cache(maxsize=256)
+def _word_set(words: tuple[str, ...]) -> dict[str, int]:
+    return {word: number for number, word in enumerate(words, start=1)}
+
+
+def _level_ids(values: NumpyArray, levels: Sequence[float]) -> NumpyArray:
+    known = np.array(levels)
+    place = np.minimum(np.searchsorted(known, values), len(known) - 1)
+    ids: NumpyArray = np.where(known[place] == values, place + 1, 0).astype(np.int64)
+    return ids
+
+
+def _seconds(values: Any, column: dict[str, Any]) -> NumpyArray:
+    """Returns seconds since 1970 on the clock of the column's time zone; NaN for missing times."""
+    zone = column["zone"]
+    found, missing = microseconds(list(values), zone)
+    if zone:
+        seconds = _on_clock(found / 1e6, zone)
+    else:
+        whole = found // 1_000_000
+        seconds = (whole - whole % 86_400 if column["type"] == "date" else whole).astype(np.float64)
+    return np.where(missing, np.nan, seconds)
+
+
+def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
+    moments = pd.to_datetime(pd.Series(seconds), unit="s", utc=True, errors="coerce")
+    shown = moments.dt.tz_convert(zone).dt.tz_localize(None)
+    found: NumpyArray = ((shown - pd.Timestamp(0)) / pd.Timedelta(seconds=1)).to_numpy(np.float64)
+    return found
+
+
+def _calendar_numbers(seconds: NumpyArray, column: dict[str, Any]) -> NumpyArray:
+    found = [_standardize(seconds, column)] if column["has_trend"] else []
+    for name in column["parts"]:
+        turn = _calendar(name, seconds) / _PERIODS[name]
+        found += [turn * 4 - 2, np.sin(2 * np.pi * turn), np.cos(2 * np.pi * turn)]
+    return np.stack(found, axis=1).astype(np.float32)
+
+
+def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:
+    days = np.floor(seconds / _DAY)
+    if part == "hour":
+        return seconds / _DAY - days
+    if part == "weekday":
+        weekday: NumpyArray = (days + 3) % 7  # 1970-01-01 was a Thursday
+        return weekday
+    known = np.where(np.isfinite(days), days, 0).astype("datetime64[D]")
+    start = known.astype("datetime64[M]" if part == "monthday" else "datetime64[Y]").astype("datetime64[D]")
+    return np.where(np.isfinite(days), (known - start).astype(np.float64), np.nan)

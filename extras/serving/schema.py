@@ -1,0 +1,157 @@
+"""MLflow's signature and input example of a fitted stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pyspark.sql.types import DoubleType
+
+from ringspark.estimators.columns.expressions import TEMPORAL
+from ringspark.estimators.columns.inputs import ModelInput, source_names
+from ringspark.estimators.inference.local_inputs import needs_spark
+from ringspark.extras.serving.served_folder import class_name
+from ringspark.pipelines.kinds import (
+    Array,
+    HashBuckets,
+    Kind,
+    Padded,
+    Ragged,
+    Scalar,
+    Sparse,
+    Struct,
+    TableColumn,
+    TableRow,
+    Tokens,
+    Vocabulary,
+)
+
+_EXAMPLE_ROWS = 2
+_FLOATS = ("float", "double")
+
+
+def signature_of(model: Any, *, is_served: bool = True) -> Any:
+    """Returns the names and types of the model's columns, or None if only Spark can prepare them.
+
+    MLflow converts JSON by these types, and refuses rows of other types. A column with several forms, such as
+    times, structs, or whole numbers with missing values, accepts everything here, and the model checks it.
+    """
+    from mlflow.models import ModelSignature
+    from mlflow.types.schema import Array as Repeated
+    from mlflow.types.schema import ColSpec, DataType, Schema
+
+    sources = _sources(model, is_served)
+    if sources is None:
+        return None
+    names, results = model._outputs()
+    outputs = [
+        ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
+        for name, of in zip(names, results.types, strict=True)
+        if name
+    ]
+    if name := class_name(model):
+        outputs.append(ColSpec(DataType.string, name, required=False))
+    inputs = [column for name, item in sources.items() for column in _columns(name, item)]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
+
+
+def example_of(model: Any, *, is_served: bool = True) -> pd.DataFrame | None:
+    """Returns two rows that the model predicts; None if no value of some column is known to be valid."""
+    sources = _sources(model, is_served)
+    if sources is None:
+        return None
+    values: dict[str, Any] = {}
+    for name, item in sources.items():
+        assert item.column is not None
+        if isinstance(item.column.kind, TableRow):
+            for source in item.column.kind.sources:
+                values[source] = _table_value([c for c in item.column.kind.columns if c.name == source])
+        else:
+            values[name] = _value(item.column.kind, item.column.source)
+    if any(value is NotImplemented for value in values.values()):
+        return None
+    return pd.DataFrame({name: [value] * _EXAMPLE_ROWS for name, value in values.items()})
+
+
+def _sources(model: Any, is_served: bool) -> dict[str, ModelInput] | None:
+    """Returns an input for each source column; one that fills nulls if there are several."""
+    found: dict[str, ModelInput] = {}
+    for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
+        if item.column is None or (needs_spark(item) and not is_served):
+            return None
+        if name not in found or item.fills_nulls:
+            found[name] = item
+    return found
+
+
+def _columns(name: str, item: ModelInput) -> list[Any]:
+    from mlflow.types.schema import AnyType, ColSpec, DataType
+
+    assert item.column is not None
+    kind = item.column.kind
+    if not isinstance(kind, TableRow):
+        return [ColSpec(_type(kind, item.column.source, item.fills_nulls), name)]
+    found = []
+    for source in kind.sources:
+        (first, *_) = columns = [column for column in kind.columns if column.name == source]
+        is_plain = not any(column.path or column.item is not None for column in columns)
+        data_type: Any = AnyType()
+        if is_plain and first.type in _FLOATS:
+            data_type = DataType.double
+        elif is_plain and first.form == "words" and first.type != "boolean":
+            data_type = DataType.string
+        found.append(ColSpec(data_type, source))
+    return found
+
+
+def _type(kind: Kind, source: str, fills_nulls: bool) -> Any:
+    from mlflow.types.schema import AnyType, DataType
+    from mlflow.types.schema import Array as Repeated
+
+    if isinstance(kind, Vocabulary | Tokens | HashBuckets):
+        return DataType.string
+    if isinstance(kind, Struct | Sparse) or source in TEMPORAL:
+        return AnyType()
+    dtype = str(getattr(kind, "dtype", ""))
+    if fills_nulls and not (isinstance(kind, Scalar) and dtype.startswith("float")):
+        return AnyType()
+    shape = _shape(kind)
+    if shape is None:
+        return DataType.binary
+    # pandas and JSON bring wide dtypes, which a smaller dtype would refuse.
+    found: Any = {"f": DataType.double, "b": DataType.boolean}.get(dtype[:1], DataType.long)
+    for _ in shape:
+        found = Repeated(found)
+    return found
+
+
+def _value(kind: Kind, source: str) -> Any:
+    if isinstance(kind, Vocabulary):
+        return (kind.words or ("",))[0]
+    if isinstance(kind, Tokens | HashBuckets):
+        return "text"
+    if isinstance(kind, Struct | Sparse) or source in TEMPORAL or (shape := _shape(kind)) is None:
+        return NotImplemented
+    dtype = str(getattr(kind, "dtype", ""))
+    zeros = np.zeros(shape, {"f": "float64", "b": "bool"}.get(dtype[:1], "int64"))
+    return zeros.tolist()
+
+
+def _table_value(columns: list[TableColumn]) -> Any:
+    first = columns[0]
+    if first.path or first.item is not None:
+        return NotImplemented
+    if first.form == "words":
+        return True if first.type == "boolean" else next(iter(first.words), "")
+    if first.form == "calendar":
+        return str(np.datetime64(int(first.center), "s"))
+    return float(next((column.center for column in columns if column.form == "number"), 0.0))
+
+
+def _shape(kind: Kind) -> tuple[int, ...] | None:
+    if isinstance(kind, Scalar):
+        return ()  # one number
+    if isinstance(kind, Padded | Ragged):
+        return (getattr(kind, "length", None) or 1,)
+    return (kind.shape or (1,)) if isinstance(kind, Array) else None

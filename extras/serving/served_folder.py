@@ -1,0 +1,173 @@
+"""Writes the folder of a served model: the network for ONNX Runtime or torch, and `serving.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringspark.estimators.columns.inputs import ModelInput, source_names
+from ringspark.estimators.inference.export import EXPORTERS, Export
+from ringspark.estimators.inference.results import Classes, Values
+from ringspark.estimators.stages.storage_root import find_session
+from ringspark.extras.serving.plain.columns import READERS
+from ringspark.extras.serving.plain.network import FILES, load_network
+from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
+from ringspark.models.outputs import as_outputs
+from ringspark.models.recording import first_line
+from ringspark.pipelines.kinds import Binary, HashBuckets, Image, TableRow, Tokens
+
+PACKAGE = "ringspark_served"
+"""Name of the copied package `plain` in a logged model."""
+
+RUNTIMES = {"onnx": "onnxruntime", "torch": "torch"}
+"""Package that runs the network, by the name of the runtime."""
+
+_FORMATS = {"onnx": "onnx", "torch": "torch.export"}
+# Results of another program differ by rounding only.
+_TOLERANCE = 1e-3
+
+
+def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[str]:
+    """Writes the model to a new local folder, and returns the packages that it needs as pins for pip.
+
+    Without a `runtime`, takes ONNX Runtime if it computes what the network computes, and else torch. Raises
+    ValueError if neither can.
+    """
+    inputs = describe_inputs(stage)
+    folder.mkdir(parents=True)
+    export: Export = stage._network()
+    problems = []
+    for name in [runtime] if runtime else list(RUNTIMES):
+        try:
+            EXPORTERS[_FORMATS[name]](export, str(folder / FILES[name]))
+            _compare(export, folder, name)
+            break
+        except Exception as error:  # the exporters raise errors of many classes
+            (folder / FILES[name]).unlink(missing_ok=True)
+            problems.append(f"{name}: {first_line(error) or type(error).__name__}")
+    else:
+        raise ValueError(f"the network cannot be exported ({'; '.join(problems)})")
+    text = {
+        "format_version": FORMAT_VERSION,
+        "runtime": name,
+        "inputs": inputs,
+        "results": _describe_results(stage),
+        "rows_per_pass": stage._rows_per_pass(),
+        "handle_invalid": stage.getHandleInvalid(),
+    }
+    (folder / FILE).write_text(json.dumps(text))
+    return [pin(package) for package in ("numpy", "pandas", RUNTIMES[name], *_packages_of(stage._inputs))]
+
+
+def copy_package(folder: Path) -> Path:
+    """Copies the package `plain` into `folder`, also if ringspark was shipped as a zip."""
+    target = folder / PACKAGE
+    target.mkdir(parents=True)
+    for entry in files("ringspark.extras.serving.plain").iterdir():
+        if entry.name.endswith(".py"):
+            (target / entry.name).write_bytes(entry.read_bytes())
+    return target
+
+
+def describe_inputs(stage: Any) -> list[dict[str, Any]]:
+    """Returns the network's inputs as `serving.json` has them.
+
+    Raises ValueError for a column type without a reader in the package `plain`.
+    """
+    session = find_session()
+    # Times without an offset mean what they mean in this session.
+    zone = "UTC" if session is None else str(session.conf.get("spark.sql.session.timeZone"))
+    described: list[dict[str, Any]] = []
+    readings: dict[Any, int] = {}
+    names = source_names(stage._inputs, stage.inputColumns())
+    # A mask and the values come from one reading.
+    filled = {name for item, name in zip(stage._inputs, names, strict=True) if item.fills_nulls}
+    for item, name in zip(stage._inputs, names, strict=True):
+        kind = {} if item.column is None else item.column.kind.to_json()
+        if kind.get("kind", "") not in READERS:
+            raise ValueError(f"column {name!r} of the type {kind['kind']!r} is read by ringspark only")
+        described.append(
+            {
+                "name": name,
+                "kind": kind,
+                "part": item.part,
+                "type": "" if item.column is None else item.column.source,
+                "fills_nulls": name in filled,
+                "zone": zone,
+                "reading": readings.setdefault((name, item.column), len(readings)),
+            }
+        )
+    return described
+
+
+def pin(package: str) -> str:
+    """Returns the requirement of the installed version, without a local label such as "+cpu"."""
+    try:
+        return f"{package}=={version(package).partition('+')[0]}"
+    except PackageNotFoundError:
+        return package
+
+
+def class_name(stage: Any) -> str:
+    """Returns the name of the column with the class names; "" if there is none."""
+    labels = getattr(stage, "labels", [])
+    name = stage.getPredictedLabelCol() if labels and stage.getPredictionCol() else ""
+    return str(name or "")
+
+
+def _packages_of(inputs: Sequence[ModelInput]) -> Iterator[str]:
+    kinds = [item.column.kind for item in inputs if item.column is not None]
+    if any(
+        isinstance(kind, Image) or (isinstance(kind, Binary) and kind.decoder == "image") for kind in kinds
+    ):
+        yield "pillow"
+    if any(isinstance(kind, Tokens) for kind in kinds):
+        yield "tokenizers"
+    if any(isinstance(kind, HashBuckets) for kind in kinds):
+        yield "xxhash"
+    if any(isinstance(kind, TableRow) for kind in kinds) or any(
+        item.column is not None and item.column.source == "timestamp" for item in inputs
+    ):
+        yield "tzdata"
+
+
+def _describe_results(stage: Any) -> dict[str, Any]:
+    names, results = stage._outputs()
+    described: dict[str, Any] = {
+        "names": names,
+        "widths": Values(shapes=stage._output_shapes).widths,
+        "type": "values",
+        "labels": list(getattr(stage, "labels", [])),
+        "label_name": class_name(stage),
+        "thresholds": None,
+    }
+    if isinstance(results, Classes):
+        thresholds = results.thresholds
+        described |= {"type": "classes", "thresholds": None if thresholds is None else list(thresholds)}
+    return described
+
+
+def _compare(export: Export, folder: Path, runtime: str) -> None:
+    """Raises ValueError if the written network computes other numbers than the module."""
+    run = load_network(str(folder), runtime)
+    for rows in (1, 3):
+        inputs = export.samples(rows)
+        # Zeros are valid for every input, also as ids; numbers vary.
+        for tensor in inputs:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape))
+        with torch.inference_mode():
+            expected = as_outputs(export.module(*(tensor.clone() for tensor in inputs)))
+        found = run([tensor.numpy() for tensor in inputs])
+        for one, other in zip(found, expected, strict=True):
+            wanted = other.double().numpy()
+            limit = _TOLERANCE * max(1.0, float(np.abs(wanted).max(initial=0)))
+            if one.shape != wanted.shape or not np.allclose(one, wanted, 0, limit, equal_nan=True):
+                raise ValueError(f"its results for {rows} rows are not those of the network")
