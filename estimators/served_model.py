@@ -53,7 +53,7 @@ class ServedModel:
         names, results = self.stage._outputs()
         predictor = self.stage._predictor(results=results)
         predicted = predict_frame(predictor, self.stage._inputs, self.stage.inputColumns(), names, frame)
-        if name := _class_name(self.stage):
+        if name := class_name(self.stage):
             # Unknown strings have the number after the last class.
             classes = np.array([*self.stage._labels, None], dtype=object)
             numbers = predicted[self.stage.getPredictionCol()].to_numpy(np.int64)
@@ -63,7 +63,8 @@ class ServedModel:
         return predicted
 
 
-def _class_name(stage: TorchModel) -> str | None:
+def class_name(stage: TorchModel) -> str | None:
+    """Returns the name of the column with the class names; None if there is none."""
     if not isinstance(stage, TorchClassificationModel):
         return None
     return next((field.name for field in stage._class_name_fields(StructType())), None)

@@ -1,6 +1,7 @@
-"""Predicts rows with a saved model or pipeline.
+"""Predicts rows with a saved model or pipeline, or a model of MLflow's registry.
 
 ringspark score /data/model --parquet /data/new --output /data/predictions
+ringspark score models:/late@champion --parquet /data/new --output /data/predictions
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 DESCRIPTION = "Predict rows with a saved model."
+# A model of MLflow, such as models:/name@alias, models:/name/3 or runs:/id/model.
+_OF_MLFLOW = ("models:/", "runs:/")
 _MODELS = ("TorchClassificationModel", "TorchRegressionModel", "TorchModel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="URI", help="saved pipeline, such as save.model of a job file")
+    model = parser.add_mutually_exclusive_group(required=True)
+    text = "saved pipeline, such as save.model of a job file, or models:/name@alias of MLflow's registry"
+    model.add_argument("model", nargs="?", metavar="URI", help=text)
+    model.add_argument("--model", dest="named_model", metavar="URI", help="the same, as an option")
     rows = parser.add_argument_group("rows, one of these").add_mutually_exclusive_group(required=True)
     for kind in FORMATS:
         rows.add_argument(f"--{kind}", metavar="URI", help=f"files of the format {kind}")
@@ -64,15 +70,44 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
     source.check_apart(spark, output)
-    check_apart(spark, output, args.model, "the model")
-    model = _load_model(resolve(spark, args.model))
-    scored = _select(model.transform(source.read(spark)), args.columns)
-    started = time.perf_counter()
-    scored.write.mode("overwrite" if args.overwrite else "error").parquet(output)
-    seconds = time.perf_counter() - started
-    rows = spark.read.parquet(output).count()
+    given = args.named_model or args.model
+    copied = ""
+    if given.startswith(_OF_MLFLOW):
+        # Executors cannot read the folder into which MLflow downloads on this host.
+        copied = f"{output}.model"
+        _download(given, copied)
+    else:
+        check_apart(spark, output, given, "the model")
+    try:
+        model = _load_model(copied or resolve(spark, given))
+        scored = _select(model.transform(source.read(spark)), args.columns)
+        started = time.perf_counter()
+        scored.write.mode("overwrite" if args.overwrite else "error").parquet(output)
+        seconds = time.perf_counter() - started
+        rows = spark.read.parquet(output).count()
+    finally:
+        if copied:
+            storage.remove(copied, recursive=True)
     print(f"score: predictions in {output}")
     cli.print_rate("score", rows, seconds)
+
+
+def _download(uri: str, folder: str) -> None:
+    """Copies the stage of an MLflow model to a new folder on the store."""
+    try:
+        from mlflow.exceptions import MlflowException
+    except ImportError:
+        raise ValueError(f"{uri} needs the package mlflow; pip install 'ringspark[mlflow]'") from None
+    from ringspark.estimators.served_model import load_stage
+
+    try:
+        stage = load_stage(uri)
+    except MlflowException as error:
+        raise ValueError(
+            f"MLflow cannot give {uri}: {first_line(error).rstrip('.')}; set MLFLOW_TRACKING_URI to its server, and give "
+            "models:/name@alias or models:/name/version"
+        ) from None
+    stage.write().overwrite().save(folder)
 
 
 def _load_model(uri: str) -> Any:

@@ -11,7 +11,7 @@ from pyspark.sql.types import DoubleType
 from ringspark.estimators.columns.expressions import TEMPORAL
 from ringspark.estimators.columns.inputs import ModelInput, source_names
 from ringspark.estimators.inference.local_inputs import needs_spark
-from ringspark.extras.serving.served_folder import class_name
+from ringspark.estimators.served_model import class_name
 from ringspark.pipelines.kinds import (
     Array,
     HashBuckets,

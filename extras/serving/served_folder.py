@@ -15,13 +15,14 @@ import torch
 from ringspark.estimators.columns.inputs import ModelInput, source_names
 from ringspark.estimators.inference.export import EXPORTERS, Export
 from ringspark.estimators.inference.results import Classes, Values
+from ringspark.estimators.served_model import class_name
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.extras.serving.plain.columns import READERS
 from ringspark.extras.serving.plain.network import FILES, load_network
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
 from ringspark.models.outputs import as_outputs
 from ringspark.models.recording import first_line
-from ringspark.pipelines.kinds import Binary, HashBuckets, Image, TableRow, Tokens
+from ringspark.pipelines.kinds import Binary, HashBuckets, Image, Struct, TableRow, Tokens
 
 PACKAGE = "ringspark_served"
 """Name of the copied package `plain` in a logged model."""
@@ -115,13 +116,6 @@ def pin(package: str) -> str:
         return package
 
 
-def class_name(stage: Any) -> str:
-    """Returns the name of the column with the class names; "" if there is none."""
-    labels = getattr(stage, "labels", [])
-    name = stage.getPredictedLabelCol() if labels and stage.getPredictionCol() else ""
-    return str(name or "")
-
-
 def _packages_of(inputs: Sequence[ModelInput]) -> Iterator[str]:
     kinds = [item.column.kind for item in inputs if item.column is not None]
     if any(
@@ -132,9 +126,10 @@ def _packages_of(inputs: Sequence[ModelInput]) -> Iterator[str]:
         yield "tokenizers"
     if any(isinstance(kind, HashBuckets) for kind in kinds):
         yield "xxhash"
-    if any(isinstance(kind, TableRow) for kind in kinds) or any(
-        item.column is not None and item.column.source == "timestamp" for item in inputs
-    ):
+    zones = [column.zone for kind in kinds if isinstance(kind, TableRow) for column in kind.columns]
+    types = [kind_type for kind in kinds if isinstance(kind, Struct) for kind_type in kind.types]
+    types += [item.column.source for item in inputs if item.column is not None]
+    if any(zones) or "timestamp" in types:
         yield "tzdata"
 
 
@@ -145,7 +140,7 @@ def _describe_results(stage: Any) -> dict[str, Any]:
         "widths": Values(shapes=stage._output_shapes).widths,
         "type": "values",
         "labels": list(getattr(stage, "labels", [])),
-        "label_name": class_name(stage),
+        "label_name": class_name(stage) or "",
         "thresholds": None,
     }
     if isinstance(results, Classes):

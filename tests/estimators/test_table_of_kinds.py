@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image as Pillow
@@ -259,6 +260,22 @@ def fitted(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.
 
 def scores(frame: Any) -> list[float]:
     return [row.prediction for row in frame.orderBy("id").collect()]
+
+
+# A network with bags of ids has no ONNX form.
+@pytest.mark.extras
+@pytest.mark.parametrize("runtime", [None, "torch"])
+def test_a_served_model_gives_what_transform_gives(fitted: Fitted, tmp_path: Path, runtime: Any) -> None:
+    from ringspark.extras.serving import plain
+    from ringspark.extras.serving.served_folder import write_served
+
+    write_served(fitted.model.stages[0], tmp_path / "served", runtime)
+    rows = fitted.table.orderBy("id").select("x").collect()
+    served = plain.load(str(tmp_path / "served"))
+    found = served.predict(pd.DataFrame({"x": [row.x for row in rows]}))["prediction"]
+    assert torch.allclose(
+        torch.tensor(found.tolist()), torch.tensor(scores(fitted.model.transform(fitted.table))), atol=1e-5
+    )
 
 
 def test_fit_sees_every_row_in_every_epoch(fitted: Fitted) -> None:
