@@ -104,8 +104,8 @@ def _download(uri: str, folder: str) -> None:
         stage = load_stage(uri)
     except MlflowException as error:
         raise ValueError(
-            f"MLflow cannot give {uri}: {first_line(error).rstrip('.')}; set MLFLOW_TRACKING_URI to its server, and give "
-            "models:/name@alias or models:/name/version"
+            f"MLflow cannot give {uri}: {first_line(error).rstrip('.')}; set MLFLOW_TRACKING_URI to the "
+            "server, and give models:/name@alias or models:/name/version"
         ) from None
     stage.write().overwrite().save(folder)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
-from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.inference.onnx_operators import translations
+from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.training.arguments import InputLayout
 from ringspark.estimators.training.batch_transforms import prepare_function, prepare_inputs
 from ringspark.estimators.training.feed import zeros

@@ -11,26 +11,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from ringspark.estimators.columns.inputs import ModelInput, source_names
-from ringspark.estimators.inference.export import EXPORTERS, Export
+from ringspark.estimators.inference.export import EXPORTERS, Export, record_module
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.served_model import class_name
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.extras.serving.plain.columns import READERS
-from ringspark.extras.serving.plain.network import FILES, load_network
+from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
 from ringspark.models.outputs import as_outputs
+from ringspark.models.program import Program
 from ringspark.models.recording import first_line
 from ringspark.pipelines.kinds import Binary, HashBuckets, Image, Struct, TableRow, Tokens
 
 PACKAGE = "ringspark_served"
 """Name of the copied package `plain` in a logged model."""
 
-RUNTIMES = {"onnx": "onnxruntime", "torch": "torch"}
-"""Package that runs the network, by the name of the runtime."""
+RUNTIMES = {"onnx": ("onnxruntime",), "torch": ("torch", "safetensors")}
+"""Packages that run the network, by the name of the runtime."""
 
-_FORMATS = {"onnx": "onnx", "torch": "torch.export"}
 # Results of another program differ by rounding only.
 _TOLERANCE = 1e-3
 
@@ -47,7 +48,7 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     problems = []
     for name in [runtime] if runtime else list(RUNTIMES):
         try:
-            EXPORTERS[_FORMATS[name]](export, str(folder / FILES[name]))
+            _WRITERS[name](export, folder / FILES[name])
             _compare(export, folder, name)
             break
         except Exception as error:  # the exporters raise errors of many classes
@@ -64,7 +65,8 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
         "handle_invalid": stage.getHandleInvalid(),
     }
     (folder / FILE).write_text(json.dumps(text))
-    return [pin(package) for package in ("numpy", "pandas", RUNTIMES[name], *_packages_of(stage._inputs))]
+    packages = ["numpy", "pandas", *RUNTIMES[name], *_packages_of(stage._inputs)]
+    return [pin(package) for package in packages]
 
 
 def copy_package(folder: Path) -> Path:
@@ -74,7 +76,31 @@ def copy_package(folder: Path) -> Path:
     for entry in files("ringspark.extras.serving.plain").iterdir():
         if entry.name.endswith(".py"):
             (target / entry.name).write_bytes(entry.read_bytes())
+    for name in ("program.py", "operators.py"):
+        source = (files("ringspark.models") / name).read_text(encoding="utf-8")
+        (target / name).write_text(source.replace("from ringspark.models.", "from ."), encoding="utf-8")
     return target
+
+
+def _write_onnx(export: Export, path: Path) -> None:
+    import onnxruntime  # noqa: F401 (to compare the results)
+
+    EXPORTERS["onnx"](export, str(path))
+
+
+def _write_program(export: Export, path: Path) -> None:
+    """Writes the network as JSON and safetensors, because `torch.export.load` runs code in its file."""
+    module = export.module
+    program = module if isinstance(module, Program) else record_module(module, export.inputs)
+    names = [tensor["name"] for tensor in program.text["tensors"]]
+    tensors = dict(program.named_parameters(remove_duplicate=False))
+    tensors |= dict(program.named_buffers(remove_duplicate=False))
+    # A file of safetensors cannot hold a tensor twice.
+    save_file({name: tensors[name].detach().clone().contiguous() for name in names}, weights_of(str(path)))
+    path.write_text(json.dumps(program.text))
+
+
+_WRITERS = {"onnx": _write_onnx, "torch": _write_program}
 
 
 def describe_inputs(stage: Any) -> list[dict[str, Any]]:

@@ -935,7 +935,9 @@ def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None
 
 
 def test_an_unknown_format_is_refused(make_shards: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"format must be one of \['torch.export', 'onnx', .*\], got 'tflite'"):
+    with pytest.raises(
+        ValueError, match=r"format must be one of \['torch.export', 'onnx', .*\], got 'tflite'"
+    ):
         exported(make_shards, tmp_path).export(str(tmp_path / "x"), format="tflite")
     assert not os.path.exists(tmp_path / "x")
 

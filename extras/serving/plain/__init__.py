@@ -1,7 +1,8 @@
 """Predicts rows of pandas as `transform` does, without ringspark, Spark and pickle.
 
-A logged model carries a copy of this package, named `ringspark_served`. So its imports of itself are relative,
-and otherwise it imports NumPy, pandas and the package that runs the network. The folder of a model holds `serving.json`, the pre- and postprocessing, and the network as `network.onnx` or `network.pt2`.
+A logged model carries a copy of this package, `ringspark_served`, so it imports itself relatively.
+Besides, it imports NumPy, pandas and the package that runs the network. The folder of a model holds
+`serving.json`, the pre- and postprocessing, and the network as `network.onnx` or `network.json`.
 """
 
 from __future__ import annotations

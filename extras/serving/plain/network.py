@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .values import NumpyArray
 
 Network = Callable[[Sequence[NumpyArray]], list[NumpyArray]]
 
-FILES = {"onnx": "network.onnx", "torch": "network.pt2"}
+FILES = {"onnx": "network.onnx", "torch": "network.json"}
 """File of the network, by the program that runs it."""
 
 
@@ -38,13 +38,24 @@ def _load_onnx(path: str) -> Network:
 
 def _load_torch(path: str) -> Network:
     import torch
+    from safetensors.torch import load_file
 
-    module: Any = torch.export.load(path).module()
+    from .program import Program
+
+    with open(path, encoding="utf-8") as file:
+        program = Program(json.load(file))
+    for name, tensor in load_file(weights_of(path)).items():
+        program.put(name, tensor)
 
     def run(inputs: Sequence[NumpyArray]) -> list[NumpyArray]:
         with torch.inference_mode():
-            outputs = module(*(torch.from_numpy(array) for array in inputs))
+            outputs = program(*(torch.from_numpy(array) for array in inputs))
         given = [outputs] if isinstance(outputs, torch.Tensor) else outputs
         return [output.double().numpy() for output in given]
 
     return run
+
+
+def weights_of(path: str) -> str:
+    """Returns the file of the tensors that belong to a program."""
+    return path.removesuffix(".json") + ".safetensors"

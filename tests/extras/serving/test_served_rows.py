@@ -1,0 +1,233 @@
+"""A logged model predicts what `transform` predicts, in processes without ringspark and pyspark."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.sql import functions as F
+from torch import nn
+from without_ringspark import Served, predict_without
+
+from ringspark.estimators import TorchModel
+from ringspark.estimators.served_model import load_stage
+from ringspark.estimators.training.checkpoint.weights import save_checkpoint
+from ringspark.extras.serving.logged_model import save
+from ringspark.extras.serving.plain import load
+from ringspark.extras.serving.plain.columns import READERS, Source
+from ringspark.extras.serving.plain.values import microseconds
+from ringspark.extras.serving.served_folder import write_served
+from ringspark.extras.serving.wheel_file import write_wheel
+from ringspark.pipelines import Array, Column, Padded, Scalar, Vocabulary
+from ringspark.pipelines.kinds import KINDS, HashBuckets, Kind
+
+# MLflow's libraries warn about each other's next versions.
+pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
+
+
+def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        for name, value in other.items():
+            assert one[name] == (
+                value if isinstance(value, str | None) else pytest.approx(value, abs=1e-5)
+            ), name
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_table_is_predicted_without_ringspark_and_torch(late: Served) -> None:
+    assert {row["predictedLabel"] for row in late.wanted} == {"late", "on time"}
+    same(predict_without(late.folder, late.rows, "torch"), late.wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_images_are_predicted_without_ringspark_and_torch(pictures: Served) -> None:
+    assert [row["prediction"] for row in pictures.wanted[-2:]] == [None, None]
+    same(predict_without(pictures.folder, pictures.rows, "torch"), pictures.wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_torch_runs_a_logged_model_without_onnx_runtime(late: Served, tmp_path: Path) -> None:
+    save(late.stage, str(tmp_path / "model"), runtime="torch")
+    assert not list((tmp_path / "model").rglob("*.onnx"))
+    same(predict_without(tmp_path / "model", late.rows, "onnxruntime", "onnx"), late.wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_a_logged_model_holds_the_stage_and_a_wheel_of_ringspark(late: Served, tmp_path: Path) -> None:
+    assert load_stage(late.folder.as_uri()).labels == late.stage.labels
+    needs = (late.folder / "requirements.txt").read_text()
+    assert not re.search("ringspark|pyspark|torch|pyarrow", needs)
+    assert re.search(r"^onnxruntime==", needs, re.MULTILINE)
+    (wheel,) = (late.folder / "wheels").iterdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*pip, str(tmp_path), str(wheel)], check=True)
+    code = "import ringspark.extras.serving.plain as p, ringspark.jobs.command, ringspark; print(ringspark.__file__)"
+    # The path of this process would find the checkout first.
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+def test_equal_sources_make_equal_wheels(tmp_path: Path) -> None:
+    first, second = write_wheel(tmp_path / "a"), write_wheel(tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_every_column_type_has_a_reader() -> None:
+    assert set(READERS) == {*KINDS, ""}
+
+
+# ------------------------------------------------------------------------------ readers
+
+
+def source(kind: Kind | None, data_type: str = "", *, fills_nulls: bool = False) -> Source:
+    return Source({} if kind is None else kind.to_json(), data_type, fills_nulls, "UTC", pd.DataFrame())
+
+
+def read(kind: Kind | None, values: list[Any], **options: Any) -> Any:
+    found = source(kind, **options)
+    return READERS[found.kind.get("kind", "")](pd.Series(values, dtype=object), found)
+
+
+@pytest.mark.spark
+def test_strings_have_the_hashes_of_spark_sql(spark: Any) -> None:
+    texts, kind = ["", "a", "Grüße", "x" * 99, "🚲"], HashBuckets(1 << 20, seed=-7)
+    frame = spark.createDataFrame([(text,) for text in texts], "x string")
+    wanted = [row[0] for row in frame.select(kind.select(F.col("x"), frame.schema["x"].dataType)).collect()]
+    assert read(kind, texts).arrays[""].tolist() == wanted
+
+
+@pytest.mark.spark
+def test_times_without_an_offset_mean_what_they_mean_in_spark(spark: Any) -> None:
+    # In Berlin, the first time is skipped, the second comes twice, and others are far away.
+    texts = ["2024-03-31 02:30:00", "2024-10-27 02:30:00", "1850-01-01 00:00:00", "2500-06-01 12:00:00.25"]
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
+    try:
+        frame = spark.createDataFrame([(text,) for text in texts], "x string")
+        wanted = [row[0] for row in frame.select(F.unix_micros(F.to_timestamp("x"))).collect()]
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+    assert microseconds(texts, "Europe/Berlin")[0].tolist() == wanted
+
+
+def test_missing_values_are_zeros_with_a_mask_if_the_training_had_some() -> None:
+    found = read(Array("int32", (2,)), [[1, None], None, [3, 4]], fills_nulls=True)
+    assert found.arrays[""].tolist() == [[1, 0], [0, 0], [3, 4]]
+    assert (found.masked.tolist(), found.problems) == ([True, True, False], {})
+    words = read(Vocabulary(words=("a",)), ["a", None, "b"], fills_nulls=True)
+    assert (words.arrays[""].tolist(), words.masked.tolist()) == ([0, 1, 1], [False, True, False])
+
+
+def test_a_missing_value_is_a_problem_of_its_row_otherwise() -> None:
+    assert read(Scalar("float64"), [1.0, None, float("nan")]).problems == dict.fromkeys(
+        (1, 2), "has a missing value"
+    )
+
+
+def test_dates_are_days() -> None:
+    days = [datetime.date(1970, 1, 3), "1969-12-31", np.datetime64("1970-01-01T23:00")]
+    assert read(Scalar("int32"), days, data_type="date").arrays[""].tolist() == [2, -1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "told"),
+    [
+        (Scalar("int64"), [2.0, 1.5], "int64 .* holds 1.5; give whole numbers"),
+        (Scalar("int64"), [2.0**70], "give whole numbers"),
+        (Scalar("int64"), ["7"], "holds '7', which is not a number"),
+        (Array("float32", (2,)), [[1.0]], r"shape \(1,\), but the model was trained on shape \(2,\)"),
+        (Array("float32", (2, 2)), [[[1.0], [1.0, 2.0]]], "nested lists of different lengths"),
+        (Padded("int8", 2), [[300, 1]], "int8 .* 300"),
+        (Padded("int8", 2), [[1, 2, 3]], "3 elements, .* at most 2"),
+        (Vocabulary(words=("a",)), [5], "holds 5, .* trained on strings"),
+        (None, [{"a": 1}], "not a list of numbers"),
+    ],
+)
+def test_values_of_another_type_are_refused(kind: Kind | None, values: list[Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read(kind, values)
+
+
+# ------------------------------------------------------------------------------ small models
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x[:, None]) if x.sum() > 0 else self.line(-x[:, None])
+
+
+def stage_of(network: nn.Module, folder: Path, **params: Any) -> TorchModel:
+    save_checkpoint(str(folder / "checkpoint"), network)
+    stage = TorchModel(model=network, featuresCol="x", predictionCols=["y"], **params)
+    columns = (Column(name="x", kind=Scalar("float32")),)
+    return stage._set_trained(str(folder / "checkpoint"), [(1,)], None, columns=columns, input_columns=["x"])
+
+
+def line() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
+
+
+def test_a_row_that_cannot_be_predicted_is_named(tmp_path: Path) -> None:
+    write_served(stage_of(line(), tmp_path), tmp_path / "served")
+    served = load(str(tmp_path / "served"))
+    with pytest.raises(ValueError, match="column 'x' has a missing value in row 1 .* handleInvalid='keep'"):
+        served.predict(pd.DataFrame({"x": [1.0, None]}))
+    with pytest.raises(ValueError, match=r"needs the column 'x', .* the request has \['z'\]"):
+        served.predict(pd.DataFrame({"z": [1.0]}))
+    assert served.predict(pd.DataFrame({"X": [1.0]}, index=["a"])).index.tolist() == ["a"]
+    assert served.predict(pd.DataFrame({"x": np.zeros(0)})).to_dict("list") == {"y": []}
+
+
+def test_rows_are_predicted_in_passes_of_limited_size(tmp_path: Path) -> None:
+    stage = stage_of(line(), tmp_path, inferenceBatchSize=3, handleInvalid="keep")
+    write_served(stage, tmp_path / "served")
+    served, rows = load(str(tmp_path / "served")), [0.0, 1.0, None, 3.0, None, 5.0, 6.0]
+    found = served.predict(pd.DataFrame({"x": rows}))["y"]
+    assert found.isna().tolist() == [row is None for row in rows]
+    single = [served.predict(pd.DataFrame({"x": [row]}))["y"][0] for row in rows if row is not None]
+    assert found.dropna().tolist() == pytest.approx(single, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_network_that_cannot_be_exported_is_served_by_ringspark(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = stage_of(Branching(), tmp_path)
+    with caplog.at_level(logging.WARNING, "ringspark"):
+        save(stage, str(tmp_path / "model"))
+    assert "needs ringspark and pyspark where it is served, because the network cannot" in caplog.text
+    needs = (tmp_path / "model" / "requirements.txt").read_text().splitlines()
+    (wheel,) = [line for line in needs if line.startswith("wheels/ringspark-")]
+    assert (tmp_path / "model" / wheel).exists()
+    with pytest.raises(ValueError, match="runtime='onnx' cannot serve this model: the network cannot"):
+        save(stage, str(tmp_path / "other"), runtime="onnx")
+
+
+def test_a_served_folder_holds_no_code_and_no_pickle(tmp_path: Path) -> None:
+    for runtime in ("onnx", "torch"):
+        write_served(stage_of(line(), tmp_path / runtime), tmp_path / runtime / "served", runtime)
+    names = {path.name for path in tmp_path.glob("*/served/*")}
+    assert names == {"serving.json", "network.onnx", "network.json", "network.safetensors"}
+    assert json.loads((tmp_path / "onnx" / "served" / "serving.json").read_text())["runtime"] == "onnx"
