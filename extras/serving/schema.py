@@ -52,7 +52,8 @@ def signature_of(model: Any, *, is_served: bool = True) -> Any:
     ]
     if name := class_name(model):
         outputs.append(ColSpec(DataType.string, name, required=False))
-    inputs = [column for name, item in sources.items() for column in _columns(name, item)]
+    takes_nulls = model.getHandleInvalid() != "error"
+    inputs = [column for name, item in sources.items() for column in _columns(name, item, takes_nulls)]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
 
 
@@ -85,13 +86,13 @@ def _sources(model: Any, is_served: bool) -> dict[str, ModelInput] | None:
     return found
 
 
-def _columns(name: str, item: ModelInput) -> list[Any]:
+def _columns(name: str, item: ModelInput, takes_nulls: bool) -> list[Any]:
     from mlflow.types.schema import AnyType, ColSpec, DataType
 
     assert item.column is not None
     kind = item.column.kind
     if not isinstance(kind, TableRow):
-        return [ColSpec(_type(kind, item.column.source, item.fills_nulls), name)]
+        return [ColSpec(_type(kind, item.column.source, takes_nulls or item.fills_nulls), name)]
     found = []
     for source in kind.sources:
         (first, *_) = columns = [column for column in kind.columns if column.name == source]
@@ -105,7 +106,7 @@ def _columns(name: str, item: ModelInput) -> list[Any]:
     return found
 
 
-def _type(kind: Kind, source: str, fills_nulls: bool) -> Any:
+def _type(kind: Kind, source: str, takes_nulls: bool) -> Any:
     from mlflow.types.schema import AnyType, DataType
     from mlflow.types.schema import Array as Repeated
 
@@ -114,7 +115,7 @@ def _type(kind: Kind, source: str, fills_nulls: bool) -> Any:
     if isinstance(kind, Struct | Sparse) or source in TEMPORAL:
         return AnyType()
     dtype = str(getattr(kind, "dtype", ""))
-    if fills_nulls and not (isinstance(kind, Scalar) and dtype.startswith("float")):
+    if takes_nulls and not (isinstance(kind, Scalar) and dtype.startswith("float")):
         return AnyType()
     shape = _shape(kind)
     if shape is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Served:
@@ -18,6 +20,15 @@ class Served:
     folder: Path
     rows: list[dict[str, Any]]
     wanted: list[dict[str, Any]]
+
+
+def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Asserts that the predictions of all rows are equal but for rounding."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        for name, value in other.items():
+            expected = value if value is None or isinstance(value, str) else pytest.approx(value, abs=1e-5)
+            assert one[name] == expected, name
 
 
 _REFUSE = """

@@ -17,7 +17,7 @@ import pytest
 import torch
 from pyspark.sql import functions as F
 from torch import nn
-from without_ringspark import Served, predict_without
+from without_ringspark import Served, predict_without, same
 
 from ringspark.estimators import TorchModel
 from ringspark.estimators.served_model import load_stage
@@ -33,15 +33,6 @@ from ringspark.pipelines.kinds import KINDS, HashBuckets, Kind
 
 # MLflow's libraries warn about each other's next versions.
 pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
-
-
-def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        for name, value in other.items():
-            assert one[name] == (
-                value if isinstance(value, str | None) else pytest.approx(value, abs=1e-5)
-            ), name
 
 
 @pytest.mark.slow
@@ -76,7 +67,7 @@ def test_a_logged_model_holds_the_stage_and_a_wheel_of_ringspark(late: Served, t
     (wheel,) = (late.folder / "wheels").iterdir()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
     subprocess.run([*pip, str(tmp_path), str(wheel)], check=True)
-    code = "import ringspark.extras.serving.plain as p, ringspark.jobs.command, ringspark; print(ringspark.__file__)"
+    code = "import ringspark.extras.serving.plain, ringspark.jobs.command as c; print(c.__file__)"
     # The path of this process would find the checkout first.
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
@@ -192,7 +183,7 @@ def line() -> nn.Module:
 def test_a_row_that_cannot_be_predicted_is_named(tmp_path: Path) -> None:
     write_served(stage_of(line(), tmp_path), tmp_path / "served")
     served = load(str(tmp_path / "served"))
-    with pytest.raises(ValueError, match="column 'x' has a missing value in row 1 .* handleInvalid='keep'"):
+    with pytest.raises(ValueError, match=r"column 'x' has a missing value in row 1 .* handleInvalid='keep'"):
         served.predict(pd.DataFrame({"x": [1.0, None]}))
     with pytest.raises(ValueError, match=r"needs the column 'x', .* the request has \['z'\]"):
         served.predict(pd.DataFrame({"z": [1.0]}))

@@ -1,0 +1,109 @@
+"""`mlflow models serve` in a new environment with only the packages that a logged model asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_for
+from without_ringspark import Served, same
+
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.slow,
+    pytest.mark.spark,
+    pytest.mark.filterwarnings("ignore"),  # MLflow's libraries warn about each other's next versions
+]
+
+
+@pytest.fixture(scope="module")
+def programs(late: Served, pictures: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the programs of a new environment."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    programs = folder / "bin"
+
+    def run(program: str, *arguments: str) -> str:
+        command = [str(programs / program), *arguments]
+        # In another folder, because Python would find the checkout's `ringspark` in its own.
+        done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.strip()
+
+    for model in (late, pictures):
+        run("pip", "install", "--quiet", "-r", str(model.folder / "requirements.txt"))
+    names = ["ringspark", "pyspark", "torch", "pyarrow"]
+    code = f"from importlib.util import find_spec; print([n for n in {names} if find_spec(n)])"
+    assert run("python", "-c", code) == "[]"
+    return programs
+
+
+@pytest.mark.parametrize("name", ["late", "pictures"])
+def test_a_server_without_ringspark_answers_raw_rows_as_transform(
+    request: pytest.FixtureRequest, programs: Path, tmp_path: Path, name: str
+) -> None:
+    model: Served = request.getfixturevalue(name)
+    with served(programs, model.folder, tmp_path) as address:
+        same(post(address, {"dataframe_records": model.rows}), model.wanted)
+        columns = list(model.rows[0])
+        split = {"columns": columns, "data": [[row[name] for name in columns] for row in model.rows]}
+        same(post(address, {"dataframe_split": split}), model.wanted)
+        # A single row has the same prediction as among others.
+        same(post(address, {"dataframe_records": model.rows[:1]}), model.wanted[:1])
+
+
+@contextmanager
+def served(programs: Path, folder: Path, work: Path) -> Iterator[str]:
+    """Runs MLflow's server inside the context, on a loopback port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1", "--env-manager", "local"]
+    with (work / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(programs / "mlflow"), "models", "serve", "--model-uri", str(folder), *place],
+            cwd=work,
+            env=_environment(programs),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the command starts the server, so it gets its own process group
+        )
+
+        def is_up() -> bool:
+            assert process.poll() is None, (work / "server.log").read_text()[-3000:]
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=60) as answer:
+                    return bool(answer.status == 200)
+            except OSError:
+                return False
+
+        try:
+            wait_for("MLflow's scoring server", is_up)
+            yield f"http://127.0.0.1:{port}/invocations"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=60)
+
+
+def post(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["predictions"]
+    return found
+
+
+def _environment(programs: Path | None = None) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYSPARK", "PYTHON"))}
+    return kept if programs is None else {**kept, "PATH": f"{programs}{os.pathsep}{kept['PATH']}"}
