@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
-from ringspark.estimators.inference.onnx_operators import translations
+from ringspark.estimators.inference.portable_operators import replace_rare_operators
 from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.training.arguments import InputLayout
 from ringspark.estimators.training.batch_transforms import prepare_function, prepare_inputs
@@ -28,6 +28,8 @@ ExportFormat = Literal["torch.export", "onnx", "triton", "aotinductor", "executo
 
 # Larger weights than one protobuf message holds go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
+# Without a maximum, torch 2.6 cannot export a mixture of experts.
+_MAX_ROWS = 2**31 - 1
 # Values per row of varying length in a sample.
 _VALUES = 3
 
@@ -45,9 +47,13 @@ class Export:
     names: Sequence[str]
     stage: Any = None
 
-    def trace(self) -> torch.export.ExportedProgram:
+    def trace(self, max_rows: int = _MAX_ROWS) -> torch.export.ExportedProgram:
         """Traces the network for any number of rows."""
-        return trace_network(self.module, self.samples(TRACED_ROWS), _varying(self.inputs))
+        return trace_network(self.module, self.samples(TRACED_ROWS), _varying(self.inputs, max_rows))
+
+    def trace_portable(self, max_rows: int = _MAX_ROWS) -> torch.export.ExportedProgram:
+        """Traces the network into operators that other runtimes have."""
+        return replace_rare_operators(self.trace(max_rows))
 
     def samples(self, rows: int) -> tuple[torch.Tensor, ...]:
         return _samples(self.inputs, rows)
@@ -65,7 +71,7 @@ def write_program(export: Export, path: str) -> None:
 
 
 def write_onnx(export: Export, path: str) -> None:
-    _to_onnx(export.trace(), export.arguments, path)
+    _to_onnx(export.trace_portable(), export.arguments, path)
 
 
 _SERVING = "ringspark.extras.serving"
@@ -166,10 +172,9 @@ def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None)
     return tuple(made)
 
 
-def _varying(inputs: Sequence[ModelInput]) -> list[dict[int, Any]]:
+def _varying(inputs: Sequence[ModelInput], max_rows: int = _MAX_ROWS) -> list[dict[int, Any]]:
     # Equal dimensions share a name: the rows, and the concatenated arrays of one column.
-    # Without a maximum, torch 2.6 cannot export a mixture of experts.
-    batch = torch.export.Dim("batch", min=1, max=2**31 - 1)
+    batch = torch.export.Dim("batch", min=1, max=max_rows)
     ends: dict[int, Any] = {}
     dims = []
     for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
@@ -192,7 +197,6 @@ def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: 
             program,
             f=file,
             input_names=list(names),
-            custom_translation_table=translations(),
             dynamo=True,
             external_data=num_bytes > _ONNX_LIMIT,
             verbose=False,

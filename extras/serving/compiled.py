@@ -8,6 +8,7 @@ import shutil
 import torch
 
 from ringspark.estimators.inference.export import Export, ExportError
+from ringspark.models.process_state import silence_thread
 
 
 def write_aotinductor(export: Export, path: str) -> None:
@@ -27,10 +28,16 @@ def write_aotinductor(export: Export, path: str) -> None:
 
 
 def write_executorch(export: Export, path: str) -> None:
-    """Writes a `.pte` file whose supported layers XNNPACK runs."""
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
+    """Writes a `.pte` file, for at most as many rows as one forward pass of `transform` takes.
 
-    lowered = to_edge_transform_and_lower(export.trace(), partitioner=[XnnpackPartitioner()])
+    XNNPACK runs the layers that it supports.
+    """
+    with silence_thread():
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+
+        # ExecuTorch reserves the memory of the largest batch.
+        program = export.trace_portable(export.stage._rows_per_pass())
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
     with open(path, "wb") as writer:
-        lowered.to_executorch().write_to_file(writer)
+        lowered.write_to_file(writer)

@@ -69,9 +69,12 @@ class ServedModel:
         if len(kept):
             inputs, _ = self._read(frame.iloc[kept])
             found = self._make_frame(self._run(inputs, len(kept)), pd.RangeIndex(len(kept)))
-        places = np.full(len(frame), -1)
-        places[kept] = np.arange(len(kept))
-        return found.reset_index(drop=True).reindex(places).set_axis(frame.index)
+        # None and not NaN, which is no JSON.
+        cells: dict[str, list[Any]] = {name: [None] * len(frame) for name in found.columns}
+        for name, column in cells.items():
+            for row, value in zip(kept.tolist(), found[name].tolist(), strict=True):
+                column[row] = value
+        return pd.DataFrame(cells, index=frame.index, dtype=object)
 
     def _read(self, frame: pd.DataFrame) -> tuple[list[NumpyArray], dict[int, str]]:
         """Returns the network's inputs, and row -> why the row cannot be predicted."""
