@@ -24,7 +24,11 @@ _TAILS = (
 def replace_rare_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without `erfinv`, by which networks for tables encode numbers."""
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
-        return program.run_decompositions({torch.ops.aten.erfinv.default: _erfinv})
+        # Only functions of the table are replaced.
+        found: torch.export.ExportedProgram = program.run_decompositions(
+            {torch.ops.aten.erfinv.default: _erfinv}
+        )
+        return found
 
 
 def _erfinv(x: torch.Tensor) -> torch.Tensor:

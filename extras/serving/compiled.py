@@ -22,7 +22,7 @@ def write_aotinductor(export: Export, path: str) -> None:
 
     # The function takes only this ending.
     package = f"{path}.compiled.pt2"
-    with torch.no_grad():
+    with torch.no_grad(), silence_thread():
         aoti_compile_and_package(export.trace(), package_path=package)
     os.replace(package, path)
 

@@ -93,7 +93,8 @@ def _write_program(export: Export, path: Path) -> None:
     module = export.module
     program = module if isinstance(module, Program) else record_module(module, export.inputs)
     names = [tensor["name"] for tensor in program.text["tensors"]]
-    tensors = dict(program.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= dict(program.named_parameters(remove_duplicate=False))
     tensors |= dict(program.named_buffers(remove_duplicate=False))
     # A file of safetensors cannot hold a tensor twice.
     save_file({name: tensors[name].detach().clone().contiguous() for name in names}, weights_of(str(path)))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -39,14 +39,14 @@ class Source:
         type: Spark type of the training column, where it matters.
         fills_nulls: Whether the model was trained on missing values.
         zone: Time zone of times without an offset.
-        frame: All columns of the request, which a column type for tables reads.
+        columns: Columns of the request by name; only a column type for tables reads several.
     """
 
     kind: dict[str, Any]
     type: str
     fills_nulls: bool
     zone: str
-    frame: pd.DataFrame
+    columns: Mapping[str, pd.Series[Any]]
 
 
 def read_scalar(values: pd.Series[Any], source: Source) -> Reading:
@@ -110,10 +110,10 @@ def read_sparse(values: pd.Series[Any], source: Source) -> Reading:
     masked = np.fromiter((is_missing(value) for value in given), bool, len(given))
     indices, data = [], []
     for row, value in enumerate(given):
-        place, numbers, found = ([], [], size) if masked[row] else _sparse_parts(value)
+        place, given_numbers, found = ([], [], size) if masked[row] else _sparse_parts(value)
         if found != size:
             raise ValueError(f"has a vector of size {found}, but the model was trained on size {size}")
-        numbers, missing = numbers_of(np.asarray(numbers))
+        numbers, missing = numbers_of(np.asarray(given_numbers))
         masked[row] |= missing.any()
         indices.append(np.asarray(place, np.int64))
         data.append(to_dtype(numbers, source.kind["dtype"]))
@@ -174,7 +174,7 @@ def _image(values: pd.Series[Any], source: Source) -> Reading:
 
 
 def _table(values: pd.Series[Any] | None, source: Source) -> Reading:
-    return read_table(source.frame, source.kind)
+    return read_table(source.columns, source.kind)
 
 
 READERS: dict[str, Callable[[Any, Source], Reading]] = {

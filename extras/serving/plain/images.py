@@ -25,7 +25,7 @@ def read_binary(values: Sequence[Any], kind: dict[str, Any], fills_nulls: bool) 
     shape, dtype = tuple(kind["shape"]), np.dtype(kind["dtype"])
     made = np.zeros((len(values), *shape), dtype)
     missing = np.fromiter((is_missing(value) for value in values), bool, len(values))
-    for row in np.flatnonzero(~missing):
+    for row in np.flatnonzero(~missing).tolist():
         array = _decode_array(to_bytes(values[row]), kind["decoder"], shape, dtype)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

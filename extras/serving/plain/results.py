@@ -18,7 +18,7 @@ def columns_of(outputs: NumpyArray, results: dict[str, Any]) -> list[tuple[str, 
         raw = np.concatenate([-outputs, outputs], axis=1) if outputs.shape[1] == 1 else outputs
         likely = probabilities(outputs)
         parts = [raw, likely, decide(outputs, raw, likely, results["thresholds"])]
-    named = list(zip(results["names"], parts, strict=True))
+    named: list[tuple[str, Any]] = list(zip(results["names"], parts, strict=True))
     if results["label_name"]:
         # Unknown strings have the number after the last class, and NaN becomes the smallest integer.
         labels = [*results["labels"], None]

@@ -100,7 +100,7 @@ class ServedModel:
             type=entry["type"],
             fills_nulls=entry["fills_nulls"],
             zone=entry["zone"],
-            frame=pd.DataFrame(found) if tables else frame,
+            columns=found,
         )
         try:
             return READERS[kind.get("kind", "")](None if tables else found[entry["name"]], source)

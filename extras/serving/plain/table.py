@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,13 +16,14 @@ _NULL_WORD = "\0null"
 _PERIODS = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
 
 
-def read_table(frame: pd.DataFrame, kind: dict[str, Any]) -> Reading:
+def read_table(columns: Mapping[str, pd.Series[Any]], kind: dict[str, Any]) -> Reading:
     """Returns `.numbers`, (rows, M) fp32 with NaN for missing numbers, and `.ids`, (rows, K) int64."""
-    numbers = [np.zeros((len(frame), 0), np.float32)]
+    rows = len(next(iter(columns.values())))
+    numbers = [np.zeros((rows, 0), np.float32)]
     ids = []
     for column in kind["columns"]:
         try:
-            values = _values(frame, column)
+            values = _values(columns[column["name"]], column)
             if column["form"] == "words":
                 ids.append(_word_ids(values, column))
             elif column["form"] == "levels":
@@ -33,13 +34,12 @@ def read_table(frame: pd.DataFrame, kind: dict[str, Any]) -> Reading:
                 numbers.append(_standardize(_doubles(values, column), column)[:, None].astype(np.float32))
         except ValueError as error:
             raise ValueError(f"{column['name']!r} {error}") from None
-    made = np.stack(ids, axis=1) if ids else np.zeros((len(frame), 0), np.int64)
+    made = np.stack(ids, axis=1) if ids else np.zeros((rows, 0), np.int64)
     arrays = {".numbers": np.concatenate(numbers, axis=1), ".ids": made}
-    return Reading(arrays, np.zeros(len(frame), bool))
+    return Reading(arrays, np.zeros(rows, bool))
 
 
-def _values(frame: pd.DataFrame, column: dict[str, Any]) -> Any:
-    values: Any = frame[column["name"]]
+def _values(values: Any, column: dict[str, Any]) -> Any:
     if column["path"]:
         values = at_path(values.tolist(), column["path"])
     if column["item"] is None:

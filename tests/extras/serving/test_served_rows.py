@@ -89,7 +89,7 @@ def test_every_column_type_has_a_reader() -> None:
 
 
 def source(kind: Kind | None, data_type: str = "", *, fills_nulls: bool = False) -> Source:
-    return Source({} if kind is None else kind.to_json(), data_type, fills_nulls, "UTC", pd.DataFrame())
+    return Source({} if kind is None else kind.to_json(), data_type, fills_nulls, "UTC", {})
 
 
 def read(kind: Kind | None, values: list[Any], **options: Any) -> Any:
