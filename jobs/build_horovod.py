@@ -123,7 +123,9 @@ def cmake_on_path() -> str | None:
 def edit_sources(sources: Path) -> None:
     """Compiles Horovod as C++17, which torch's headers need (horovod/horovod#3996), and fixes two bugs.
 
-    Symbols for a debugger are left out, because they take a third of the compiler's time.
+    Symbols for a debugger are left out, because they take a third of the compiler's time. Since torch 2.14,
+    CUDA_HOME may be a folder of pip's packages, which lack the compiler; without a complete toolkit, Horovod
+    is built without CUDA.
 
     First, Gloo's global context ignores the configured interface. It binds to the address of the host name,
     which is a loopback address on Debian, so other hosts cannot connect. Second, if the cycle time and the
@@ -138,11 +140,14 @@ def edit_sources(sources: Path) -> None:
     mended = f"device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n  {forgets}"
     default = "else {\n    Eigen::VectorXd v = TunableParameter::BestValue();"
     guarded = default.replace("else", "else if (fixed_values_.find(variable) == fixed_values_.end())")
+    exists = "__import__('os').path.exists(CUDA_HOME + '/{}')"
+    has_toolkit = f"(CUDA_HOME and {exists.format('bin/nvcc')} and {exists.format('include/cuda_runtime.h')})"
     version = re.compile(r"__version__ = '([\d.]+)'")
     for name, old, new in (
         ("CMakeLists.txt", *standard),
         ("CMakeLists.txt", '"-O2" "-O3" CMAKE_CXX_FLAGS_REL', '"-O2 -g" "-O3" CMAKE_CXX_FLAGS_REL'),
         ("horovod/torch/CMakeLists.txt", *standard),
+        ("cmake/Modules/FindPytorch.cmake", "(CUDA_HOME is not None)", has_toolkit),
         ("horovod/common/gloo/gloo_context.cc", forgets, mended),
         ("horovod/common/parameter_manager.cc", default, guarded),
         ("horovod/__init__.py", version, rf"__version__ = '\1{LABEL}'"),

@@ -44,6 +44,8 @@ if words[0] == "download":
     (source / "horovod" / "torch").mkdir(parents=True)
     for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
         file.write_text((here / "cmakelists").read_text())
+    (source / "cmake" / "Modules").mkdir(parents=True)
+    (source / "cmake" / "Modules" / "FindPytorch.cmake").write_text("(CUDA_HOME is not None)")
     (source / "horovod" / "common" / "gloo").mkdir(parents=True)
     (source / "horovod" / "common" / "gloo" / "gloo_context.cc").write_text((here / "gloo").read_text())
     (source / "horovod" / "common" / "parameter_manager.cc").write_text((here / "parameters").read_text())
