@@ -120,8 +120,10 @@ def cmake_on_path() -> str | None:
     return cmake if found and (int(found[1]), int(found[2])) >= _CMAKE else None
 
 
-def edit_sources(sources: Path) -> None:
-    """Compiles Horovod as C++17, which torch's headers need (horovod/horovod#3996), and fixes two bugs.
+def edit_sources(sources: Path, torch: str) -> None:
+    """Compiles Horovod by the C++ of torch's headers (horovod/horovod#3996), and fixes two bugs.
+
+    This is C++17, from torch 2.14 on C++20.
 
     Symbols for a debugger are left out, because they take a third of the compiler's time. Since torch 2.14,
     CUDA_HOME may be a folder of pip's packages, which lack the compiler; without a complete toolkit, Horovod
@@ -135,7 +137,8 @@ def edit_sources(sources: Path) -> None:
     Raises:
         HorovodError: A file does not contain the line to edit.
     """
-    standard = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)")
+    is_late = tuple(map(int, re.findall(r"\d+", torch)[:2])) >= (2, 14)
+    standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {20 if is_late else 17})")
     forgets = "auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;"
     mended = f"device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n  {forgets}"
     default = "else {\n    Eigen::VectorXd v = TunableParameter::BestValue();"
@@ -265,7 +268,7 @@ class Build:
             with tarfile.open(archive) as packed:
                 packed.extractall(name)
             sources = Path(name, f"horovod-{self.version}")
-            edit_sources(sources)
+            edit_sources(sources, self.torch_version())
             options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
             step("wheel", *options, str(sources), env=env)
 

@@ -8,7 +8,7 @@ others, such as torch and Horovod, from `.venv`:
 - `.venv-frameworks` (--frameworks): JAX and TensorFlow, for the scripts in tests/frameworks.
 
 The script needs only the standard library of the Python that the Makefile finds. It checks the machine
-(Python, Java, a C++17 compiler, CMake), installs the packages pinned in `requirements/`, and builds Horovod
+(Python, Java, a C++ compiler, CMake), installs the packages pinned in `requirements/`, and builds Horovod
 from edited sources, with NCCL if CUDA is installed. The wheel is built once per version of Horovod, torch
 and Python, and all checkouts share it in the user's cache.
 

@@ -304,6 +304,25 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     assert links == {name: checkout.root / name for name in PACKAGES} | files
 
 
+@pytest.mark.parametrize(("torch", "standard"), [("2.13.0+cpu", 17), ("2.14.1", 20), ("3.0.0", 20)])
+def test_horovod_is_compiled_by_the_standard_of_torch(checkout: Checkout, torch: str, standard: int) -> None:
+    sources = checkout.root / "sources"
+    (sources / "horovod" / "torch").mkdir(parents=True)
+    (sources / "horovod" / "common" / "gloo").mkdir(parents=True)
+    (sources / "cmake" / "Modules").mkdir(parents=True)
+    texts = {"CMakeLists.txt": "cmakelists", "horovod/torch/CMakeLists.txt": "cmakelists"}
+    texts |= {
+        "horovod/common/gloo/gloo_context.cc": "gloo",
+        "horovod/common/parameter_manager.cc": "parameters",
+    }
+    for file, name in texts.items():
+        (sources / file).write_text((checkout.bin / name).read_text())
+    (sources / "cmake" / "Modules" / "FindPytorch.cmake").write_text("(CUDA_HOME is not None)")
+    (sources / "horovod" / "__init__.py").write_text("__version__ = '0.28.1'")
+    build_horovod.edit_sources(sources, torch)
+    assert f"CMAKE_CXX_STANDARD {standard}" in (sources / "horovod" / "torch" / "CMakeLists.txt").read_text()
+
+
 def test_second_run_does_nothing(checkout: Checkout, tmp_path: Path) -> None:
     checkout.set_up()
     before = checkout.stamp()
