@@ -22,11 +22,11 @@ class WorkerStoppedError(RuntimeError):
 
 
 class OtherTracebackError(Exception):
-    """The text of another process's traceback, as the cause of an error that was raised there."""
+    """Cause of an error that another process raised; its text is the traceback in that process."""
 
 
 class ProcessLostError(RuntimeError):
-    """A process that a rank had started ended without an answer."""
+    """A process that the rank started ended without a result."""
 
 
 class TrainingCancelledError(RuntimeError):

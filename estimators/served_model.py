@@ -39,7 +39,7 @@ def load_stage(model_uri: str) -> Any:
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
-    """Loads the files of `save`; MLflow calls this function by its name."""
+    """Loads the saved stage; MLflow calls this function by its name."""
     return ServedModel(_stage(data_path))
 
 

@@ -1,7 +1,7 @@
 """Batches of shards as torch tensors, for training loops of your own.
 
-`plan_epoch` gives three invariants: every row is in one batch of one rank per epoch, all ranks have the same
-number of steps, and the rows of a step do not depend on the number of ranks or on the step of a resume.
+`plan_epoch` guarantees three invariants. Per epoch, every row is in one batch of one rank. All ranks have the
+same number of steps. The rows of a step depend neither on the number of ranks nor on where a pass resumes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringspark.pipelines.readers.base import ShardReader
 
 Tensors = dict[str, torch.Tensor]
 
-# Settings that decide which rows a step has; the number of ranks does not.
+# Settings that determine the rows of a step; a state must have the same values.
 _FIXED = ("seed", "shuffle", "batch_size", "data")
 
 
@@ -45,27 +45,26 @@ def to_dataloader(
     """Returns an iterable over the batches of this rank; the reader's threads read ahead.
 
     Args:
-        manifest: The shards or external table, or the folder of its manifest.
+        manifest: Manifest of shards or of an external table, or the folder that contains it.
         batch_size: Rows per step over all ranks, unlike in `torch.utils.data.DataLoader`.
         split: "train" or "validation"; None for all files.
         columns: Names of the columns to read; all by default.
-        rank, world_size: This process among the processes that share every batch. By default those of
-            `torch.distributed`, of the variables RANK and WORLD_SIZE, or 0 of 1.
-        seed: Any whole number, equal on all ranks. With the epoch, it decides the order of the rows.
+        rank, world_size: Rank of this process, and number of processes that share each batch. By default from
+            `torch.distributed`, else from the variables RANK and WORLD_SIZE, else 0 of 1.
+        seed: Any whole number, equal on all ranks. The seed and the epoch determine the order of the rows.
         shuffle: False keeps the rows in the order of the files.
         device: Device of the tensors; a copy to a GPU goes through pinned memory. By default the CPU.
         engine, cache, cache_bytes: See `open_reader`.
 
     Raises:
-        ValueError: The split has no rows, or `open_reader` refuses a value.
+        ValueError: The split has no rows, or an argument is wrong.
     """
     if not isinstance(manifest, ShardManifest):
         manifest = ShardManifest.load(manifest)
     selected = manifest if split is None else manifest.select(split)
     if not selected.num_rows:
-        raise ValueError(
-            f"the shards in {manifest.uri!r} have no rows of split {split!r}; set split to another one"
-        )
+        of_split = "" if split is None else f" of split {split!r}; choose another split"
+        raise ValueError(f"the shards in {manifest.uri!r} have no rows{of_split}")
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size belong together; give both or none")
     if rank is None or world_size is None:
@@ -90,8 +89,8 @@ def to_dataloader(
 class ShardLoader:
     """Iterable over the batches of one rank: dicts of tensors by name, with the reader's dtypes.
 
-    A pass goes through one epoch, and the next pass through the next. Only one pass at a time can be active.
-    Ends with `close()`, or as a context manager.
+    Each pass reads one epoch, and the next pass reads the next epoch. Only one pass can be active at a time.
+    Call `close()` at the end, or use it as a context manager.
 
     Attributes:
         epoch: Epoch of the next batch.
@@ -122,7 +121,7 @@ class ShardLoader:
 
     @property
     def step_rows(self) -> int:
-        """Number of rows over all ranks in the step of the last batch; a short last step has fewer.
+        """Number of rows over all ranks in the current step; the last step of an epoch may have fewer.
 
         With DistributedDataParallel, `losses.sum() * world_size / loader.step_rows` weights all rows equally.
         """
@@ -131,14 +130,14 @@ class ShardLoader:
         return min(size, rows - step * size) if self.step else size
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass. The epoch of a loaded state keeps its step."""
+        """Sets the epoch of the next pass. For the epoch of a loaded state, keeps the loaded step."""
         if epoch != self.epoch:
             self._reader.plan(epoch)  # refuses a value that is no epoch
             self._end_pass()
             self.epoch, self.step, self._start = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the next batch as JSON values."""
+        """Returns the position of the next batch, as a dict for JSON."""
         return {"epoch": self.epoch, "step": self._start or self.step, **self._fixed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,7 +150,9 @@ class ShardLoader:
             if state.get(name) != fixed[name]:
                 what = "is of other shards" if name == "data" else f"has {name}={state.get(name)!r}"
                 given = "" if name == "data" else f", but this loader has {name}={fixed[name]!r}"
-                raise ValueError(f"the loader's state {what}{given}; open it as when the state was saved")
+                raise ValueError(
+                    f"the loader's state {what}{given}; open the loader as when the state was saved"
+                )
         self._end_pass()
         self.epoch, self.step, self._start = state["epoch"], state["step"], state["step"]
 
@@ -185,7 +186,7 @@ class ShardLoader:
 
 
 class _Pass(Iterator[Tensors]):
-    """One pass. Raises RuntimeError if another pass has started, instead of ending before the epoch does."""
+    """One pass over an epoch. If another pass has started, raises RuntimeError instead of ending early."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self._batches = loader._batches()
@@ -214,7 +215,7 @@ def _to_tensor(values: Array, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
-    # A matrix product rounds differently if rows are not aligned, and a resumed reader may split its blocks
-    # elsewhere.
+    # Unaligned tensors change the rounding of a matrix product, and a resumed reader may cut its blocks at
+    # other rows.
     tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
     return tensor.to(device)

@@ -125,14 +125,14 @@ def edit_sources(sources: Path, torch: str) -> None:
 
     This is C++17, from torch 2.14 on C++20.
 
-    Symbols for a debugger are left out, because they take a third of the compiler's time. Since torch 2.14,
-    CUDA_HOME may be a folder of pip's packages, which lack the compiler; without a complete toolkit, Horovod
-    is built without CUDA.
-
     First, Gloo's global context ignores the configured interface. It binds to the address of the host name,
     which is a loopback address on Debian, so other hosts cannot connect. Second, if the cycle time and the
     fusion threshold are both set, the second start in a process writes past the end of a vector. On
     2026-11-27 neither bug was in Horovod's issue tracker.
+
+    The edits also leave out debug symbols, which take a third of the compile time. Since torch 2.14,
+    CUDA_HOME may be a folder of pip's packages without the compiler. If nvcc or the headers are missing
+    there, Horovod is built without CUDA.
 
     Raises:
         HorovodError: A file does not contain the line to edit.

@@ -16,9 +16,9 @@ DESCRIPTION = "Pack this Python environment for Spark's executors, and test the 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "The archive contains the Python interpreter, so executors need no Python. They need Linux with this "
-        "machine's CPU architecture, tar and gzip; the command prints the version of glibc. pip, pyspark and "
-        "py4j are left out: Spark's executors have a pyspark of their own."
+        "The archive contains the Python interpreter, so executors need no Python. They need Linux, this "
+        "machine's CPU architecture, libstdc++, tar, gzip, and the glibc that the command prints. pip, "
+        "pyspark and py4j are left out, because executors use the pyspark of their Spark."
     )
     parser.add_argument(
         "--output", type=Path, default=Path("environment.tar.gz"), metavar="FILE", help="archive to write"
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requirement",
         type=Path,
         metavar="FILE",
-        help="pack only the packages in this file, ringspark, Horovod, Petastorm, and what these need; "
-        "default: all packages",
+        help="pack only the packages in this file, ringspark, Horovod and Petastorm (if installed), and "
+        "their dependencies; default: all packages",
     )
     parser.add_argument(
         "--exclude", nargs="+", action="extend", default=[], metavar="NAME", help="packages to leave out"

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     text = "saved pipeline, such as save.model of a job file, or models:/name@alias of MLflow's registry"
     model.add_argument("model", nargs="?", metavar="URI", help=text)
-    model.add_argument("--model", dest="named_model", metavar="URI", help="the same, as an option")
+    model.add_argument("--model", dest="named_model", metavar="URI", help="the model, as an option")
     rows = parser.add_argument_group("rows, one of these").add_mutually_exclusive_group(required=True)
     for kind in FORMATS:
         rows.add_argument(f"--{kind}", metavar="URI", help=f"files of the format {kind}")

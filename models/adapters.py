@@ -1,4 +1,4 @@
-"""Networks of other libraries: an adapter gives such a network torch's train mode, parameters and buffers."""
+"""Adapters turn networks of other libraries into torch modules with train mode, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AdaptedNetwork(nn.Module):
     """Base class of the modules that adapters return."""
 
     def description(self) -> dict[str, Any]:
-        """Returns JSON from which `build` of the adapter makes the network; a key names the package."""
+        """Returns JSON for the adapter's `build`; one key is the name of the package."""
         raise NotImplementedError
 
     def check_settings(self, task: str, losses: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ class AdaptedNetwork(nn.Module):
 
 
 def adapt_network(model: Any) -> Any:
-    """Returns the adapter's network for the model; the model itself if it needs no adapter.
+    """Returns the adapter's network for the model, or the model itself if it needs no adapter.
 
     Raises ValueError if the adapter refuses the model, or if only a layer of the model needs an adapter.
     """

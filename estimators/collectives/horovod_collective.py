@@ -336,7 +336,7 @@ def _cycle(*, is_rare: bool) -> dict[str, str | None]:
 
 
 def rank_variables(member: Member, proxy: HorovodProxy, timeout_seconds: float) -> dict[str, str]:
-    """Returns the environment variables by which `hvd.init` finds this rank and the others."""
+    """Returns the environment variables with which `hvd.init` joins this rank to the others."""
     values = {
         "HOROVOD_RANK": str(member.rank),
         "HOROVOD_SIZE": str(member.size),

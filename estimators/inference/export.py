@@ -86,7 +86,7 @@ EXPORTERS: LazyRegistry[Callable[[Export, str], None]] = LazyRegistry(
         "mlflow": f"{_SERVING}.logged_model:write_model",
     }
 )
-"""Function that writes each format to a new local file or folder."""
+"""Format -> function that writes it to a new local file or folder."""
 
 # Packages that a format needs besides torch, and the extra of ringspark that installs them.
 _ONNX = ("onnx", ("onnx", "onnxscript"))

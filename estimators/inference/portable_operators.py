@@ -22,9 +22,9 @@ _TAILS = (
 
 
 def replace_rare_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the program without `erfinv`, by which networks for tables encode numbers."""
+    """Replaces `erfinv`, with which networks for tables encode numbers."""
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
-        # Only functions of the table are replaced.
+        # Decomposes only the operators in this dict.
         found: torch.export.ExportedProgram = program.run_decompositions(
             {torch.ops.aten.erfinv.default: _erfinv}
         )

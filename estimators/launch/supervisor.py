@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GangSettings(Protocol):
-    """What a supervisor reads of a config."""
+    """Config values that the supervisor reads."""
 
     @property
     def run_uri(self) -> str: ...

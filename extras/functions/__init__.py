@@ -1,1 +1,1 @@
-"""`ringspark.run`: any function as a gang on Spark."""
+"""`ringspark.run`: calls a function or runs a script on every rank of a gang of Spark tasks."""

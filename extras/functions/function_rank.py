@@ -1,9 +1,9 @@
-"""The process that runs the user's function on one rank, see `function_task`.
+"""Runs the user's function on one rank, in a process that `function_task` starts.
 
     python -m ringspark.extras.functions.function_rank <folder> <descriptor>
 
-Reads the folder's `call`, and writes `result`. The descriptor is the read end of a pipe that the parent keeps
-open: when the parent dies, this process and those that it started end.
+Reads the file `call` in the folder, and writes the file `result`. The descriptor is the read end of a pipe,
+and the parent holds its write end. If the parent dies, this process and its children end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import cloudpickle
 from ringspark.estimators import user_code
 
 CALL, RESULT = "call", "result"
-# Exit code of a process whose function raised an exception; `result` holds it.
+# Exit code if the function raised an exception; `result` then holds the exception.
 RAISED_CODE = 3
 
 
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Raised:
-    """An error of the user's function. `error` is None if the driver could not unpickle it."""
+    """An exception of the user's function. `error` is None if the exception cannot be unpickled."""
 
     error: BaseException | None
     type: str
@@ -106,7 +106,7 @@ def _pickle_error(error: BaseException) -> bytes:
     raised = Raised(error=error, type=type(error).__name__, message=str(error), trace="".join(lines))
     try:
         pickled: bytes = cloudpickle.dumps(raised)
-        # Many exceptions cannot be made from their `args` again.
+        # Unpickling calls the exception's class with its `args`, which fails for many exceptions.
         cloudpickle.loads(pickled)
     except Exception:
         pickled = cloudpickle.dumps(replace(raised, error=None))
@@ -114,7 +114,7 @@ def _pickle_error(error: BaseException) -> bytes:
 
 
 if __name__ == "__main__":
-    # Under its own name, because "__main__" becomes the user's script.
+    # Imported by its own name, because `runpy` makes the user's script "__main__".
     from ringspark.extras.functions import function_rank
 
     function_rank.main()

@@ -38,17 +38,17 @@ from ringspark.extras.functions.function_rank import CALL, RAISED_CODE, RESULT, 
 # Results travel through Spark's driver, which has little memory for them.
 MAX_RESULT_BYTES = 64 << 20
 _LOOK_SECONDS = 0.1
-# After a failure elsewhere, a rank may raise its own error before it is ended.
+# After another rank has failed, a rank has this long to raise an error of its own.
 _GRACE_SECONDS = 1.0
-# The tasks agree on the failure; a task that does not answer was lost.
+# Timeout of the all-gather by which the tasks agree on the cause of a failure.
 _AGREE_SECONDS = 60.0
-# Below the ports of outgoing connections.
+# Linux takes the ports of outgoing connections from 32,768 on.
 _PORTS = range(10_000, 32_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTask:
-    """The work of one task: starts the function's process, and returns its result, pickled, as text."""
+    """Starts the function's process, and returns its result: pickled, in base64."""
 
     call: bytes
     environment: Mapping[str, str]
@@ -103,13 +103,13 @@ class FunctionTask:
         if device != "cpu":
             here = [entry[-1] for entry in ranks if entry[0] == member.host]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(here)
-        # Only this process's path has the modules that Spark shipped.
+        # Spark adds shipped modules to the path of this process only, so the path is passed on.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables, **self.environment}
 
 
 class _ProcessProxy(HorovodProxy):
-    """Horovod's rendezvous for the processes that the task has started, as long as the function runs."""
+    """Proxy to Horovod's rendezvous that answers only this task's process and its children."""
 
     process: int | None = None
 
@@ -124,7 +124,7 @@ class _ProcessProxy(HorovodProxy):
 
 
 def _free_ports() -> list[int]:
-    """Returns ports for torch, JAX and TensorFlow, which nobody uses at the moment."""
+    """Returns three ports that are free at the moment: for torch, JAX and TensorFlow."""
     found: list[int] = []
     draw = random.SystemRandom()
     while len(found) < 3:
@@ -136,7 +136,7 @@ def _free_ports() -> list[int]:
 
 
 def _visible_device(device: str) -> str:
-    """Returns the name in CUDA_VISIBLE_DEVICES of a device of this process."""
+    """Returns the device's entry in CUDA_VISIBLE_DEVICES, or its index if the variable is not set."""
     _, _, index = device.partition(":")
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return names[int(index)] if index and names else index
@@ -147,7 +147,7 @@ def _in_url(host: str) -> str:
 
 
 def _exchange(client: RendezvousClient, name: str, value: bytes, seconds: float) -> list[bytes]:
-    """Returns the values of all ranks, in rank order. Runs on every rank."""
+    """All-gathers `value`: returns the values of all ranks, in rank order. Runs on every rank."""
     values = client.gather(name, value, seconds)
     if values:
         client.set(f"{name}/values", json.dumps([each.decode() for each in values]).encode())
@@ -159,7 +159,7 @@ def _exchange(client: RendezvousClient, name: str, value: bytes, seconds: float)
 
 @contextmanager
 def _started(folder: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts the function's process; ends it, and the processes that it started, with the block."""
+    """Starts the function's process. At the end of the block, ends the process and its children."""
     read, write = os.pipe()
     try:
         process = subprocess.Popen(
@@ -207,11 +207,11 @@ def _wait(process: subprocess.Popen[bytes], client: RendezvousClient, status: St
 
 
 def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code: int) -> str:
-    """Returns this rank's result as text, or raises this rank's part of the failure. Runs on every rank."""
+    """Returns this rank's result in base64; raises an error if any rank failed. Runs on every rank."""
     mine = json.dumps([ended, code]).encode()
     ends = [json.loads(text) for text in _exchange(client, "ends", mine, _AGREE_SECONDS)]
     raised = next((other for other, (how, _) in enumerate(ends) if how == _RAISED), None)
-    # A library may abort its process when another rank is gone, so then the exception is the cause.
+    # After one rank has raised, a library may abort the process of another. Then the exception is the cause.
     lost = next(
         (
             other
@@ -222,7 +222,7 @@ def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code:
     )
     own: Raised | None = cloudpickle.loads((folder / RESULT).read_bytes()) if ended == _RAISED else None
     if lost == rank:
-        # Without a traceback: the task's own would say nothing.
+        # The empty text replaces the task's own traceback, which says nothing about the process.
         lost_here = ProcessLostError(f"the process of the function {_describe(code)}")
         raise lost_here from OtherTracebackError("")
     if lost is not None:
@@ -237,8 +237,8 @@ def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code:
     size = (folder / RESULT).stat().st_size
     if size > MAX_RESULT_BYTES:
         raise ValueError(
-            f"the result of rank {rank} has {size:,} bytes, and the driver takes {MAX_RESULT_BYTES:,}; write "
-            "it to a file and return the path"
+            f"the result of rank {rank} has {size:,} bytes, but the limit is {MAX_RESULT_BYTES:,}; write it "
+            "to a file and return the path"
         )
     return base64.b64encode((folder / RESULT).read_bytes()).decode()
 

@@ -1,4 +1,4 @@
-"""`ringspark.run`: calls any function on every rank of a gang, for training loops that are not a stage."""
+"""`ringspark.run`: calls a function on every rank of a gang, for a training loop of your own."""
 
 from __future__ import annotations
 
@@ -49,29 +49,30 @@ def run(
     - `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT`
       for `torch.distributed.init_process_group("gloo")`,
     - `HOROVOD_*` for `hvd.init()`,
-    - `JAX_COORDINATOR_ADDRESS` for `jax.distributed.initialize(num_processes=..., process_id=...)`, which
-      takes the numbers of `WORLD_SIZE` and `RANK`,
+    - `JAX_COORDINATOR_ADDRESS` for `jax.distributed.initialize(num_processes=..., process_id=...)`; pass
+      `WORLD_SIZE` and `RANK` as integers,
     - `TF_CONFIG` for TensorFlow's `MultiWorkerMirroredStrategy`,
-    - `CUDA_VISIBLE_DEVICES` with `useGpu`: the GPUs of this host's ranks, so a rank's is `cuda:LOCAL_RANK`,
-    - `TORCHELASTIC_RESTART_COUNT`: how often the ranks were restarted.
+    - `CUDA_VISIBLE_DEVICES` with `useGpu`: the GPUs of all ranks on this host; a rank uses `cuda:LOCAL_RANK`,
+    - `TORCHELASTIC_RESTART_COUNT`: number of restarts so far.
 
     Args:
         function: A function, or the path of a Python script on the driver; `args` of a script are strings.
-        numWorkers: Number of ranks; every one needs a task slot of the cluster.
+        numWorkers: Number of ranks; each needs a task slot of the cluster.
         useGpu: Whether every rank gets a GPU.
-        maxRestarts: How often all ranks start again after a process or a connection was lost; the function
-            loads its own checkpoint. An exception of the function is not retried.
-        timeoutSeconds: A worker that is silent for so long counts as lost. The function may take any time.
+        maxRestarts: Number of restarts of all ranks after a process, an executor or a connection is lost. The
+            function must load its own checkpoint. An exception of the function causes no restart.
+        timeoutSeconds: A worker without a heartbeat for this long counts as lost. The function's run time has
+            no limit.
         storageUri: Folder that driver and executors share, for heartbeats; a local master needs none.
-        runUri: New folder for the ranks' output, `logs/rank-<k>.txt`, which stays.
-        environment: More environment variables for the ranks; they replace those above.
+        runUri: New folder that keeps the output of the ranks, as `logs/rank-<k>.txt`.
+        environment: More environment variables for the ranks; they override the variables above.
         spark: The session; by default the active one.
 
     Returns:
         What the function returned on each rank, in rank order; None for a script.
 
     Raises:
-        ValueError: An argument is wrong, or the workers do not fit the cluster. Nothing was started.
+        ValueError, TypeError: An argument is wrong, or the cluster has too few slots. Nothing was started.
         WorkerError: A rank failed; the message has its traceback and its last lines of output.
         TrainingCancelledError: Somebody cancelled the Spark job.
     """
@@ -115,7 +116,7 @@ def run(
     try:
         results = supervisor.run()
     finally:
-        # First: without it no rank writes.
+        # The owner file first, because ranks stop writing when it is gone.
         discard(storage.join(folder.uri, run_layout.OWNER))
         discard(folder.uri if runUri is None else storage.join(folder.uri, run_layout.HEARTBEAT))
     return [cloudpickle.loads(base64.b64decode(text)) for text in results]
@@ -123,7 +124,7 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class GangConfig:
-    """What a supervisor needs to know of a gang without a training."""
+    """Config values that the supervisor reads, for a gang that runs a function instead of a training."""
 
     run_uri: str
     num_workers: int
@@ -131,7 +132,7 @@ class GangConfig:
     max_restarts: int
     timeout_seconds: float
     min_workers: int | None = None
-    # It only connects the tasks with each other.
+    # Only connects the tasks; the function makes its own process group.
     collective: str = "torch"
 
     def with_workers(self, num_workers: int) -> GangConfig:

@@ -1,4 +1,4 @@
-"""Runs one part: measures its cases and appends each result to a file at once, as one line of JSON.
+"""Runs one part: measures its cases and appends each result to a file as one line of JSON.
 
 A process that dies in a case leaves the results of the earlier cases. `runner.py` then starts another process
 for the cases that are left.
@@ -31,7 +31,9 @@ def choose_device() -> str:
         import torch
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a driver that torch cannot use; the environment names it
+            warnings.simplefilter(
+                "ignore"
+            )  # about a driver that torch cannot use; the part "environment" reports it
             return "cuda:0" if torch.cuda.is_available() else "cpu"
     except ImportError:
         return "cpu"
@@ -54,7 +56,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_usable() -> bool:
-    """Whether the device still answers; frees what a failed case has left in torch's cache."""
+    """Returns whether the device still answers. Frees the memory that a failed case left in torch's cache."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():

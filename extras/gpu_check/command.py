@@ -19,7 +19,7 @@ from ringspark.extras.gpu_check.runner import PartResult, run_part
 
 SECONDS = 525.0  # a process that hangs takes some more seconds to end
 OUTPUT = Path("artifacts/gpu_check.md")
-# To start a process, import torch and open the device.
+# Shortest time for a part: starting a process, importing torch and opening the device take this long.
 _SHORTEST = 15.0
 
 
@@ -33,9 +33,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("parts", nargs="*", metavar="part", help="run only these parts; default: all")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="the page; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit; default: %(default)g")
-    parser.add_argument("--device", help='torch device, such as "cuda:1" or "cpu"')
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=OUTPUT,
+        help="page of figures; JSON is written next to it; default: %(default)s",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="time limit of the whole check; default: %(default)g"
+    )
+    parser.add_argument("--device", help='such as "cuda:1" or "cpu"; default: first CUDA device, else CPU')
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and few tests, on any device")
     options = parser.parse_args(words)
     if unknown := [name for name in options.parts if name not in PARTS]:
@@ -64,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     start, began = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
     results: list[PartResult] = []
-    # The parts' processes have sessions of their own, so they must end too if `timeout` ends this one.
+    # Parts run in sessions of their own, so SIGTERM, as from `timeout`, does not reach them.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def write() -> None:
@@ -86,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 results.append(result)
                 write()
     except KeyboardInterrupt:
-        print(f"stopped; {options.output} has the parts before")
+        print(f"stopped; {options.output} has the parts that were complete")
         write()
         return 130
     finally:

@@ -13,7 +13,7 @@ from ringspark.extras.gpu_check.runner import CaseResult, PartResult
 
 
 def write(path: Path, results: Sequence[PartResult], *, command: str, began: str, seconds: float) -> None:
-    """Writes `path` and, with the suffix .json, the same results for programs; each file changes at once."""
+    """Writes the page `path`, and the same results as JSON next to it. Replaces each file atomically."""
     parts = [asdict(result) | {"state": result.state} for result in results]
     whole = {"command": command, "began": began, "seconds": round(seconds, 1), "parts": parts}
     _replace(path.with_suffix(".json"), json.dumps(whole, indent=1) + "\n")

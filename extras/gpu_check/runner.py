@@ -1,4 +1,4 @@
-"""Runs a part in processes of their own, ends processes that take too long, and collects the results."""
+"""Runs a part in processes of its own, ends processes that take too long, and collects the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringspark.extras.gpu_check.registry import PARTS
 
 State = Literal["ok", "failed", "skipped"]
 
-# A process in a call of the driver may not end at once, and nothing may wait for it.
+# A killed process that is in a driver call may not end; wait at most this long for it.
 _END_SECONDS = 10.0
 _LOG_LINES = 30
 
@@ -41,7 +41,7 @@ class PartResult:
 
     Attributes:
         reason: Why the whole part failed or was skipped.
-        log: Last lines of what the processes of a failed part have written.
+        log: Last lines of output of a failed part's processes.
     """
 
     name: str
@@ -74,7 +74,7 @@ class PartResult:
 
 
 def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds: float) -> PartResult:
-    """Runs one part, for at most `seconds` and its own limit. Its files are put into `folder`."""
+    """Runs one part for at most `seconds`, or its own limit if that is shorter. Its files go to `folder`."""
     entry, start = PARTS[name], time.monotonic()
     result = PartResult(name=name, title=entry.title)
     if missing := entry.missing():
@@ -121,7 +121,7 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of the processes: they find this ringspark, and explain a crash."""
+    """Returns environment variables with which a process imports this ringspark and reports a crash."""
     root = str(Path(ringspark.__path__[0]).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     # Variables of a pytest that runs this check must not reach the pytest that it starts.
@@ -136,7 +136,7 @@ def child_environment() -> dict[str, str]:
 
 def _run(command: list[str], log: Path, seconds: float) -> int | None:
     """Returns the exit code of a process; ends it and returns None if it takes more than `seconds`."""
-    # A file, because whatever outlives the process would hold a pipe open.
+    # A file and no pipe, because a child that outlives the process would keep a pipe open.
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -151,7 +151,7 @@ def _run(command: list[str], log: Path, seconds: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # Also of a process that ended by itself: compilers and tests of it may still run.
+        # Also if the process has ended, because its compilers and tests may still run.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,7 +159,7 @@ def _run(command: list[str], log: Path, seconds: float) -> int | None:
 
 
 def _read(path: Path, result: PartResult) -> str | None:
-    """Reads all results of the part's processes; returns the case that has no result, if any."""
+    """Adds the results in the file to `result`; returns the case that began and has no result, if any."""
     known = {case.case for case in result.cases}
     begun = None
     for entry in _entries(path):

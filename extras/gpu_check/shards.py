@@ -83,5 +83,5 @@ def train(
 
 
 def as_columns(inputs: Any, labels: Any) -> dict[str, npt.NDArray[Any]]:
-    """Returns tensors as columns of shards, in the dtypes of a table."""
+    """Returns tensors as the columns x and y of shards."""
     return {"x": np.asarray(inputs.numpy()), "y": np.asarray(labels.numpy())}

@@ -1,7 +1,7 @@
 """Times and memory on a GPU or the CPU.
 
-Calls only put work into a GPU's queue, so the clock is read after the device has finished. Cases that are
-compared run in interleaved rounds, so that a change of the clock rate affects all of them.
+A call only queues work on the GPU, so the clock is read after the device has finished. Compared cases run in
+interleaved rounds, so that a change of the GPU's clock rate affects all of them.
 """
 
 from __future__ import annotations

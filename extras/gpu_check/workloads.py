@@ -56,7 +56,7 @@ class Workload:
 
 
 def workload(name: Name, setup: Setup, dropout: float = 0.0) -> Workload:
-    """Returns a workload; tiny ones have tensors of over a page, so that offload and codecs take them."""
+    """Returns a workload. Even tiny tensors exceed a page, because offload and codecs skip smaller ones."""
     if name == "mlp":
         width, rows = (64, 64) if setup.is_tiny else (2048, 8192)
         sizes = {"in_features": 32, "hidden": [width] * 4, "out_features": 1, "dropout": dropout}
@@ -69,11 +69,11 @@ def workload(name: Name, setup: Setup, dropout: float = 0.0) -> Workload:
 
 
 class Step:
-    """One optimizer step on one batch, again and again.
+    """One optimizer step. Every call takes the same batch.
 
     Args:
         context: Entered around the forward pass.
-        scale: Scales the loss and steps the optimizer; default: neither.
+        scaler: Scales the loss and steps the optimizer, for fp16; by default, nothing is scaled.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Step:
         return loss.detach()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients of one pass, after the same random numbers in each call."""
+        """Returns the gradients of one pass, with the same random seed in each call."""
         torch.manual_seed(1)
         self.optimizer.zero_grad()
         self.work.loss(self.forward(), self.labels).backward()  # type: ignore[no-untyped-call]

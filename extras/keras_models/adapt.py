@@ -120,12 +120,14 @@ def _to_config(keras: Any, model: Any) -> dict[str, Any]:
 def _name_variables(model: Any) -> list[tuple[str, str]]:
     """Returns a unique name and the role of each variable; the name is its path in Keras."""
     layers = model._flatten_layers()
-    # Frozen weights stay in this list, which moving statistics are never in.
+    # These lists contain frozen weights too, but never moving statistics.
     weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
     named: dict[str, str] = {}
     for variable in model.weights:
         path = variable.path.replace(".", "_")
-        path = path if "/" in path else f"variables/{path}"  # no attribute of a module has a slash
+        path = (
+            path if "/" in path else f"variables/{path}"
+        )  # with a slash, it is never the name of an attribute
         name, number = path, 1
         while name in named:
             number += 1
@@ -146,7 +148,7 @@ def _compare(keras: Any, model: Any, network: KerasNetwork) -> None:
         with torch.no_grad(), keras.device(device), keras.StatelessScope(collect_losses=True):
             there = [tensor.to(device) for tensor in inputs]
             expected = as_outputs(model(*pack_inputs(model, there), training=False))
-    except Exception:  # the sample fits only models whose inputs are known; `fit` tries the real columns
+    except Exception:  # the sample may not fit the model's inputs; `fit` tries the real columns
         return
     finally:
         network.train()
@@ -166,7 +168,7 @@ def _other_model(model: Any) -> ValueError:
 
 
 def _sample(model: Any) -> list[torch.Tensor] | None:
-    """Returns a few rows in the shapes of the model's inputs, None if these are unknown."""
+    """Returns a few rows in the shapes of the model's inputs, or None if the shapes are unknown."""
     function = getattr(model, "_functional", None) or model
     if getattr(function, "inputs", None):
         shapes = [(tuple(entry.shape), str(entry.dtype)) for entry in function.inputs]

@@ -13,7 +13,8 @@ from ringspark.extras.keras_models.library import import_keras
 class Custom(dict[str, Any]):
     """Classes and functions by registered name.
 
-    Their pickle is a pickle of its own: it imports Keras, which must get the torch backend first.
+    Pickled as bytes inside the outer pickle, so that `_load` can choose the torch backend before the classes
+    are unpickled, which imports Keras.
     """
 
     def __reduce__(self) -> tuple[Callable[[bytes], Custom], tuple[bytes]]:
@@ -47,7 +48,7 @@ def missing_names(config: Mapping[str, Any], custom: Mapping[str, Any]) -> list[
 def _names(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         name, module, kind = (value.get(key) for key in ("registered_name", "module", "class_name"))
-        # A lambda is an entry of its own, or the bare value that the entry would have.
+        # Keras writes a lambda as an entry of the class "__lambda__", or as the value of such an entry alone.
         if kind == "__lambda__" or value.keys() == {"value"}:
             yield "a lambda"
         elif kind == "function":

@@ -56,7 +56,7 @@ class KerasNetwork(AdaptedNetwork):
     Args:
         config: The model as Keras serializes it.
         variables: Name and role of each of the model's `weights`, in order.
-        custom: The user's classes and functions in `config`; `build` finds those of this process.
+        custom: The user's classes and functions in `config`; `build` finds them in Keras' registry.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KerasNetwork(AdaptedNetwork):
         keras, skeleton = import_keras(), self._skeleton
         tensors = [self._tensor(name) for name, _ in self.variables]
         values = [*zip(skeleton.variables, tensors, strict=True)]
-        # Python's generator, because torch's must give the same numbers as without Keras.
+        # Seeds come from Python's generator, so that torch's generator gives the same numbers as without Keras.
         # In prediction the seeds are constant, so that predictions are reproducible.
         values += [
             (seed, torch.tensor([random.getrandbits(31) if self.training else 0, 0]))
@@ -139,7 +139,7 @@ class KerasNetwork(AdaptedNetwork):
         with (
             fork_generators(),
             keep_shared_generators(),
-            # A copy may be made inside a plan on fake tensors or inside inference mode.
+            # A copy may be made under fake tensors (a memory plan) or in inference mode.
             unset_fake_temporarily(),
             torch.inference_mode(False),
             keras.device("cpu"),
@@ -178,7 +178,7 @@ class KerasNetwork(AdaptedNetwork):
                     if value is not buffer:
                         buffer.copy_(value)
 
-    # A Keras model is copied and pickled only together with weights, so it is built again.
+    # Keras copies and pickles a model only with its weights, so a copy builds the model again.
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_skeleton"}
 
@@ -202,7 +202,7 @@ def pack_inputs(model: Any, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         return (list(inputs),) if len(named) == 1 < len(inputs) else tuple(inputs)
     expected = len(structure) if isinstance(structure, list | tuple) else 1
     if len(inputs) != expected:
-        raise ValueError(f"it takes {expected} inputs, got {len(inputs)}")
+        raise ValueError(f"the Keras model takes {expected} inputs, got {len(inputs)}")
     return (list(inputs),) if isinstance(structure, list | tuple) else (inputs[0],)
 
 

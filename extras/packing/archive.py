@@ -28,14 +28,14 @@ from ringspark.pipelines.writing.task_reports import join_reports
 
 # 1980-01-01, the first time that every archiver can store.
 _TIME = 315532800
-# gzip's default, 6, takes twice as long for 6 percent less.
+# Level 6, gzip's default, takes twice as long and saves 6 percent.
 _LEVEL = 4
 _ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): .*", re.MULTILINE)
 _ROWS = 64
 
 
 def newest_glibc(files: Iterable[Path]) -> str:
-    """Returns the newest version of glibc that a library among `files` asks for."""
+    """Returns the newest glibc version that a library in `files` needs, at least 2.17."""
     found = {(2, 17)}
     for file in (file for file in files if ".so" in file.name and file.stat().st_size):
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -64,7 +64,10 @@ def write_archive(output: Path, files: dict[str, Path]) -> None:
 
 
 def try_archive(archive: Path, folder: Path) -> dict[str, Any]:
-    """Trains in the unpacked archive, without this environment's variables."""
+    """Unpacks the archive and trains one rank in it, without this process's environment variables.
+
+    Returns the JSON that `trial` prints.
+    """
     root, work = folder / "unpacked", folder / "work"
     root.mkdir()
     _write_rows(work / "shards")

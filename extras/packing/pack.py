@@ -82,7 +82,7 @@ def _collect(root: Path, packages: dict[str, Distribution]) -> dict[str, Path]:
     shown = ", ".join(f"{name} {show_bytes(sizes[name])}" for name in largest)
     print(f"packing Python and {len(packages)} packages, {show_bytes(total)}: {shown}, ...", flush=True)
     print("--requirement and --exclude leave out packages", flush=True)
-    # For the unpacked archive.
+    # The test of the archive unpacks it.
     if shutil.disk_usage(root).free < total:
         raise ValueError(f"the test of the archive needs {show_bytes(total)} in {root.parent}; set TMPDIR")
     return files
@@ -94,7 +94,7 @@ def _options(output: Path) -> str:
 Client mode, on every cluster manager; the driver runs this environment:
   spark-submit --archives {output}#environment {python} \\
     --conf spark.pyspark.driver.python={sys.executable} app.py
-Sessions that Python starts, before pyspark is imported:
+A session that a Python program starts; set the variables before the program imports pyspark:
   export PYSPARK_PYTHON=./environment/bin/python PYSPARK_DRIVER_PYTHON={sys.executable}
   SparkSession.builder.config("spark.archives", "{output}#environment")
 Cluster mode on YARN; the driver unpacks the archive too:

@@ -20,7 +20,7 @@ def write_aotinductor(export: Export, path: str) -> None:
         raise ExportError("format 'aotinductor' needs a C++ compiler; install g++, or set CXX to one")
     from torch._inductor import aoti_compile_and_package
 
-    # The function takes only this ending.
+    # aoti_compile_and_package accepts only paths that end in .pt2.
     package = f"{path}.compiled.pt2"
     with torch.no_grad(), silence_thread():
         aoti_compile_and_package(export.trace(), package_path=package)
@@ -28,7 +28,7 @@ def write_aotinductor(export: Export, path: str) -> None:
 
 
 def write_executorch(export: Export, path: str) -> None:
-    """Writes a `.pte` file, for at most as many rows as one forward pass of `transform` takes.
+    """Writes a `.pte` file that takes at most as many rows as one forward pass of `transform`.
 
     XNNPACK runs the layers that it supports.
     """

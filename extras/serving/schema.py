@@ -34,8 +34,8 @@ _FLOATS = ("float", "double")
 def signature_of(model: Any, *, is_served: bool = True) -> Any:
     """Returns the names and types of the model's columns, or None if only Spark can prepare them.
 
-    MLflow converts JSON by these types, and refuses rows of other types. A column with several forms, such as
-    times, structs, or whole numbers with missing values, accepts everything here, and the model checks it.
+    MLflow converts JSON to these types, and refuses rows of other types. Times, structs, and whole numbers
+    with missing values come in several forms, so their type is Any here, and the model checks the values.
     """
     from mlflow.models import ModelSignature
     from mlflow.types.schema import Array as Repeated
@@ -58,7 +58,7 @@ def signature_of(model: Any, *, is_served: bool = True) -> Any:
 
 
 def example_of(model: Any, *, is_served: bool = True) -> pd.DataFrame | None:
-    """Returns two rows that the model predicts; None if no value of some column is known to be valid."""
+    """Returns two example rows, or None if a column has no value that is known to be valid."""
     sources = _sources(model, is_served)
     if sources is None:
         return None
@@ -76,7 +76,10 @@ def example_of(model: Any, *, is_served: bool = True) -> pd.DataFrame | None:
 
 
 def _sources(model: Any, is_served: bool) -> dict[str, ModelInput] | None:
-    """Returns an input for each source column; one that fills nulls if there are several."""
+    """Returns one input per source column, preferably an input that fills nulls.
+
+    Returns None if only Spark can prepare the inputs.
+    """
     found: dict[str, ModelInput] = {}
     for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
         if item.column is None or (needs_spark(item) and not is_served):
@@ -120,7 +123,7 @@ def _type(kind: Kind, source: str, takes_nulls: bool) -> Any:
     shape = _shape(kind)
     if shape is None:
         return DataType.binary
-    # pandas and JSON bring wide dtypes, which a smaller dtype would refuse.
+    # pandas and JSON have 64-bit numbers, and MLflow would refuse them for a smaller type.
     found: Any = {"f": DataType.double, "b": DataType.boolean}.get(dtype[:1], DataType.long)
     for _ in shape:
         found = Repeated(found)

@@ -30,17 +30,17 @@ PACKAGE = "ringspark_served"
 """Name of the copied package `plain` in a logged model."""
 
 RUNTIMES = {"onnx": ("onnxruntime",), "torch": ("torch", "safetensors")}
-"""Packages that run the network, by the name of the runtime."""
+"""Runtime -> packages that run the network."""
 
-# Results of another program differ by rounding only.
+# Largest relative difference that counts as rounding.
 _TOLERANCE = 1e-3
 
 
 def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[str]:
-    """Writes the model to a new local folder, and returns the packages that it needs as pins for pip.
+    """Writes the model to a new local folder, and returns the pinned packages that the model needs.
 
-    Without a `runtime`, takes ONNX Runtime if it computes what the network computes, and else torch. Raises
-    ValueError if neither can.
+    Without a `runtime`, takes ONNX Runtime if its results equal the network's results, else torch. Raises
+    ValueError if no runtime gives equal results.
     """
     inputs = describe_inputs(stage)
     folder.mkdir(parents=True)
@@ -105,22 +105,22 @@ _WRITERS = {"onnx": _write_onnx, "torch": _write_program}
 
 
 def describe_inputs(stage: Any) -> list[dict[str, Any]]:
-    """Returns the network's inputs as `serving.json` has them.
+    """Returns the entries of the network's inputs in `serving.json`.
 
     Raises ValueError for a column type without a reader in the package `plain`.
     """
     session = find_session()
-    # Times without an offset mean what they mean in this session.
+    # A time without an offset is in the time zone of this session.
     zone = "UTC" if session is None else str(session.conf.get("spark.sql.session.timeZone"))
     described: list[dict[str, Any]] = []
     readings: dict[Any, int] = {}
     names = source_names(stage._inputs, stage.inputColumns())
-    # A mask and the values come from one reading.
+    # The mask and the values of a column come from one `Reading`.
     filled = {name for item, name in zip(stage._inputs, names, strict=True) if item.fills_nulls}
     for item, name in zip(stage._inputs, names, strict=True):
         kind = {} if item.column is None else item.column.kind.to_json()
         if kind.get("kind", "") not in READERS:
-            raise ValueError(f"column {name!r} of the type {kind['kind']!r} is read by ringspark only")
+            raise ValueError(f"column {name!r} has the type {kind['kind']!r}, which only ringspark can read")
         described.append(
             {
                 "name": name,
@@ -181,7 +181,7 @@ def _compare(export: Export, folder: Path, runtime: str) -> None:
     run = load_network(str(folder), runtime)
     for rows in (1, 3):
         inputs = export.samples(rows)
-        # Zeros are valid for every input, also as ids; numbers vary.
+        # Ids stay zero, because zero is a valid id of every input. Floats vary.
         for tensor in inputs:
             if tensor.is_floating_point():
                 tensor.copy_(torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape))
@@ -192,4 +192,4 @@ def _compare(export: Export, folder: Path, runtime: str) -> None:
             wanted = other.double().numpy()
             limit = _TOLERANCE * max(1.0, float(np.abs(wanted).max(initial=0)))
             if one.shape != wanted.shape or not np.allclose(one, wanted, 0, limit, equal_nan=True):
-                raise ValueError(f"its results for {rows} rows are not those of the network")
+                raise ValueError(f"its results for {rows} rows differ from the network's results")

@@ -39,7 +39,9 @@ def write_repository(export: Export, path: str) -> None:
     labels = list(getattr(export.stage, "labels", []))
     if labels:
         if any("\n" in label for label in labels):
-            raise ExportError("a class name contains a line break, which labels.txt of Triton cannot hold")
+            raise ExportError(
+                "a class name contains a line break, which Triton's labels.txt cannot hold; rename it"
+            )
         with open(os.path.join(folder, "labels.txt"), "w", encoding="utf-8") as writer:
             writer.writelines(f"{label}\n" for label in labels)
     has_rows = all(item.array.per_row for item in export.inputs)
@@ -49,7 +51,7 @@ def write_repository(export: Export, path: str) -> None:
 
 
 def _config(name: str, graph: Any, max_rows: int, has_labels: bool) -> Iterator[str]:
-    """Yields the lines of config.pbtxt. With `max_rows`, shapes lack the rows, and Triton joins requests."""
+    """Yields the lines of config.pbtxt. If `max_rows` > 0, Triton batches, and shapes omit the batch axis."""
     yield f'name: "{name}"'
     yield 'backend: "onnxruntime"'
     yield f"max_batch_size: {max_rows}"

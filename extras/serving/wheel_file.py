@@ -1,6 +1,6 @@
-"""Makes a wheel of the ringspark that runs, so that a logged model can be installed anywhere.
+"""Makes a wheel of the running ringspark, which is stored in the logged model.
 
-No build starts: a wheel of pure Python is a zip of the sources and three files of metadata.
+This needs no build: a wheel of pure Python is a zip of the sources and four files of metadata.
 """
 
 from __future__ import annotations

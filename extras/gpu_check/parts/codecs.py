@@ -12,7 +12,7 @@ from ringspark.extras.gpu_check.parts.offload import saving_step
 from ringspark.extras.gpu_check.timing import compare, held_mib, milliseconds, ratio
 from ringspark.extras.gpu_check.workloads import NAMES
 
-# At least this similar to the exact gradients, as cosine.
+# Smallest allowed cosine between the gradients and the exact gradients.
 _SIMILAR = {"bits": 1 - 1e-6, "int8": 0.98, "fp8": 0.98}
 
 
@@ -31,7 +31,7 @@ class Codecs(Part):
 
     def measure(self, case: str) -> Sequence[Value]:
         name, codec = case.split(", ")
-        # On CPUs the codec repeats dropout's random numbers, on GPUs torch's own kernel saves booleans.
+        # Both have dropout: on CPUs the codec recomputes the masks, on GPUs torch saves them as booleans.
         own, plain = saving_step(name, self.setup, compression=codec), saving_step(name, self.setup)
         found, exact = (torch.cat([g.flatten() for g in step.gradients()]) for step in (own, plain))
         cosine = float(functional.cosine_similarity(found.double(), exact.double(), dim=0))

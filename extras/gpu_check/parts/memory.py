@@ -49,8 +49,8 @@ class Peak(Callback):
 class Memory(Part):
     columns = ("planned MiB", "measured MiB", "planned / measured", "libraries' MiB")
     note = (
-        "The peak of a step in steady state. The measured peak contains the memory that libraries such as "
-        "cuBLAS keep for themselves (last column: what is left after the training), the plan does not."
+        "The peak of a step in steady state. Unlike the plan, the measured peak contains the memory that "
+        "libraries such as cuBLAS keep. The last column is the memory that is left after the training."
     )
 
     def cases(self) -> Sequence[str]:

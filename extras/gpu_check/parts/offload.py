@@ -41,7 +41,7 @@ class Offload(Part):
     note = (
         '`activationOffload="host"` and `"disk"`. `held` is the device memory between the forward and the '
         "backward pass; `save_on_cpu` is torch's own hook with pinned memory. The gradients must be bitwise "
-        "equal to the plain step's, if two plain steps are: some kernels of CUDA add in any order."
+        "equal to the plain step's, unless two plain steps differ: some CUDA kernels add in any order."
     )
 
     def cases(self) -> Sequence[str]:

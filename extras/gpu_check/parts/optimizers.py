@@ -13,7 +13,7 @@ from ringspark.extras.gpu_check.part import Part, Value
 from ringspark.extras.gpu_check.timing import compare, milliseconds, ratio
 from ringspark.extras.gpu_check.workloads import torch_adamw, workload
 
-# 8-bit states round a number near the middle of two codes either way; one code is 1 % of a step of 0.01.
+# Between two 8-bit codes, devices may round differently; one code is 1 % of a step of 0.01.
 _TOLERANCE, _TOLERANCE_8BIT = 1e-4, 2e-3
 
 

@@ -1,8 +1,9 @@
-"""Predicts rows of pandas as `transform` does, without ringspark, Spark and pickle.
+"""Predicts rows of a pandas DataFrame like `transform`, without ringspark, Spark and pickle.
 
-A logged model carries a copy of this package, `ringspark_served`, so it imports itself relatively.
-Besides, it imports NumPy, pandas and the package that runs the network. The folder of a model holds
-`serving.json`, the pre- and postprocessing, and the network as `network.onnx` or `network.json`.
+A logged model contains a copy of this package, named `ringspark_served`. So its modules import each other
+relatively. They also import NumPy, pandas, the package that runs the network, and Pillow, tokenizers or
+xxhash if a column needs it. The model's folder contains `serving.json` for pre- and postprocessing, and the
+network as `network.onnx`, or as `network.json` and `network.safetensors`.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class Source:
 
     Attributes:
         kind: Column type as JSON.
-        type: Spark type of the training column, where it matters.
+        type: Spark type of the training column; "" if unknown.
         fills_nulls: Whether the model was trained on missing values.
         zone: Time zone of times without an offset.
-        columns: Columns of the request by name; only a column type for tables reads several.
+        columns: Columns of the request by name; only the type "table_row" reads several.
     """
 
     kind: dict[str, Any]
@@ -63,7 +63,7 @@ def read_array(values: pd.Series[Any], source: Source) -> Reading:
 
 
 def read_unknown(values: pd.Series[Any], source: Source) -> Reading:
-    """Reads numbers or arrays of numbers of any equal shape."""
+    """Reads numbers, or arrays of numbers that all have the same shape."""
     if values.dtype != object:
         found, missing = numbers_of(values)
         return Reading.of({"": found}, missing, False)
@@ -157,7 +157,9 @@ def read_tokens(values: pd.Series[Any], source: Source) -> Reading:
     rows = [[] if text is None else tokenizer.encode(text).ids for text in texts]
     lengths = np.array([len(row) for row in rows], np.int64)
     if lengths.max(initial=0) > longest:
-        raise ValueError(f"holds a text of {lengths.max()} tokens, but max_length={longest} is set")
+        raise ValueError(
+            f"holds a text of {lengths.max()} tokens, but max_length={longest} is set; shorten the text"
+        )
     width = max(1, int(lengths.max(initial=0))) if kind["padding"] == "longest" else longest
     mask = np.arange(width) < lengths[:, None]
     ids = np.full((len(rows), width), kind["pad_id"], np.int64)
@@ -193,11 +195,11 @@ READERS: dict[str, Callable[[Any, Source], Reading]] = {
     "table_row": _table,
     "": read_unknown,
 }
-"""Reader of each column type, by its tag; the empty tag is for columns that ringspark does not know."""
+"""Column type -> reader. The type "" is for inputs of the network without a column type."""
 
 
 def texts_of(values: Any) -> tuple[list[str | None], NumpyArray]:
-    """Returns strings, None for missing ones, and which are missing."""
+    """Returns the strings (None if missing), and a mask of the missing rows."""
     given = values.tolist()
     missing = np.fromiter((is_missing(value) for value in given), bool, len(given))
     for value, is_gone in zip(given, missing, strict=True):
@@ -230,7 +232,7 @@ def _read_rows(given: Sequence[Any], source: Source, shape: Sequence[int] | None
 
 
 def _lists(given: Sequence[Any], dtype: str) -> tuple[NumpyArray, NumpyArray, NumpyArray]:
-    """Returns all elements of the rows, the length of each row, and which rows lack a value."""
+    """Returns the concatenated rows, the length of each row, and a mask of rows with a missing value."""
     masked = np.zeros(len(given), bool)
     rows = []
     for row, value in enumerate(given):

@@ -11,7 +11,7 @@ from .values import NumpyArray
 Network = Callable[[Sequence[NumpyArray]], list[NumpyArray]]
 
 FILES = {"onnx": "network.onnx", "torch": "network.json"}
-"""File of the network, by the program that runs it."""
+"""Runtime -> file of the network."""
 
 
 def load_network(folder: str, runtime: str) -> Network:
@@ -57,5 +57,5 @@ def _load_torch(path: str) -> Network:
 
 
 def weights_of(path: str) -> str:
-    """Returns the file of the tensors that belong to a program."""
+    """Returns the path of the safetensors file next to a program."""
     return path.removesuffix(".json") + ".safetensors"

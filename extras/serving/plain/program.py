@@ -1,6 +1,6 @@
 """The network as a list of torch's operations.
 
-In a logged model this file is `ringspark.models.program`, next to `ringspark.models.operators`.
+In a logged model, copies of `ringspark.models.program` and `ringspark.models.operators` replace this file.
 """
 
 from __future__ import annotations

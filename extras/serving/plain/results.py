@@ -20,7 +20,7 @@ def columns_of(outputs: NumpyArray, results: dict[str, Any]) -> list[tuple[str, 
         parts = [raw, likely, decide(outputs, raw, likely, results["thresholds"])]
     named: list[tuple[str, Any]] = list(zip(results["names"], parts, strict=True))
     if results["label_name"]:
-        # Unknown strings have the number after the last class, and NaN becomes the smallest integer.
+        # The number after the last class stands for unknown strings. NaN converts to the smallest integer.
         labels = [*results["labels"], None]
         with np.errstate(invalid="ignore"):
             numbers = parts[-1].astype(np.int64)

@@ -37,8 +37,8 @@ class ServedModel:
             text = json.load(file)
         if text["format_version"] != FORMAT_VERSION:
             raise ValueError(
-                f"the model has format {text['format_version']}, this code reads format {FORMAT_VERSION}; "
-                "load it in its own process"
+                f"the model has format {text['format_version']}, but this process has imported code for "
+                f"format {FORMAT_VERSION}; load the model in a process of its own"
             )
         return cls(text, load_network(folder, text["runtime"]))
 
@@ -51,25 +51,25 @@ class ServedModel:
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         size = int(self.text["rows_per_pass"])
         starts = range(0, max(1, len(frame)), size)
-        parts = [self._predict_rows(frame.iloc[start : start + size]) for start in starts]
+        parts = [self._predict_rows(frame.iloc[start : start + size], start) for start in starts]
         return pd.concat(parts) if len(parts) > 1 else parts[0]
 
-    def _predict_rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+    def _predict_rows(self, frame: pd.DataFrame, start: int) -> pd.DataFrame:
         inputs, problems = self._read(frame)
         if not problems:
             return self._make_frame(self._run(inputs, len(frame)), frame.index)
         if self.text["handle_invalid"] == "error":
             row, problem = min(problems.items())
             raise ValueError(
-                f"{problem} in row {row} of the request; repair or drop the row, or log the model with "
-                "handleInvalid='keep', which gives such rows no prediction"
+                f"{problem} in row {start + row} of the request; repair or drop the row, or log the model "
+                "with handleInvalid='keep', which gives such rows no prediction"
             )
         kept = np.array([row for row in range(len(frame)) if row not in problems], np.int64)
         found = self._make_frame(np.zeros((0, self._width)), frame.index[:0])
         if len(kept):
             inputs, _ = self._read(frame.iloc[kept])
             found = self._make_frame(self._run(inputs, len(kept)), pd.RangeIndex(len(kept)))
-        # None and not NaN, which is no JSON.
+        # None, because JSON has no NaN.
         cells: dict[str, list[Any]] = {name: [None] * len(frame) for name in found.columns}
         for name, column in cells.items():
             for row, value in zip(kept.tolist(), found[name].tolist(), strict=True):
@@ -77,7 +77,7 @@ class ServedModel:
         return pd.DataFrame(cells, index=frame.index, dtype=object)
 
     def _read(self, frame: pd.DataFrame) -> tuple[list[NumpyArray], dict[int, str]]:
-        """Returns the network's inputs, and row -> why the row cannot be predicted."""
+        """Returns the network's inputs, and the problem of each row that cannot be predicted."""
         inputs, problems = [], dict[int, str]()
         read: dict[int, Reading] = {}
         for entry in self.text["inputs"]:
@@ -131,7 +131,10 @@ class ServedModel:
 
 
 def find_column(frame: pd.DataFrame, name: str) -> Any:
-    """Returns the frame's name of a column; as in Spark, case counts only if two names differ by it."""
+    """Returns the frame's name of a column.
+
+    Like Spark, ignores case. If two names differ only by case, the name must match exactly.
+    """
     if name in frame.columns:
         return name
     names = [str(column) for column in frame.columns]

@@ -1,4 +1,4 @@
-"""The numbers and category ids of a table's row, as ringspark's column type "table_row" computes them."""
+"""Computes the numbers and category ids of table rows, like ringspark's column type "table_row"."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _item(array: NumpyArray, item: int) -> Any:
 def _doubles(values: Any, column: dict[str, Any]) -> NumpyArray:
     found, missing = numbers_of(values)
     if column["type"] in ("float", "array<float>"):
-        # Spark reads such a column as float, and JSON gives doubles.
+        # In Spark the column holds floats, but JSON holds doubles.
         found = found.astype(np.float32)
     doubles: NumpyArray = np.where(missing, np.nan, found.astype(np.float64))
     return doubles

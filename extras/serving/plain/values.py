@@ -1,4 +1,4 @@
-"""Values of a pandas column as NumPy numbers, and which of them are missing."""
+"""Converts the values of a pandas column to NumPy arrays, and marks missing values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Reading:
     """The arrays that one column gives, for all rows of a request.
 
     Attributes:
-        arrays: Arrays by part: "", or such as ".length".
+        arrays: Arrays by part; the part is "" or a suffix such as ".length".
         problems: Row -> why the row gets no prediction, as a clause that follows "column 'x'".
-        masked: Rows that are missing or hold a missing value, (rows,) bool.
+        masked: Whether each row is missing or contains a missing value, (rows,) bool.
     """
 
     arrays: dict[str, NumpyArray]
@@ -45,7 +45,7 @@ def is_missing(value: Any) -> bool:
 
 
 def numbers_of(values: Any) -> tuple[NumpyArray, NumpyArray]:
-    """Returns numbers in their own dtype, with 0 for missing ones, and which are missing; both (rows,)."""
+    """Returns the numbers in their own dtype (0 if missing), and a mask of missing ones; both (rows,)."""
     plain = values.to_numpy() if isinstance(values, pd.Series) else values
     if isinstance(plain, np.ndarray) and plain.dtype.kind in "fbiu":
         missing = np.isnan(plain) if plain.dtype.kind == "f" else np.zeros(len(plain), bool)
@@ -61,7 +61,7 @@ def numbers_of(values: Any) -> tuple[NumpyArray, NumpyArray]:
 
 
 def to_dtype(values: NumpyArray, dtype: str) -> NumpyArray:
-    """Converts numbers to a dtype; whole numbers are never rounded."""
+    """Converts numbers to a dtype. Raises ValueError if an integer dtype cannot hold a number exactly."""
     wanted = np.dtype(dtype or "float32")
     if wanted.kind not in "iu" or not values.size:
         with np.errstate(over="ignore"):
@@ -71,8 +71,8 @@ def to_dtype(values: NumpyArray, dtype: str) -> NumpyArray:
     wrong = values[(whole != values) | ((whole < 0) != (values < 0))]
     if len(wrong):
         raise ValueError(
-            f"held {wanted} numbers in the training and holds {shorten(wrong.flat[0])}; give whole numbers "
-            "in the range of that type"
+            f"held {wanted} numbers in the training, but now holds {shorten(wrong.flat[0])}; give whole "
+            f"numbers in the range of {wanted}"
         )
     return whole
 
@@ -85,9 +85,9 @@ def to_network_input(values: NumpyArray) -> NumpyArray:
 
 
 def microseconds(values: Sequence[Any], zone: str) -> tuple[NumpyArray, NumpyArray]:
-    """Returns int64 microseconds since 1970 UTC, and which values are missing.
+    """Returns int64 microseconds since 1970 UTC, and a mask of missing values.
 
-    A time without an offset is in `zone`. Without a zone, offsets are ignored, and the clock time counts.
+    A time without an offset is in `zone`. If `zone` is "", offsets are ignored: all times count as UTC.
     """
     found = np.zeros(len(values), np.int64)
     missing = np.zeros(len(values), bool)
@@ -104,21 +104,21 @@ def microseconds(values: Sequence[Any], zone: str) -> tuple[NumpyArray, NumpyArr
         if not zone:
             moment = moment.replace(tzinfo=None)
         elif moment.tzinfo is None:
-            # As in Spark: of two equal times the first counts, and a skipped time is an hour later.
+            # Like Spark: an ambiguous time is the earlier one, and a skipped time moves one hour forward.
             moment = moment.tz_localize(zone, ambiguous=True, nonexistent=pd.Timedelta("1h"))
         found[row] = moment.to_datetime64().astype("datetime64[us]").astype(np.int64)
     return found, missing
 
 
 def temporal_numbers(values: Sequence[Any], source: str, zone: str) -> tuple[NumpyArray, NumpyArray]:
-    """Returns days since 1970 of a "date", or else microseconds; and which values are missing."""
+    """Returns days ("date") or microseconds (timestamps) since 1970, and a mask of missing values."""
     is_local = source != "timestamp"
     found, missing = microseconds(values, "" if is_local else zone)
     return found // 86_400_000_000 if source == "date" else found, missing
 
 
 def at_path(values: Sequence[Any], path: Sequence[str]) -> list[Any]:
-    """Returns the values of a field inside structs, which are dicts; missing if a struct is missing."""
+    """Returns a nested field of each struct (a dict); None if a struct is missing."""
     found = list(values)
     for part in path:
         for row, value in enumerate(found):
