@@ -82,7 +82,7 @@ class KerasNetwork(AdaptedNetwork):
         keras, skeleton = import_keras(), self._skeleton
         tensors = [self._tensor(name) for name, _ in self.variables]
         values = [*zip(skeleton.variables, tensors, strict=True)]
-        # Seeds come from Python's generator, so that torch's generator gives the same numbers as without Keras.
+        # Seeds come from Python's generator, so that torch's generator draws the same numbers as without.
         # In prediction the seeds are constant, so that predictions are reproducible.
         values += [
             (seed, torch.tensor([random.getrandbits(31) if self.training else 0, 0]))
