@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs ringspark on one host: install.sh PYTHON FOLDER [horovod]
 #
-# FOLDER contains ringspark's wheel from `make package`. With "horovod", Horovod is installed from a wheel in FOLDER,
-# or compiled, which takes minutes and needs g++; build it once with `ringspark build-horovod --output FOLDER` instead.
+# FOLDER contains ringspark's wheel from `make package`. With "horovod", installs Horovod from a wheel in FOLDER. Without
+# this wheel, compiles Horovod, which needs g++ and takes minutes on each host. To build the wheel once, run
+# `ringspark build-horovod --output FOLDER`.
 #
 # Run: by tests/deploy/test_deploy.py in a new virtual environment, with a Horovod wheel from FOLDER.
 set -euo pipefail
@@ -10,7 +11,7 @@ python=$1
 folder=$2
 pip=("$python" -m pip --disable-pip-version-check --no-input install --quiet)
 
-# Not pyspark: a cluster has its own, which pip does not see and would cover with a second one.
+# Without pyspark: pip does not see the cluster's own pyspark, and would install a second one.
 "${pip[@]}" --no-deps "$folder"/ringspark-*.whl
 needed=$("$python" -c '
 from importlib.metadata import requires

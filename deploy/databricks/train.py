@@ -7,6 +7,6 @@ import sys
 
 from ringspark.jobs.command import main
 
-# Databricks counts every SystemExit as a failure, also that of code 0.
+# Databricks counts every SystemExit as a failure, even with code 0.
 if code := main(sys.argv[1:]):
     raise SystemExit(code)

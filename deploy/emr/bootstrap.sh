@@ -2,7 +2,8 @@
 # EMR bootstrap action: bootstrap.sh s3://BUCKET/FOLDER [horovod]
 #
 # The folder contains this file, ../install.sh, ringspark's wheel, job.yaml, and jobs/command.py of the source. EMR 7's
-# default Python is 3.9, so this installs Python 3.11; cluster.json makes Spark use it, and trains job.yaml:
+# default Python is 3.9, so this script installs Python 3.11. cluster.json sets it for Spark, and trains job.yaml. Replace
+# BUCKET in cluster.json, and start the cluster:
 #
 #     python -c 'import boto3, json; print(boto3.client("emr").run_job_flow(**json.load(open("cluster.json"))))'
 #

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Trains a job file from a packed environment: train.sh JOB.yaml [options of `ringspark train`]
 #
-# Run it in the environment to pack; spark-submit of the cluster's Spark is on the PATH. The hosts need no Python packages.
+# Run it in the environment to pack, with the cluster's spark-submit on the PATH. The hosts need no Python packages.
 #
-# Variables: ARCHIVE (made by `ringspark pack` if it does not exist), WORKERS, MASTER, DEPLOY_MODE.
+# Variables and their defaults: ARCHIVE=environment.tar.gz (if it does not exist, `ringspark pack` writes it), WORKERS=2,
+# MASTER=yarn, DEPLOY_MODE=cluster, MEMORY_OVERHEAD=4g (Python's memory per executor).
 #
 # Run: by tests/extras/packing/test_pack.py with MASTER=spark://... and DEPLOY_MODE=client. Not run on YARN.
 set -euo pipefail
