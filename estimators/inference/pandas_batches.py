@@ -21,6 +21,7 @@ from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import DataType
 
 from ringspark.estimators.columns.feeds import Feed
+from ringspark.pipelines.kinds import Kind, TableRow
 
 # Arrays with more values per row are returned as lists: Spark compiles no code for wider structs.
 FLAT_WIDTH = 64
@@ -85,16 +86,19 @@ def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
     # If there is only one column, Spark passes a bare Series.
     series = [batch] if isinstance(batch, pd.Series) else batch
     # The type is given, because a column of nulls does not show it.
-    types = [feed.kind and feed.kind.selected for feed in feeds] + [None] * (len(series) - len(feeds))
-    return tuple(_array(column, data_type) for column, data_type in zip(series, types, strict=True))
+    kinds = [feed.kind for feed in feeds] + [None] * (len(series) - len(feeds))
+    return tuple(_array(column, kind) for column, kind in zip(series, kinds, strict=True))
 
 
-def _array(column: Any, data_type: Any) -> pa.Array:
+def _array(column: Any, kind: Kind | None) -> pa.Array:
+    data_type: Any = None if kind is None else kind.selected
     if not isinstance(column, pd.DataFrame):
         return pa.array(column.to_numpy(), data_type, from_pandas=data_type is not None)
     # Spark passes a struct as a frame, in which a null is a row of nulls.
     parts = [pa.array(column[field.name].to_numpy(), field.type, from_pandas=True) for field in data_type]
-    return pa.StructArray.from_arrays(parts, fields=list(data_type), mask=pc.is_null(parts[0]))
+    # The row of a table is never null, although its first field may be.
+    mask = None if isinstance(kind, TableRow) else pc.is_null(parts[0])
+    return pa.StructArray.from_arrays(parts, fields=list(data_type), mask=mask)
 
 
 def _series(parts: Sequence[pa.Array], widths: Sequence[int]) -> Iterator[pd.Series[Any]]:

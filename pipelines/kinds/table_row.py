@@ -191,6 +191,12 @@ class TableRow(Kind):
                 )
         return self
 
+    @property
+    def selected(self) -> Any:
+        """Strings for words, else doubles; see `select`."""
+        types = {c.source: pa.string() if c.form == "words" else pa.float64() for c in self.columns}
+        return pa.struct(list(types.items()))
+
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         from pyspark.sql import functions as F
 
