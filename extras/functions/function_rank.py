@@ -2,12 +2,13 @@
 
     python -m ringspark.extras.functions.function_rank <folder> <descriptor>
 
-Reads the file `call` in the folder, and writes the file `result`. The descriptor is the read end of a pipe,
-and the parent holds its write end. If the parent dies, this process and its children end.
+Reads the file `call` in the folder, and writes the file `result` or `error`. The descriptor is the read end of
+a pipe, and the parent holds its write end. If the parent dies, this process and its children end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -15,17 +16,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 
 from ringspark.estimators import user_code
 
-CALL, RESULT = "call", "result"
-# Exit code if the function raised an exception; `result` then holds the exception.
+CALL, RESULT, ERROR = "call", "result", "error"
+# Exit code if the function raised an exception; `error` then describes the exception.
 RAISED_CODE = 3
+_ending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Script:
         folder = Path(sys.argv[1])
         path = folder / self.name
         path.write_bytes(self.source)
+        # A script may end its process, or replace it by another program.
+        (folder / RESULT).write_bytes(cloudpickle.dumps(None))
         sys.argv = [str(path), *args]
         sys.path.insert(0, str(folder))
         runpy.run_path(str(path), run_name="__main__")
@@ -53,9 +59,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Raised:
-    """An exception of the user's function. `error` is None if the exception cannot be unpickled."""
+    """Text of an exception of the user's function. Other processes may be unable to import its class."""
 
-    error: BaseException | None
     type: str
     message: str
     trace: str
@@ -67,24 +72,42 @@ class Raised:
 
 def main() -> None:
     # Absolute, because the function may change the directory.
-    folder, parent, code = Path(sys.argv[1]).absolute(), int(sys.argv[2]), 0
+    folder, parent, own_id = Path(sys.argv[1]).absolute(), int(sys.argv[2]), os.getpid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    pickled, raised = cloudpickle.dumps(None), None
     try:
         call = user_code.loads((folder / CALL).read_bytes())
         pickled = _pickle_value(call.function(*call.args, **call.kwargs))
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            pickled = cloudpickle.dumps(None)
-        else:
-            pickled, code = _pickle_error(error), RAISED_CODE
-    (folder / RESULT).write_bytes(pickled)
-    sys.exit(code)
+        if os.getpid() != own_id:
+            raise
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            raised = _describe(error)
+    # The function may have forked; the end of its child is not its end.
+    if os.getpid() != own_id:
+        return
+    with _ending:
+        if raised is not None:
+            (folder / ERROR).write_text(json.dumps(asdict(raised)))
+            sys.exit(RAISED_CODE)
+        (folder / RESULT).write_bytes(pickled)
 
 
 def _end_with(parent: int) -> None:
     os.read(parent, 1)
-    # This process leads its group, so the processes that the function started end too.
-    os.killpg(0, signal.SIGKILL)
+    # The function may return when a child has ended, and this process must end the others first.
+    with _ending:
+        end_group(os.getpid())
+
+
+def end_group(leader: int) -> None:
+    """Ends a process, its group, and its descendants in other groups."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(leader).children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _pickle_value(value: Any) -> bytes:
@@ -98,19 +121,12 @@ def _pickle_value(value: Any) -> bytes:
     return pickled
 
 
-def _pickle_error(error: BaseException) -> bytes:
+def _describe(error: BaseException) -> Raised:
     # Without the frame of `main`.
     lines = traceback.format_exception(
         type(error), error, error.__traceback__ and error.__traceback__.tb_next
     )
-    raised = Raised(error=error, type=type(error).__name__, message=str(error), trace="".join(lines))
-    try:
-        pickled: bytes = cloudpickle.dumps(raised)
-        # Unpickling calls the exception's class with its `args`, which fails for many exceptions.
-        cloudpickle.loads(pickled)
-    except Exception:
-        pickled = cloudpickle.dumps(replace(raised, error=None))
-    return pickled
+    return Raised(type=type(error).__name__, message=str(error), trace="".join(lines))
 
 
 if __name__ == "__main__":

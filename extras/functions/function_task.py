@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import psutil
 
 from ringspark.estimators.collectives import Collective, CollectiveError
@@ -33,7 +32,7 @@ from ringspark.estimators.collectives.rendezvous.horovod_proxy import HorovodPro
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.failures import OtherTracebackError, ProcessLostError
 from ringspark.estimators.training.phase import Status
-from ringspark.extras.functions.function_rank import CALL, RAISED_CODE, RESULT, Raised
+from ringspark.extras.functions.function_rank import CALL, ERROR, RAISED_CODE, RESULT, Raised, end_group
 
 # Results travel through Spark's driver, which has little memory for them.
 MAX_RESULT_BYTES = 64 << 20
@@ -69,7 +68,7 @@ class FunctionTask:
             with _started(folder, variables) as process:
                 proxy.process = process.pid
                 status.phase = "running the function"
-                ended, code = _wait(process, client, status)
+                ended, code = _wait(process, folder, client, status)
             return _result(client, folder, collective.rank, ended, code)
 
     def _variables(
@@ -172,8 +171,7 @@ def _started(folder: Path, variables: Mapping[str, str]) -> Iterator[subprocess.
         try:
             yield process
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
             process.wait()
     finally:
         os.close(read)
@@ -185,9 +183,19 @@ _DONE, _RAISED, _LOST, _ENDED = "done", "raised", "lost", "ended by the task"
 _FAILED = "failed"
 
 
-def _wait(process: subprocess.Popen[bytes], client: RendezvousClient, status: Status) -> tuple[str, int]:
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Returns None while the process runs. It is not reaped, so that no other process gets its id."""
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _wait(
+    process: subprocess.Popen[bytes], folder: Path, client: RendezvousClient, status: Status
+) -> tuple[str, int]:
     """Waits until every rank is done or one has failed; returns how the process ended, and its exit code."""
-    while (code := process.poll()) is None:
+    while (code := _exit_code(process)) is None:
         status.tick()
         if client.wait([_FAILED], 0.0):
             with suppress(subprocess.TimeoutExpired):
@@ -195,9 +203,9 @@ def _wait(process: subprocess.Popen[bytes], client: RendezvousClient, status: St
                 break
             return _ENDED, 0
         time.sleep(_LOOK_SECONDS)
-    if code:
+    if code or not (folder / RESULT).exists():
         client.set(_FAILED, b"")
-        return (_RAISED if code == RAISED_CODE else _LOST), code
+        return (_RAISED if code == RAISED_CODE and (folder / ERROR).exists() else _LOST), code
     num_done = client.add(_DONE, 1)
     while num_done < client.size and not client.wait([_FAILED], 0.0):
         status.tick()
@@ -220,7 +228,7 @@ def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code:
         ),
         None,
     )
-    own: Raised | None = cloudpickle.loads((folder / RESULT).read_bytes()) if ended == _RAISED else None
+    own = Raised(**json.loads((folder / ERROR).read_text())) if ended == _RAISED else None
     if lost == rank:
         # The empty text replaces the task's own traceback, which says nothing about the process.
         lost_here = ProcessLostError(f"the process of the function {_describe(code)}")
@@ -230,8 +238,8 @@ def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code:
             f"the process of rank {lost} was lost" + (f"; here the function raised {own.line}" if own else "")
         )
     if own is not None:
-        error = own.error if isinstance(own.error, Exception) else RuntimeError(own.line)
-        raise error from OtherTracebackError(own.trace)
+        # Not of the error's own base class: after an OSError, the workers would start again.
+        raise type(own.type, (RuntimeError,), {})(own.message) from OtherTracebackError(own.trace)
     if raised is not None:
         raise CollectiveError(f"the function raised an exception on rank {raised}")
     size = (folder / RESULT).stat().st_size
@@ -245,7 +253,7 @@ def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code:
 
 def _describe(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"ended with exit code {code}" + ("" if code else " before the function had returned")
     with suppress(ValueError):
         return f"was ended by {signal.Signals(-code).name}"
     return f"was ended by signal {-code}"

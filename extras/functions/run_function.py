@@ -87,7 +87,7 @@ def run(
             raise TypeError(f"{setting.name} {setting.type_rule()}, got {value!r}")
         setting.check(value)
     call = Call(function=_load(function, args, kwargs), args=args, kwargs=kwargs)
-    variables = {name: str(value) for name, value in (environment or {}).items()}
+    variables = _check_environment(environment or {})
     pickled = user_code.dumps(call)
     session = spark or SparkSession.builder.getOrCreate()
     check_slots(session, numWorkers, useGpu)
@@ -137,6 +137,20 @@ class GangConfig:
 
     def with_workers(self, num_workers: int) -> GangConfig:
         return replace(self, num_workers=num_workers)
+
+
+def _check_environment(environment: Any) -> dict[str, str]:
+    if not isinstance(environment, Mapping):
+        raise ValueError(f"environment must be a dict of names and values, got {environment!r}")
+    for name, value in environment.items():
+        if not isinstance(name, str) or not name or "=" in name or value is None or "\0" in f"{name}{value}":
+            # Without a value that may be a secret.
+            given = f"{name!r}: None" if value is None else repr(name)
+            raise ValueError(
+                "environment takes names without '=' and values without a zero byte, as an operating system "
+                f"does, got {given}; correct the entry, or leave it out"
+            )
+    return {name: str(value) for name, value in environment.items()}
 
 
 def _load(function: Any, args: Any, kwargs: Any) -> Callable[..., Any]:

@@ -103,9 +103,80 @@ def test_a_lost_process_is_the_cause_although_its_peer_raises(spark: Any) -> Non
     assert caught.value.may_pass
 
 
+def test_an_exception_is_not_retried(spark: Any, tmp_path: Path) -> None:
+    # By its type, a lost connection of a reader, after which a training restarts.
+    def work() -> None:
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write("x")
+        raise ConnectionResetError(104, "reset by the data base")
+
+    with pytest.raises(WorkerError, match=r"ConnectionResetError: .*reset by the data base"):
+        ringspark.run(work, numWorkers=1, maxRestarts=1)
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+def test_an_error_that_only_the_function_can_import_keeps_its_message(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "lib_of_ranks.py").write_text("class LibraryError(Exception): ...")
+
+    def work() -> None:
+        sys.path.append(str(tmp_path))
+        import lib_of_ranks  # type: ignore[import-not-found]
+
+        raise lib_of_ranks.LibraryError("the words")
+
+    with pytest.raises(WorkerError, match="LibraryError: the words") as caught:
+        ringspark.run(work, numWorkers=1)
+    assert "in work" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_function_that_exits_without_a_result_is_named(spark: Any, code: int) -> None:
+    with pytest.raises(
+        WorkerError, match=rf"rank 0 .*the process of the function ended with exit code {code}"
+    ):
+        ringspark.run(os._exit, code, numWorkers=1)
+
+
+def test_a_script_may_end_its_process(spark: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.execvp('true', ['true'])\n")
+    assert ringspark.run(script, numWorkers=1) == [None]
+
+
+def _has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def _forks(folder: str) -> str:
+    """On rank 0, a child outlives the function; rank 1 waits for the child."""
+    pids = Path(folder, "pids")
+    if os.environ["RANK"] == "1":
+        wait_for("rank 0", pids.exists)
+        rank_0, child = map(int, pids.read_text().split())
+        wait_for("the child to end", lambda: _has_ended(child))
+        return f"rank 0 is known: {psutil.pid_exists(rank_0)}"
+    me = os.getpid()
+    child = os.fork()
+    if child == 0:
+        wait_for("the function to end", lambda: _has_ended(me))
+        time.sleep(0.5)  # longer than the task takes to look
+        sys.exit(0)
+    pids.with_suffix(".new").write_text(f"{me} {child}")
+    pids.with_suffix(".new").rename(pids)
+    return "of the function"
+
+
+def test_a_forked_child_does_not_replace_the_result(spark: Any, tmp_path: Path) -> None:
+    found = ringspark.run(_forks, str(tmp_path), numWorkers=2)
+    # The task ends the group of this process id later, so no other process may get the id.
+    assert found == ["of the function", "rank 0 is known: True"]
+
+
 def _waits(folder: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(folder, f"{os.environ['RANK']}.new").write_text(f"{os.getpid()} {child.pid}")
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    # torchrun starts its workers in new sessions.
+    child, apart = subprocess.Popen(command), subprocess.Popen(command, start_new_session=True)
+    Path(folder, f"{os.environ['RANK']}.new").write_text(f"{os.getpid()} {child.pid} {apart.pid}")
     Path(folder, f"{os.environ['RANK']}.new").rename(Path(folder, os.environ["RANK"]))
     child.wait()
 
@@ -161,6 +232,9 @@ def _no_result() -> Any:
         ("none.py", (), {"numWorkers": 2}, "the driver has no script 'none.py'"),
         (__file__, (1,), {"numWorkers": 2}, "takes strings, like a command line; got"),
         (7, (), {"numWorkers": 2}, "run takes a function or the path of a script, got int"),
+        (_waits, ("",), {"numWorkers": 2, "environment": {"A=B": 1}}, "environment .* got 'A=B'"),
+        (_waits, ("",), {"numWorkers": 2, "environment": {"A": None}}, "environment .* got 'A': None"),
+        (_waits, ("",), {"numWorkers": 2, "environment": ["A"]}, "environment must be a dict"),
     ],
 )
 def test_a_bad_call_is_refused_before_the_start(
