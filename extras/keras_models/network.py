@@ -123,14 +123,14 @@ class KerasNetwork(AdaptedNetwork):
         return {"keras": self.config, "variables": [list(entry) for entry in self.variables]}
 
     def check_settings(self, task: str, losses: Sequence[str]) -> None:
-        activation = _last_activation(self._skeleton.model)
-        if task == "regression" or activation not in _APPLIED_BY:
-            return
-        if task == "classification" or set(losses) & set(_APPLIED_BY[activation]):
-            raise ValueError(
-                f"the Keras model ends with {activation}, but loss {losses[0]!r} takes logits and applies "
-                f"{activation} itself; give the last layer no activation"
-            )
+        for activation, loss in zip(_last_activations(self._skeleton.model), losses, strict=False):
+            if task == "regression" or activation not in _APPLIED_BY:
+                continue
+            if task == "classification" or loss in _APPLIED_BY[activation]:
+                raise ValueError(
+                    f"the Keras model ends with {activation}, but loss {loss!r} takes logits and applies "
+                    f"{activation} itself; give the last layer no activation"
+                )
 
     def _build(self) -> _Skeleton:
         keras = import_keras()
@@ -230,10 +230,16 @@ def _without_weights(skeleton: _Skeleton) -> _Skeleton:
     return skeleton
 
 
-def _last_activation(model: Any) -> str:
-    """Returns the name of the activation that computes the first output; "" if unknown."""
+def _last_activations(model: Any) -> list[str]:
+    """Returns the name of the activation that computes each output; "" if unknown."""
     model = getattr(model, "_functional", None) or model
-    while getattr(model, "outputs", None):
-        model = model.outputs[0]._keras_history.operation
-    activation = getattr(model, "activation", None)
-    return type(model).__name__.lower() if activation is None else getattr(activation, "__name__", "")
+    if not getattr(model, "outputs", None):
+        activation = getattr(model, "activation", None)
+        return [type(model).__name__.lower() if activation is None else getattr(activation, "__name__", "")]
+    found = []
+    for output in model.outputs:
+        operation, _, index = output._keras_history
+        names = _last_activations(operation)
+        # A layer may have several outputs, but it has one activation.
+        found.append(names[min(index, len(names) - 1)])
+    return found

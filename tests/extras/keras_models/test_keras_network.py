@@ -298,6 +298,21 @@ def test_compile_of_keras_has_no_effect_and_says_so() -> None:
     assert "compile_config" not in network.config
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_each_output_is_checked_with_its_own_loss(nested: bool) -> None:
+    x = keras.Input((4,))
+    model = keras.Model(
+        x, [layers.Dense(2, activation="sigmoid")(x), layers.Dense(2, activation="softmax")(x)]
+    )
+    if nested:
+        model = keras.Model(x, model(x))
+    network = adapt_network(model)
+    network.check_settings("any", ("mse", "mse"))
+    network.check_settings("any", ("cross_entropy", "mse"))
+    with pytest.raises(ValueError, match="ends with softmax, but loss 'cross_entropy' takes logits"):
+        network.check_settings("any", ("mse", "cross_entropy"))
+
+
 @pytest.mark.parametrize(
     ("activation", "task", "loss", "fits"),
     [
