@@ -2,8 +2,8 @@
 
     python -m ringspark.extras.functions.function_rank <folder> <descriptor>
 
-Reads the file `call` in the folder, and writes the file `result` or `error`. The descriptor is the read end of
-a pipe, and the parent holds its write end. If the parent dies, this process and its children end.
+Reads the file `call` in the folder, and writes the file `result` or `error`. The descriptor is the read end
+of a pipe, and the parent holds its write end. If the parent dies, this process and its children end.
 """
 
 from __future__ import annotations

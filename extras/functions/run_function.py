@@ -141,7 +141,7 @@ class GangConfig:
 
 def _check_environment(environment: Any) -> dict[str, str]:
     if not isinstance(environment, Mapping):
-        raise ValueError(f"environment must be a dict of names and values, got {environment!r}")
+        raise ValueError(f"environment must be a dict of names and values, got {type(environment).__name__}")
     for name, value in environment.items():
         if not isinstance(name, str) or not name or "=" in name or value is None or "\0" in f"{name}{value}":
             # Without a value that may be a secret.
