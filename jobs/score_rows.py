@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
@@ -74,11 +75,12 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     copied = ""
     if given.startswith(_OF_MLFLOW):
         # Executors cannot read the folder into which MLflow downloads on this host.
-        copied = f"{output}.model"
-        _download(given, copied)
+        copied = f"{output}.model-{uuid.uuid4().hex[:12]}"
     else:
         check_apart(spark, output, given, "the model")
     try:
+        if copied:
+            _download(given, copied)
         model = _load_model(copied or resolve(spark, given))
         scored = _select(model.transform(source.read(spark)), args.columns)
         started = time.perf_counter()

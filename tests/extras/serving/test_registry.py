@@ -45,8 +45,8 @@ def test_an_alias_names_the_model_that_scores(spark: Any, tmp_path: Path) -> Non
     assert int(client.get_model_version_by_alias("m", "champion").version) == 2
     client.set_registered_model_alias("m", "before", "1")
 
-    def score(model: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ringspark.jobs.command", "score", "--model", model]
+    def score(model: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ringspark.jobs.command", "score", "--model", model, *options]
         places = ["--parquet", str(tmp_path / "rows"), "--output", str(tmp_path / "out"), "--overwrite"]
         return subprocess.run(
             [*command, *places],
@@ -55,13 +55,16 @@ def test_an_alias_names_the_model_that_scores(spark: Any, tmp_path: Path) -> Non
             env={**os.environ, "MLFLOW_TRACKING_URI": uri},
         )
 
+    other = tmp_path / "out.model"
+    other.mkdir()  # of the user
     for model, alias in ((second, "champion"), (first, "before")):
         done = score(f"models:/m@{alias}")
         assert done.returncode == 0, done.stderr
         found = spark.read.parquet(str(tmp_path / "out")).orderBy("label").collect()
         wanted = model.transform(table).orderBy("label").collect()
         assert [row.prediction for row in found] == [row.prediction for row in wanted]
-    assert not (tmp_path / "out.model").exists()
+    assert score("models:/m@champion", "--columns", "absent").returncode == 2
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out.model"]
     typo = score("models:/m@chmpion")
     assert typo.returncode == 2
     assert "MLflow cannot give models:/m@chmpion" in typo.stderr
