@@ -9,6 +9,8 @@ FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages
 PYTHON_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/models/test_spec.py \
 	tests/estimators/collectives/test_collectives.py tests/estimators/training/test_worker.py
 ARGS ?=
+# The set-up leaves it to Python to compile a module at its first import. Without files each process would compile.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:

@@ -164,6 +164,13 @@ def pip(*arguments: str) -> list[str]:
     return [str(MAIN.python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
 
 
+def install(*arguments: str, to: Environment | None = None) -> None:
+    """Installs packages with `.venv`'s pip, into another environment with `to`."""
+    where = [] if to is None else ["--python", str(to.python)]
+    # Python compiles a module at its first import; most modules are never imported.
+    run(pip(*where, "install", *arguments, "--no-compile"))
+
+
 def pin(name: str) -> str:
     """Returns the version of a package that the requirements of `.venv` pin."""
     for file in MAIN.requirements:
@@ -279,18 +286,18 @@ def install_torch() -> None:
     """Installs torch, and what the build of Horovod imports: later steps do not change these packages."""
     torch = pin("torch")
     with phase(f"torch {torch}"):
-        run(pip("install", f"torch=={torch}", *BUILD_PACKAGES, "--constraint", LOCK))
+        install(f"torch=={torch}", *BUILD_PACKAGES, "--constraint", LOCK)
 
 
 def install_pinned() -> None:
     """Installs what the requirements pin, and ringspark itself; all but Horovod."""
     with phase("pinned requirements"):
-        run(pip("install", "--requirement", LOCK))
+        install("--requirement", LOCK)
     with phase("petastorm and MLflow"):
-        run(pip("install", "--no-deps", "-r", NO_DEPS))
+        install("--no-deps", "-r", NO_DEPS)
     remove_strays()
     with phase("ringspark itself, editable"):
-        run(pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
+        install("--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
 def remove_strays() -> None:
@@ -369,7 +376,7 @@ def set_up_layer(environment: Environment) -> None:
     link.unlink(missing_ok=True)  # pip is to see the layer's own packages only
     with phase(f"packages of {environment.name} that differ from {MAIN.name}"):
         own = str(environment.requirements[0])
-        run(pip("--python", str(environment.python), "install", "--no-deps", "--requirement", own))
+        install("--no-deps", "--requirement", own, to=environment)
     # addsitedir also reads the .pth files there, such as ringspark's; a plain path would not.
     link.write_text(f"import site; site.addsitedir({str(MAIN.packages)!r})\n")
     write_stamp(environment, {"inputs": inputs})

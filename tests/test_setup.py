@@ -215,11 +215,11 @@ class Checkout:
         return environment(XDG_CACHE_HOME=str(self.cache), **{"PATH": path} | env)
 
     def calls(self) -> list[str]:
-        """Returns the pip commands since the last call."""
+        """Returns the pip commands since the last call, without the option that all of ours have."""
         file = self.bin / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
-        return lines
+        return [line.removesuffix(" --no-compile") for line in lines]
 
     def stamp(self) -> dict[str, str]:
         stamp = json.loads((self.root / self.name / ".ringspark-setup").read_text())
