@@ -73,6 +73,7 @@ class CheckedFit:
         # As in Spark's own fit, transform refuses a column whose name differs in case.
         check_free(schema, outputs, exact=True)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
+        estimator._check_precision()
         estimator._warn()
         packed = PackedObjects.of(objects)
         is_split = indicator is not None or fraction is not None
@@ -96,6 +97,7 @@ class CheckedFit:
         run_uri = estimator._run_uri(spark)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
+        estimator._check_precision()
         estimator._warn(on_shards=True)
         packed = PackedObjects.of(objects)
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)

@@ -266,6 +266,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         if fit.objects.module is not None:
             # Later changes of the user's module must not affect this model.
             model._set(model=copy_to_meta(fit.objects.module))
+        model._compare_on_shards(spark, training)
         return cast(M, model)
 
     def _label_columns(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 from torch import Tensor, nn
@@ -27,8 +27,14 @@ from ringspark.estimators.columns.inputs import (
     shared_columns,
     source_columns,
 )
-from ringspark.estimators.inference.export import Export, ExportFormat, export_module, record_module
+from ringspark.estimators.inference.export import EXPORTED, Export, ExportFormat, export_module, record_module
 from ringspark.estimators.inference.local_inputs import make_row, num_features
+from ringspark.estimators.inference.precision import reduce_precision
+from ringspark.estimators.inference.precision_difference import (
+    PrecisionDifference,
+    compare_on_rows,
+    compare_on_shards,
+)
 from ringspark.estimators.inference.predict import (
     CHUNK_BYTES,
     cached_module,
@@ -44,11 +50,13 @@ from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description,
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
+from ringspark.estimators.training.check.driver import CheckedTraining
 from ringspark.estimators.training.feed import Array
+from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.program import Program
-from ringspark.models.recording import NoProgramError
+from ringspark.models.recording import NoProgramError, first_line
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
@@ -141,11 +149,32 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             format: "torch.export" for `torch.export.load`, or a format of docs/serving.md: "onnx", "triton",
                 "aotinductor", "executorch", or "mlflow", which also has the pre- and postprocessing.
         """
-        export_module(self._network(), path, format)
+        precision = self.getInferencePrecision()
+        if precision != "fp32" and (precision, format) not in EXPORTED:
+            warnings.warn(
+                f"export writes the network in fp32 as {format!r}, although inferencePrecision={precision!r}",
+                UserWarning,
+                stacklevel=2,
+            )
+            precision = "fp32"
+        export_module(self._network(precision), path, format)
 
-    def _network(self) -> Export:
-        prepare = self.getTransformInPrediction()
-        module = self.module() if prepare is None else PreparedNetwork(prepare, self.module())
+    def comparePrecision(self, dataset: DataFrame) -> PrecisionDifference:
+        """Compares predictions in `inferencePrecision` with predictions in fp32. Runs one Spark job.
+
+        `fit` does this with held-out rows, or a sample of the training rows: `summary.precision_difference`.
+        """
+        check_frame(dataset, "comparePrecision")
+        bound = self._bind(dataset.schema, is_case_sensitive(dataset.sparkSession))
+        columns = self._python_columns(bound)
+        predictor = self._predictor([item.feed for item in bound])
+        predictor = replace(predictor, keeps_rows=len(columns) > len(bound))
+        return compare_on_rows(dataset, predictor, columns)
+
+    def _network(self, precision: InferencePrecision = "fp32") -> Export:
+        prepare, module = self.getTransformInPrediction(), reduce_precision(self.module(), precision)
+        if prepare is not None:
+            module = PreparedNetwork(prepare, module)
         return Export(module, self._inputs, self.inputColumns(), self)
 
     def report(self, path: str | os.PathLike[str]) -> None:
@@ -262,6 +291,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self.predictionColumns(len(self._output_shapes)), values
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
+        self._check_precision()
         model, weights = self.getModel(), self._trained()
         prepare = self.getTransformInPrediction()
         return Predictor(
@@ -275,6 +305,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             prepare=b"" if prepare is None else user_code.dumps(prepare),
             use_gpu=self.getInferenceUseGpu(),
             offload=self.getInferenceOffload(),
+            precision=self.getInferencePrecision(),
             layout=layout_of_inputs(self._inputs),
         )
 
@@ -282,6 +313,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         rows = self.getInferenceBatchSize()
         if self.isSet("inferenceBatchSize"):
             return rows
+        # Activations of half the bytes, so twice the rows stay in a core's cache.
+        rows *= 2 if self.getInferencePrecision() == "bf16" else 1
         # Fewer rows if they are as large as images.
         widths = [item.column.kind.row_bytes for item in self._inputs if item.column is not None]
         return max(1, min(rows, CHUNK_BYTES // max(1, sum(widths))))
@@ -317,6 +350,25 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             self._labels = next((kind.words or () for kind in kinds if isinstance(kind, Vocabulary)), ())
             self._label_fields = next((kind.fields for kind in kinds if isinstance(kind, Struct)), ())
         return self
+
+    def _compare_on_shards(self, spark: SparkSession, training: CheckedTraining) -> None:
+        """Adds to the summary how predictions in `inferencePrecision` differ from fp32."""
+        if self._summary is None or self.getInferencePrecision() == "fp32":
+            return
+        config = training.config
+        try:
+            found = compare_on_shards(
+                spark, self._predictor(), training.manifest, config.input_columns, config.reader
+            )
+        except Exception as error:  # a finished training must not be lost
+            warnings.warn(
+                f"inferencePrecision={self.getInferencePrecision()!r} was not compared with fp32 "
+                f"({type(error).__name__}: {first_line(error)}); call comparePrecision",
+                UserWarning,
+                stacklevel=6,
+            )
+        else:
+            self._summary = replace(self._summary, precision_difference=found)
 
     def _describe_columns(self: M, uses: Sequence[ColumnUse]) -> M:
         """Adds to the summary what became of each column of the table."""

@@ -74,6 +74,9 @@ def write_onnx(export: Export, path: str) -> None:
     _to_onnx(export.trace_portable(), export.arguments, path)
 
 
+EXPORTED = {("bf16", "torch.export"), ("bf16", "aotinductor")}
+"""Each `inferencePrecision` other than fp32 with the formats that can have it."""
+
 _SERVING = "ringspark.extras.serving"
 
 EXPORTERS: LazyRegistry[Callable[[Export, str], None]] = LazyRegistry(

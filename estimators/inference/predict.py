@@ -92,7 +92,7 @@ modules: ModuleCache[nn.Module] = ModuleCache()
 
 def cached_module(predictor: Predictor) -> nn.Module:
     p = predictor
-    key = p.weights_uri, p.weights_id, p.model, p.prepare, p.offload
+    key = p.weights_uri, p.weights_id, p.model, p.prepare, p.offload, p.precision
     return modules.get(key, lambda: predictor.load(cache=_cache_folder()))
 
 

@@ -12,11 +12,12 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.columns.feeds import Feed
+from ringspark.estimators.inference.precision import reduce_precision
 from ringspark.estimators.training.arguments import InputLayout, count_rows, slice_rows
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint, stream_checkpoint
 from ringspark.estimators.training.feed import Array
-from ringspark.estimators.training.settings.choices import WeightOffload
+from ringspark.estimators.training.settings.choices import InferencePrecision, WeightOffload
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.outputs import as_outputs
@@ -46,6 +47,7 @@ class Predictor:
     prepare: bytes = b""
     use_gpu: bool = False
     offload: WeightOffload = "none"
+    precision: InferencePrecision = "fp32"
     keeps_rows: bool = False
     gives_vectors: bool = True
     layout: InputLayout = ()
@@ -60,6 +62,7 @@ class Predictor:
         # A task may start long after `transform` was called, when the folder holds another model.
         load = stream_checkpoint if self.offload == "disk" else map_checkpoint
         load(self.weights_uri, module, device, cache, expected_id=self.weights_id)
+        module = reduce_precision(module, self.precision, device)
         if self.prepare:
             module = PreparedNetwork(user_code.loads(self.prepare), module, device)
         return module.eval()

@@ -47,6 +47,13 @@ class Results(ABC):
             outputs: (rows, outputs) float64.
         """
 
+    has_classes = False
+    """Whether the last column is the predicted class."""
+
+    def comparable(self, outputs: Array) -> Array:
+        """Returns the numbers that show how much two precisions differ, (rows, values)."""
+        return outputs
+
     @property
     def spark_type(self) -> DataType:
         """Type of the Python result: the type of the only column, or a struct of the columns."""
@@ -104,6 +111,7 @@ class Classes(Results):
 
     width: int
     thresholds: tuple[float, ...] | None = None
+    has_classes = True
 
     @property
     def num_classes(self) -> int:
@@ -119,6 +127,9 @@ class Classes(Results):
 
     def arrays(self, outputs: Array) -> list[Array]:
         return [self.raw(outputs), self.probabilities(outputs), self.decide(outputs)]
+
+    def comparable(self, outputs: Array) -> Array:
+        return self.probabilities(outputs)
 
     def decide(self, outputs: Array) -> Array:
         """Returns the predicted class of each row, (rows,) float64; NaN for a row with a NaN."""

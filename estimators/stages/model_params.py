@@ -15,6 +15,7 @@ from pyspark.ml.param.shared import (
 from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.schema import find_fields
+from ringspark.estimators.inference.precision import check_int8
 from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
 from ringspark.estimators.training.settings import data
 from ringspark.estimators.training.settings.network import METRICS, MODEL, TRANSFORM_IN_PREDICTION
@@ -32,7 +33,13 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
     handleInvalid, getHandleInvalid, setHandleInvalid = declared(data.HANDLE_INVALID)
     inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(data.INFERENCE_BATCH_SIZE)
     inferenceOffload, getInferenceOffload, setInferenceOffload = declared(data.INFERENCE_OFFLOAD)
+    inferencePrecision, getInferencePrecision, setInferencePrecision = declared(data.INFERENCE_PRECISION)
     inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(data.INFERENCE_USE_GPU)
+
+    def _check_precision(self) -> None:
+        """Raises ValueError if the network cannot predict in `inferencePrecision`."""
+        if self.getInferencePrecision() == "int8":
+            check_int8(self.getModel(), self.getInferenceUseGpu(), self.getInferenceOffload())
 
     def inputColumns(self) -> list[str]:
         """Returns the columns that become the positional arguments of `forward`, in order."""

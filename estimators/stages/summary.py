@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.inference.precision_difference import PrecisionDifference
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.history import EpochRecord
@@ -45,6 +46,7 @@ class TrainingSummary:
         checkpoint_errors: One line per checkpoint that could not be written.
         non_finite: One line per step whose loss or gradient was not finite.
         column_uses: What became of each column of a table; see `columns`.
+        precision_difference: How predictions in `inferencePrecision` differ from fp32; None in fp32.
         parallelism: Setting `parallelism` of the training, as a dict; {} for data parallelism.
     """
 
@@ -62,6 +64,7 @@ class TrainingSummary:
     non_finite: tuple[str, ...] = added(())
     parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
     column_uses: tuple[ColumnUse, ...] = added(())
+    precision_difference: PrecisionDifference | None = field(default=None, metadata={"added": True})
 
     @property
     def columns(self) -> pd.DataFrame:

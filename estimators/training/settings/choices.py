@@ -3,6 +3,7 @@
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
+InferencePrecision = Literal["fp32", "bf16", "int8"]
 Task = Literal["classification", "regression", "any"]
 Keep = Literal["last", "best"]
 Offload = Literal["none", "host", "disk"]

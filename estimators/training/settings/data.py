@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ringspark.estimators.options.base import ValueRange, at_least, listed, one_of
-from ringspark.estimators.training.settings.choices import Cache, HandleInvalid, WeightOffload
+from ringspark.estimators.training.settings.choices import (
+    Cache,
+    HandleInvalid,
+    InferencePrecision,
+    WeightOffload,
+)
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines import READERS, default_engine, storage
 from ringspark.pipelines.entry_points import list_entry_points
@@ -138,7 +143,7 @@ HANDLE_INVALID = Setting[HandleInvalid](
 )
 INFERENCE_BATCH_SIZE = Setting(
     name="inferenceBatchSize",
-    words="rows per forward pass in transform; unset: at most 2048 rows and 64 MiB",
+    words="rows per forward pass in transform; unset: at most 2048 rows (bf16: 4096) and 64 MiB",
     # So the activations of a layer of a few hundred numbers stay in a core's cache.
     default=2048,
     accepts=at_least(1),
@@ -148,6 +153,12 @@ INFERENCE_OFFLOAD = Setting[WeightOffload](
     words="where transform keeps the weights: 'none' (in memory) or 'disk' (one tensor at a time)",
     default="none",
     accepts=one_of(get_args(WeightOffload)),
+)
+INFERENCE_PRECISION = Setting[InferencePrecision](
+    name="inferencePrecision",
+    words="precision of the forward pass in transform: 'fp32', 'bf16' (autocast) or 'int8' (linear layers)",
+    default="fp32",
+    accepts=one_of(get_args(InferencePrecision)),
 )
 INFERENCE_USE_GPU = Setting(
     name="inferenceUseGpu",
