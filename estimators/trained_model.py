@@ -254,16 +254,20 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             gives_vectors=with_vectors,
             keeps_rows=len(columns) > len(bound),
         )
-        # The struct gets a name first, so that Spark computes the function once for all fields. The explode
-        # stops Spark from copying the expression into a filter, which would run the network twice.
-        result = dataset.select(
-            "*", F.explode(F.array(prediction_expression(predictor, columns))).alias(_RESULT)
-        )
-        parts = results.columns(_RESULT, with_vectors=with_vectors)
+        # The generator stops Spark from copying the expression into a filter, which would run the network
+        # twice. `inline` makes the columns at once; Spark would write and read again a struct of vectors.
+        made, made_columns = F.array(prediction_expression(predictor, columns)), [_RESULT]
+        if with_vectors and len(results.types) > 1:
+            made_columns = [f"{_RESULT}{number}" for number in range(len(results.types))]
+            result = dataset.select("*", F.inline(made).alias(*made_columns))
+            parts = list(map(F.col, made_columns))
+        else:
+            result = dataset.select("*", F.explode(made).alias(_RESULT))
+            parts = results.columns(_RESULT, with_vectors=with_vectors)
         if skips and judged:
             result = result.where(parts[-1].isNotNull())
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
-        return result.select("*", *named).drop(_RESULT)
+        return result.select("*", *named).drop(*made_columns)
 
     def _python_columns(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
         """Returns the inputs, and a validity column if rows may be invalid.
