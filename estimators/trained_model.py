@@ -14,7 +14,20 @@ from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DateType,
+    MapType,
+    NumericType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 from torch import Tensor, nn
 
 from ringspark.estimators import user_code
@@ -70,6 +83,8 @@ Shape = tuple[int, ...]
 
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
+
+_PLAIN = (NumericType, BooleanType, StringType, BinaryType, DateType, TimestampType, TimestampNTZType)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +260,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         if skips:
             dataset = dataset.where(valid)
         columns = self._python_columns(bound, only_judged=skips)
-        # This explode works row by row. Straight from Parquet, Spark 4.3 would use a columnar converter that
-        # supports no vectors, even in unused columns (UNSUPPORTED_DATATYPE).
-        dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
+        if not _is_plain(dataset.schema):
+            # This explode works row by row. Straight from Parquet, Spark 4.3 would use a columnar converter
+            # that supports no vectors, even in unused columns (UNSUPPORTED_DATATYPE).
+            dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
         with_vectors = takes_vectors(dataset.sparkSession)
         predictor = replace(
             self._predictor([item.feed for item in bound], results),
@@ -397,6 +413,17 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         predictor = self._predictor()
         row = make_row(self._inputs, self.inputColumns(), features)
         return predictor.predict(cached_module(predictor), [row])
+
+
+def _is_plain(data_type: DataType) -> bool:
+    """Whether a column has numbers, text, bytes, dates or times, or arrays, maps and structs of them."""
+    if isinstance(data_type, StructType):
+        return all(_is_plain(field.dataType) for field in data_type.fields)
+    if isinstance(data_type, MapType):
+        return _is_plain(data_type.keyType) and _is_plain(data_type.valueType)
+    if isinstance(data_type, ArrayType):
+        return _is_plain(data_type.elementType)
+    return isinstance(data_type, _PLAIN)
 
 
 def _valid(bound: Sequence[BoundInput]) -> Column:
