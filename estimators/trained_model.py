@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +15,7 @@ from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    BooleanType,
-    DataType,
-    DateType,
-    MapType,
-    NumericType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampNTZType,
-    TimestampType,
-)
+from pyspark.sql.types import StructField, StructType
 from torch import Tensor, nn
 
 from ringspark.estimators import user_code
@@ -84,7 +72,8 @@ Shape = tuple[int, ...]
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
 
-_PLAIN = (NumericType, BooleanType, StringType, BinaryType, DateType, TimestampType, TimestampNTZType)
+# Types in a schema's JSON that Spark 4.3's columnar converter does not pass to Python.
+_ROW_TYPES = re.compile(':"(udt|interval|variant|geo)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +249,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         if skips:
             dataset = dataset.where(valid)
         columns = self._python_columns(bound, only_judged=skips)
-        if not _is_plain(dataset.schema):
-            # This explode works row by row. Straight from Parquet, Spark 4.3 would use a columnar converter
-            # that supports no vectors, even in unused columns (UNSUPPORTED_DATATYPE).
+        if _ROW_TYPES.search(dataset.schema.json()):
+            # This explode works row by row. Straight from Parquet, Spark would use the converter, and fail on
+            # a vector even in an unused column (UNSUPPORTED_DATATYPE).
             dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
         with_vectors = takes_vectors(dataset.sparkSession)
         predictor = replace(
@@ -413,17 +402,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         predictor = self._predictor()
         row = make_row(self._inputs, self.inputColumns(), features)
         return predictor.predict(cached_module(predictor), [row])
-
-
-def _is_plain(data_type: DataType) -> bool:
-    """Whether a column has numbers, text, bytes, dates or times, or arrays, maps and structs of them."""
-    if isinstance(data_type, StructType):
-        return all(_is_plain(field.dataType) for field in data_type.fields)
-    if isinstance(data_type, MapType):
-        return _is_plain(data_type.keyType) and _is_plain(data_type.valueType)
-    if isinstance(data_type, ArrayType):
-        return _is_plain(data_type.elementType)
-    return isinstance(data_type, _PLAIN)
 
 
 def _valid(bound: Sequence[BoundInput]) -> Column:

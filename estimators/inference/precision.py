@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from ringspark.estimators.training.precision import keep_norms_fp32
-from ringspark.estimators.training.settings.choices import InferencePrecision, WeightOffload
+from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.program import Program
@@ -54,22 +54,12 @@ def reduce_precision(module: nn.Module, precision: InferencePrecision, device: s
     return module
 
 
-def check_int8(model: ModelSpec | nn.Module, use_gpu: bool, offload: WeightOffload) -> None:
-    """Raises ValueError if `inferencePrecision="int8"` cannot run the network."""
-    for wrong, reason in (
-        (use_gpu, "runs on the CPU, but inferenceUseGpu=True; set inferencePrecision='bf16'"),
-        (
-            offload != "none",
-            f"keeps quantized weights in memory, but inferenceOffload={offload!r}; set "
-            "inferencePrecision='bf16', or inferenceOffload='none'",
-        ),
-        (
-            not hasattr(torch.ops.quantized, "linear_dynamic"),
-            f"needs kernels that torch {torch.__version__} lacks; set inferencePrecision='bf16'",
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"inferencePrecision='int8' {reason}")
+def check_int8(model: ModelSpec | nn.Module) -> None:
+    """Raises ValueError if int8 cannot run the network."""
+    if not hasattr(torch.ops.quantized, "linear_dynamic"):
+        raise ValueError(
+            f"inferencePrecision='int8' needs kernels that torch {torch.__version__} lacks; set 'bf16'"
+        )
     module = build_on_meta(model.build) if isinstance(model, ModelSpec) else model
     if isinstance(module, Program):
         has_linear = any(step[0] == _LINEAR for step in module.text["steps"])
@@ -78,7 +68,7 @@ def check_int8(model: ModelSpec | nn.Module, use_gpu: bool, offload: WeightOfflo
     if not has_linear:
         raise ValueError(
             f"inferencePrecision='int8' quantizes linear layers, but {type(module).__name__} has none; set "
-            "inferencePrecision='bf16' or 'fp32'"
+            "'bf16' or 'fp32'"
         )
 
 

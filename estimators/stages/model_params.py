@@ -38,8 +38,18 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
 
     def _check_precision(self) -> None:
         """Raises ValueError if the network cannot predict in `inferencePrecision`."""
-        if self.getInferencePrecision() == "int8":
-            check_int8(self.getModel(), self.getInferenceUseGpu(), self.getInferenceOffload())
+        if self.getInferencePrecision() != "int8":
+            return
+        if self.getInferenceUseGpu():
+            raise ValueError(
+                "inferencePrecision='int8' runs on the CPU, not with inferenceUseGpu; set 'bf16'"
+            )
+        if self.getInferenceOffload() != "none":
+            raise ValueError(
+                "inferencePrecision='int8' keeps quantized weights in memory, so inferenceOffload must be "
+                f"'none', got {self.getInferenceOffload()!r}; set inferencePrecision='bf16'"
+            )
+        check_int8(self.getModel())
 
     def inputColumns(self) -> list[str]:
         """Returns the columns that become the positional arguments of `forward`, in order."""
