@@ -249,11 +249,11 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         if skips:
             dataset = dataset.where(valid)
         columns = self._python_columns(bound, only_judged=skips)
-        if _ROW_TYPES.search(dataset.schema.json()):
+        with_vectors = takes_vectors(dataset.sparkSession)
+        if _ROW_TYPES.search(StructType([*dataset.schema, StructField("", results.spark_type)]).json()):
             # This explode works row by row. Straight from Parquet, Spark would use the converter, and fail on
             # a vector even in an unused column (UNSUPPORTED_DATATYPE).
             dataset = dataset.select("*", F.explode(F.array(F.lit(0))).alias(_RESULT)).drop(_RESULT)
-        with_vectors = takes_vectors(dataset.sparkSession)
         predictor = replace(
             self._predictor([item.feed for item in bound], results),
             gives_vectors=with_vectors,
