@@ -2,8 +2,8 @@
 
 In int8, `torch.nn.functional.linear` with a parameter as weight is quantized: the weight once per output
 channel, the input in each pass (dynamic quantization). Everything else stays fp32. torch's own conversion
-(`torch.ao.quantization`) replaces modules, which a recorded `Program` does not have. torchao 0.18 took twice
-the time of fp32 without a compiler.
+(`torch.ao.quantization`) replaces modules, which a recorded `Program` does not have. torchao 0.18 was slower
+than fp32 without a compiler.
 """
 
 from __future__ import annotations

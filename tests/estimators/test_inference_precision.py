@@ -145,6 +145,35 @@ def test_a_stream_predicts_in_bf16(spark: Any, tmp_path: Path) -> None:
     assert np.array_equal(column(found, "probability"), column(model.transform(given), "probability"))
 
 
+@pytest.mark.parametrize("handling", ["error", "skip", "keep"])
+def test_a_table_without_vectors_is_scored_straight_from_parquet(
+    spark: Any, tmp_path: Path, handling: str
+) -> None:
+    """Spark then passes its columns to Python by another way than rows."""
+    torch.manual_seed(0)
+    save_checkpoint(str(tmp_path / "c"), network(1).build())
+    model = TorchRegressionModel(model=network(1), handleInvalid=handling)
+    model._set_trained(str(tmp_path / "c"), [(1,)], None)
+    given = spark.range(20_000).selectExpr(
+        "id", "if(id % 7 = 0, null, 'row ' || id) as note", "array(id / 20000, sin(id)) as features"
+    )
+    if handling != "error":
+        given = given.selectExpr("id", "note", "if(id % 100 = 3, null, features) as features")
+    given.coalesce(1).write.parquet(str(tmp_path / "table"))
+    rows = model.transform(spark.read.parquet(str(tmp_path / "table"))).collect()
+    features = np.array([row.features or [0.0, 0.0] for row in rows], np.float32)
+    with torch.no_grad():
+        expected = model.module()(torch.from_numpy(features))[:, 0].tolist()
+    kept = [i for i in range(20_000) if handling != "skip" or i % 100 != 3]
+    assert [row.id for row in rows] == kept
+    assert [row.note for row in rows] == [None if i % 7 == 0 else f"row {i}" for i in kept]
+    invalid = [row.features is None for row in rows]
+    assert [row.prediction is None for row in rows] == invalid
+    found = [0.0 if row.prediction is None else row.prediction for row in rows]
+    wanted = [0.0 if is_invalid else value for value, is_invalid in zip(expected, invalid, strict=True)]
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("value", ["fp16", "int4", 8])
 def test_other_precisions_are_refused(value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="must be 'fp32', 'bf16' or 'int8', got"):
