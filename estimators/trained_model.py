@@ -364,11 +364,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Adds to the summary how predictions in `inferencePrecision` differ from fp32."""
         if self._summary is None or self.getInferencePrecision() == "fp32":
             return
-        config = training.config
+        names = training.config.input_columns
         try:
-            found = compare_on_shards(
-                spark, self._predictor(), training.manifest, config.input_columns, config.reader
-            )
+            found = compare_on_shards(spark, self._predictor(), training.manifest, names)
         except Exception as error:  # a finished training must not be lost
             warnings.warn(
                 f"inferencePrecision={self.getInferencePrecision()!r} was not compared with fp32 "

@@ -46,7 +46,7 @@ class PrecisionDifference:
 
 
 def compare_on_shards(
-    spark: SparkSession, predictor: Predictor, manifest: ShardManifest, names: Sequence[str], engine: str
+    spark: SparkSession, predictor: Predictor, manifest: ShardManifest, names: Sequence[str]
 ) -> PrecisionDifference:
     """Compares random held-out rows, or training rows if none were held out. Runs one Spark task.
 
@@ -55,7 +55,7 @@ def compare_on_shards(
     rows_of: Literal["validation", "train"] = "validation"
     if not manifest.select("validation").num_rows:
         rows_of = "train"
-    task = partial(_on_shards, predictor, manifest.uri, rows_of, tuple(names), engine)
+    task = partial(_on_shards, predictor, manifest.uri, rows_of, tuple(names))
     found = spark.range(0, 1, 1, 1).mapInArrow(task, _SCHEMA)
     return _combine(found, predictor, rows_of)
 
@@ -87,13 +87,13 @@ def _combine(found: DataFrame, predictor: Predictor, rows_of: Any) -> PrecisionD
 
 
 def _on_shards(
-    predictor: Predictor, uri: str, split: Any, names: Sequence[str], engine: str, _: Any
+    predictor: Predictor, uri: str, split: Any, names: Sequence[str], _: Any
 ) -> Iterator[pa.RecordBatch]:
     manifest = ShardManifest.load(uri)
     layout = read_layout(manifest, names)
     columns = list(dict.fromkeys(manifest.column_of(name).name for name in names))
     size = predictor.batch_size
-    reader = open_reader(manifest.select(split), columns, batch_size=size, engine=engine)
+    reader = open_reader(manifest.select(split), columns, batch_size=size, engine="arrow")
 
     def inputs(batch: dict[str, Array]) -> list[Array]:
         # The reader appends the end of the last row to the starts.
