@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.inputs import table_struct
-from ringspark.estimators.columns.schema import find_field
+from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.member_choice import IGNORED
@@ -238,7 +238,8 @@ def check_names_differ(names: Sequence[str], exact: bool) -> None:
 
 def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
     if estimator.isSet(estimator.inputCols):
-        return [find_field(name, "inputCols", schema, exact).name for name in estimator.getInputCols()]
+        fields = FieldIndex(schema, exact)
+        return [fields.find(name, "inputCols").name for name in estimator.getInputCols()]
     if estimator.isSet(estimator.featuresCol):
         return [find_field(estimator.getFeaturesCol(), "featuresCol", schema, exact).name]
     return [name for name in schema.names if not _OF_TUNERS.fullmatch(name)]

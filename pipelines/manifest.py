@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, get_args
 
@@ -143,10 +144,12 @@ class ShardManifest:
 
     def column_of(self, name: str) -> Column:
         """Returns the column that adds the array `name` to a batch, or raises ValueError."""
-        for column in self.columns:
-            if name in column.kind.arrays(column.name):
-                return column
-        return self.column(name)
+        return self._owners.get(name) or self.column(name)
+
+    @cached_property
+    def _owners(self) -> dict[str, Column]:
+        # The first column with an array of a name is its owner.
+        return {name: c for c in reversed(self.columns) for name in c.kind.arrays(c.name)}
 
     def array(self, name: str) -> BatchArray:
         """Describes the array `name` of a batch. Raises ValueError if no such array has one entry per row."""

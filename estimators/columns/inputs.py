@@ -6,6 +6,7 @@ a `Feed` makes the array.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from ringspark.estimators.columns.expressions import (
     zero,
 )
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.estimators.columns.schema import check_types, find_field
+from ringspark.estimators.columns.schema import FieldIndex, check_types
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.feed import network_dtype
 from ringspark.pipelines.columns import MASK, columns_from_spark, quote
@@ -98,6 +99,7 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
         return tuple(ModelInput() for _ in names)
     known = {column.name: column for column in columns}
     expanded = list_arguments(columns, names)
+    owners = {name: c for c in reversed(columns) for name in c.kind.batch_names(c.name)}
     is_plain = all(len(arguments) == 1 for arguments in expanded)
     inputs = []
     for place, name in [(place, name) for place, names in enumerate(expanded) for name in names]:
@@ -105,7 +107,7 @@ def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[
         if owner != name and owner in known:
             item = ModelInput(column=known[owner], part=MASK, fills_nulls=True)
         else:
-            column = next(c for c in columns if name in c.kind.batch_names(c.name))
+            column = owners[name]
             fills_nulls = column.name + MASK in known
             item = ModelInput(column=column, part=name.removeprefix(column.name), fills_nulls=fills_nulls)
         inputs.append(item if is_plain else replace(item, place=place))
@@ -123,13 +125,13 @@ def shared_columns(inputs: Sequence[ModelInput]) -> tuple[ModelInput, ...]:
 
 def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str]:
     places = [number if item.place is None else item.place for number, item in enumerate(inputs)]
-    wanted = max(places, default=-1) + 1
+    uses, wanted = Counter(places), max(places, default=-1) + 1
     if wanted != len(names):
         raise ValueError(f"the model takes {wanted} columns, but inputCols names {len(names)}: {names}")
     # "tokens.length" is made from "tokens", unless the model got another column of that type. A name with
     # several inputs is the name of a column.
     return [
-        names[place] if places.count(place) > 1 else names[place].removesuffix(item.part)
+        names[place] if uses[place] > 1 else names[place].removesuffix(item.part)
         for item, place in zip(inputs, places, strict=True)
     ]
 
@@ -138,21 +140,21 @@ def source_columns(
     inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, exact: bool
 ) -> list[StructField]:
     """Returns the columns of a DataFrame from which to make the inputs; `exact`: see `find_fields`."""
+    fields = FieldIndex(schema, exact)
     return [
-        _table_field(name, item.column.kind, schema, exact)
+        _table_field(name, item.column.kind, fields)
         if item.column is not None and isinstance(item.column.kind, TableRow)
-        else find_field(name, "featuresCol or inputCols", schema, exact)
+        else fields.find(name, "featuresCol or inputCols")
         for name, item in zip(source_names(inputs, names), inputs, strict=True)
     ]
 
 
-def _table_field(name: str, kind: TableRow, schema: StructType, exact: bool) -> StructField:
-    """Returns a field `name`: a struct of the columns of `schema` on which `kind` was trained."""
-    fields = [
-        StructField(column, find_field(column, "the model's column", schema, exact).dataType)
-        for column in kind.sources
+def _table_field(name: str, kind: TableRow, fields: FieldIndex) -> StructField:
+    """Returns a field `name`: a struct of the columns on which `kind` was trained."""
+    found = [
+        StructField(column, fields.find(column, "the model's column").dataType) for column in kind.sources
     ]
-    return StructField(name, StructType(fields), nullable=False)
+    return StructField(name, StructType(found), nullable=False)
 
 
 def table_struct(names: Sequence[str]) -> Column:

@@ -23,22 +23,39 @@ _REMEDIES: dict[type[DataType], str] = {
 
 def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]:
     """Returns the fields that Spark means by a name; case is ignored unless `exact`."""
-    if exact:
-        return [field for field in schema.fields if field.name == name]
-    return [field for field in schema.fields if field.name.lower() == name.lower()]
+    return FieldIndex(schema, exact).all(name)
 
 
 def find_field(name: str, param: str, schema: StructType, exact: bool) -> StructField:
     """Returns the only field called `name`; raises ValueError if none or several. Errors name `param`."""
-    found = find_fields(name, schema, exact)
-    if not found:
-        hint = nearest(name, schema.names) or f"; the DataFrame has {schema.names}"
-        raise ValueError(f"{param} {name!r} is not a column of the DataFrame{hint}")
-    if len(found) > 1:
-        raise ValueError(
-            f"column {name!r} is ambiguous, the DataFrame has {[f.name for f in found]}; rename one of them"
-        )
-    return found[0]
+    return FieldIndex(schema, exact).find(name, param)
+
+
+class FieldIndex:
+    """The fields of a schema by name, for callers that look for many; `exact`: see `find_fields`."""
+
+    def __init__(self, schema: StructType, exact: bool) -> None:
+        self._names = schema.names
+        self._exact = exact
+        self._fields: dict[str, list[StructField]] = {}
+        for field in schema.fields:
+            self._fields.setdefault(field.name if exact else field.name.lower(), []).append(field)
+
+    def all(self, name: str) -> list[StructField]:
+        return self._fields.get(name if self._exact else name.lower(), [])
+
+    def find(self, name: str, param: str) -> StructField:
+        """Returns the only field called `name`, like `find_field`."""
+        found = self.all(name)
+        if not found:
+            hint = nearest(name, self._names) or f"; the DataFrame has {self._names}"
+            raise ValueError(f"{param} {name!r} is not a column of the DataFrame{hint}")
+        if len(found) > 1:
+            raise ValueError(
+                f"column {name!r} is ambiguous, the DataFrame has {[f.name for f in found]}; "
+                "rename one of them"
+            )
+        return found[0]
 
 
 def input_names(
@@ -49,15 +66,15 @@ def input_names(
     A name is a column, or one array of a column whose type gives several: "words.length" is the array
     `length` of the column `words`.
     """
-    sources, found = [], []
+    sources, found, fields = [], [], FieldIndex(schema, exact)
     for name in names:
         owner, _, part = name.rpartition(".")
-        owners = [f.name for f in find_fields(owner, schema, exact) if not find_fields(name, schema, exact)]
+        owners = [field.name for field in fields.all(owner) if not fields.all(name)]
         if owners and owners[0] in kinds and f"{owners[0]}.{part}" in kinds[owners[0]].batch_names(owners[0]):
             sources.append(owners[0])
             found.append(f"{owners[0]}.{part}")
         else:
-            sources.append(find_field(name, "featuresCol or inputCols", schema, exact).name)
+            sources.append(fields.find(name, "featuresCol or inputCols").name)
             found.append(sources[-1])
     return sources, tuple(found)
 
@@ -78,7 +95,8 @@ def check_types(
 ) -> tuple[Column, ...]:
     """Returns the columns with the chosen `kinds`, without facts that need the data, such as lengths."""
     kinds = kinds or {}
-    fields = [schema[name] for name in dict.fromkeys(columns)]
+    by_name = {field.name: field for field in reversed(schema.fields)}
+    fields = [by_name[name] for name in dict.fromkeys(columns)]
     for field in fields:
         # The module is checked by name, because pyspark-client, which has no JVM, has no pyspark.mllib.
         if type(field.dataType).__module__ == "pyspark.mllib.linalg":

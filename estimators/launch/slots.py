@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from ringspark.estimators.collectives.horovod_collective import check_nccl
 from ringspark.estimators.launch.devices import check_enough
 from ringspark.estimators.launch.resources import plan_stage, profile_of, slots_of_conf
 from ringspark.estimators.stages.session import spark_conf
+from ringspark.pipelines import spark_plans
 from ringspark.pipelines.spark_paths import is_local, is_remote
 
 _logger = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ _logger = logging.getLogger(__name__)
 REGISTRATION_SECONDS = 30.0
 
 # The plan of a range without a given number of partitions shows the cluster's default parallelism.
-_SPLITS = re.compile(r"\bsplits=(\d+)")
 
 
 def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
@@ -125,7 +124,4 @@ def default_parallelism(spark: SparkSession, conf: Mapping[str, str]) -> int | N
     """Returns the cores of all executors, read as Spark's default parallelism; None if the conf sets one."""
     if {"spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"} & conf.keys():
         return None
-    # Reading the plan starts no job.
-    frame: Any = spark.range(1)
-    splits = _SPLITS.search(frame._explain_string())
-    return int(splits[1]) if splits else None
+    return spark_plans.default_parallelism(spark)

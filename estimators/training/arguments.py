@@ -25,11 +25,11 @@ def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tupl
     A column's name means all arrays that a network gets of its column type. If `names` also holds
     another array of the column, the name means only the array with the column's name.
     """
-    by_name = {column.name: column for column in columns}
+    by_name, given = {column.name: column for column in columns}, {*names}
 
     def arguments(name: str) -> tuple[str, ...]:
         column = by_name.get(name)
-        if column is None or {*column.kind.batch_names(name)} & {*names} - {name}:
+        if column is None or given.intersection(column.kind.batch_names(name)) - {name}:
             return (name,)
         return column.kind.arguments(name)
 

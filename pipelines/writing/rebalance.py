@@ -7,8 +7,8 @@ many and tiny, the rows are then copied from the shards. The DataFrame's plan is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -33,29 +33,48 @@ class RowRange(NamedTuple):
 
 
 def plan_even_files(
-    files: Sequence[ShardFile], num_files: int | None, cores: Callable[[], int]
+    files: Sequence[ShardFile],
+    num_files: int | None,
+    cores: Callable[[], int],
+    partitions: Sequence[RowRange] = (),
 ) -> list[list[RowRange]]:
     """Returns the rows of each new file of one split, in order; empty if the files are even already.
 
-    `cores` runs a Spark job, so it is called only if there are many small files.
+    `cores` runs a Spark job, so it is called only if there are many small files. `partitions` are the rows
+    of each partition, in order, if a file holds several. The result is as if each had a file of its own.
     """
-    rows = sum(file.num_rows for file in files)
+    whole = [RowRange(file.path, 0, file.num_rows) for file in files]
+    partitions = partitions or whole
+    sizes = [stop - start for _, start, stop in partitions]
+    rows = sum(sizes)
     if not files:
         return []
-    wanted = len(files) if num_files is None else min(num_files, rows)
-    if num_files is None and len(files) > FILES_PER_CORE:
+    wanted = len(sizes) if num_files is None else min(num_files, rows)
+    if num_files is None and len(sizes) > FILES_PER_CORE:
         num_bytes = sum(file.num_bytes for file in files)
-        if num_bytes / len(files) < SMALL_FILE_BYTES:
+        if num_bytes / len(sizes) < SMALL_FILE_BYTES:
             wanted = min(wanted, max(FILES_PER_CORE * cores(), num_bytes // SMALL_FILE_BYTES))
-    largest = max(file.num_rows for file in files)
-    if wanted == len(files) and largest <= max(MAX_SKEW * rows / len(files), 1):
-        return []
     bounds = [rows * number // wanted for number in range(wanted + 1)]
-    sizes = [file.num_rows for file in files]
-    return [
-        [RowRange(files[index].path, low, high) for index, low, high in _split(sizes, start, stop)]
+    if wanted == len(sizes) and max(sizes) <= max(MAX_SKEW * rows / wanted, 1):
+        bounds = [0, *accumulate(sizes)]
+    new = [
+        _join(
+            RowRange(partitions[index].path, partitions[index].start + low, partitions[index].start + high)
+            for index, low, high in _split(sizes, start, stop)
+        )
         for start, stop in pairwise(bounds)
     ]
+    return [] if new == [[each] for each in whole] else new
+
+
+def _join(ranges: Iterable[RowRange]) -> list[RowRange]:
+    joined: list[RowRange] = []
+    for each in ranges:
+        if joined and joined[-1].path == each.path and joined[-1].stop == each.start:
+            joined[-1] = joined[-1]._replace(stop=each.stop)
+        else:
+            joined.append(each)
+    return joined
 
 
 def copy_files(

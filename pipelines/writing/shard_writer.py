@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from threading import Thread
 from typing import Any, Literal
 
@@ -45,7 +47,9 @@ class WritePlan:
     Attributes:
         folder: Folder of this write's files, relative to `uri`.
         handle_invalid: How to treat nulls, for each column.
-        splits: Whether batches have an additional last column that is true for validation rows.
+        splits: Whether batches have an additional column that is true for validation rows.
+        merges: Whether a task writes the rows of several partitions. Batches then have a last column with
+            the number of the row's partition.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
     """
@@ -55,6 +59,7 @@ class WritePlan:
     columns: tuple[Column, ...]
     handle_invalid: tuple[HandleInvalid, ...]
     splits: bool = False
+    merges: bool = False
     row_group_rows: int | None = None
     compression: str = "zstd"
     only_measures: bool = False
@@ -149,6 +154,10 @@ class PartitionWriter:
         self._indicator = StatsCollector(is_scalar=True)
         self._indicator_nulls = 0
         self._rows = 0
+        # Rows of each partition that were added before the current batch, if a task writes several.
+        self._rows_before: Counter[int] = Counter()
+        # Number of a partition, and how many of its rows follow in the file.
+        self._partitions: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
         self._skipped = 0
         self._nulls = [0] * len(plan.columns)
         # Per column: number of rows that cannot be read, and the reason and place of the first.
@@ -159,7 +168,7 @@ class PartitionWriter:
         self._refused = plan.only_measures
 
     def add(self, batch: Any) -> None:
-        columns, nulls, chosen = self._without_nulls(batch)
+        columns, nulls, chosen, partitions = self._without_nulls(batch)
         if self._problem is not None:
             return
         arrays: list[list[Any]] = []
@@ -184,10 +193,12 @@ class PartitionWriter:
                 arrays.append([pa.array(mask)])
         if chosen is None or not chosen.any():
             self._write("train", arrays)
+            self._partitions["train"] += _runs(partitions)
         else:
             for split, rows in (("train", ~chosen), ("validation", chosen)):
                 mask = pa.array(rows)
                 self._write(split, [[array.filter(mask) for array in group] for group in arrays])  # type: ignore[arg-type]
+                self._partitions[split] += _runs(partitions[rows] if self._plan.merges else partitions)
 
     def finish(self) -> dict[str, Any]:
         files = []
@@ -195,6 +206,7 @@ class PartitionWriter:
             files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
         return {
             "files": [file.to_json() for file in files],
+            "partitions": self._partitions,
             "stats": {
                 split: [collector.result.to_json() for collector in collectors]
                 for split, collectors in self._stats.items()
@@ -213,13 +225,15 @@ class PartitionWriter:
         for writer in self._writers.values():
             writer.discard()
 
-    def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
+    def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any, Any]:
         """Drops rows that cannot be read, and rows with nulls unless the column keeps nulls.
 
-        Returns the columns, the mask of each column's kept nulls (or None), and the mask of validation rows.
+        Returns the columns, the mask of each column's kept nulls (or None), the mask of validation rows, and
+        the partition of each row (empty unless the plan merges partitions).
         """
         self._rows += batch.num_rows
         columns = list(batch.columns)
+        partitions = numbers(columns.pop()) if self._plan.merges else np.empty(0, dtype=int)
         chosen = None
         if self._plan.splits:
             # The driver raises an error for null indicators; until then their rows count as training rows.
@@ -228,7 +242,9 @@ class PartitionWriter:
             self._indicator.add(len(indicator), numbers(indicator.drop_null()))
             chosen = indicator.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
         nulls = [null_rows(values) for values in columns]
-        dropped = self._read(columns)
+        dropped = self._read(columns, partitions)
+        for number, rows in _runs(partitions):
+            self._rows_before[number] += rows
         for index, mask in enumerate(nulls):
             if mask is None:
                 continue
@@ -243,13 +259,14 @@ class PartitionWriter:
             columns = [values.filter(kept) for values in columns]
             nulls = [None if mask is None else mask[~dropped] for mask in nulls]
             chosen = None if chosen is None else chosen[~dropped]
+            partitions = partitions[~dropped] if len(partitions) else partitions
         nulls = [
             mask if handling == "keep" else None
             for mask, handling in zip(nulls, self._plan.handle_invalid, strict=True)
         ]
-        return columns, nulls, chosen
+        return columns, nulls, chosen, partitions
 
-    def _read(self, columns: list[Any]) -> Any:
+    def _read(self, columns: list[Any], partitions: Any) -> Any:
         """Replaces columns by the results of `Kind.read`; returns a mask of the rows to drop, or None."""
         dropped = None
         if self._problem is not None:
@@ -260,7 +277,11 @@ class PartitionWriter:
             if not problems:
                 continue
             row, why = next(iter(problems.items()))
-            place = f"row {self._rows - rows + row} (counted from 0) of partition {self._number}"
+            number, place = self._number, self._rows - rows + row
+            if len(partitions):
+                number = int(partitions[row])
+                place = self._rows_before[number] + int((partitions[:row] == number).sum())
+            place = f"row {place} (counted from 0) of partition {number}"
             if self._plan.handle_invalid[index] != "skip":
                 # A null may have a meaning, so "keep" keeps it; unreadable bytes have none.
                 self._refuse(
@@ -294,6 +315,12 @@ class PartitionWriter:
         if not self._refused:
             self.discard()
         self._refused = True
+
+
+def _runs(numbers: Any) -> list[tuple[int, int]]:
+    """Returns each number and how often it follows itself."""
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+    return [(int(numbers[start]), stop - start) for start, stop in pairwise([*starts, len(numbers)])]
 
 
 def merge_shapes(

@@ -28,11 +28,12 @@ from ringspark.pipelines.columns import (
 )
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
-from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
+from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
-from ringspark.pipelines.writing.rebalance import copy_files, plan_even_files
+from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, RowRange, copy_files, plan_even_files
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "none")
 
 _logger = logging.getLogger(__name__)
+
+# Starting Python takes longer than writing so few rows, so a task writes several partitions.
+_SMALL_TABLE_BYTES = 32 << 20
+_MIN_TASKS = 64
 
 MAX_WORDS = 1_000_000
 """Largest number of words of a vocabulary that has no `max_size`."""
@@ -161,6 +166,8 @@ def _write(
     storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
         with explain_worker_errors():
+            if estimate_bytes(df) <= _SMALL_TABLE_BYTES:
+                plan = replace(plan, merges=True)
             reports = _run(df, plan, chosen)
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)
@@ -226,8 +233,13 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
     if chosen is not None:
         expressions.append(chosen)
+    if plan.merges:
+        expressions.append(F.spark_partition_id())
     # Numbered names, because Spark Connect reads a dot in mapInArrow's input as a struct field.
     selected = df.select([part.alias(f"c{index}") for index, part in enumerate(expressions)])
+    if plan.merges:
+        # Without a shuffle; fewer partitions stay as they are.
+        selected = selected.coalesce(max(_MIN_TASKS, FILES_PER_CORE * _cores(df.sparkSession)))
     rows = selected.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
     return [json.loads(row["report"]) for row in rows]
 
@@ -260,7 +272,7 @@ def _even(
     kept: list[ShardFile] = []
     for split in SPLITS:
         written = [file for file in files if file.split == split]
-        new = plan_even_files(written, num_files, partial(_default_parallelism, spark))
+        new = plan_even_files(written, num_files, partial(_cores, spark), _partitions(reports, split))
         if not new:
             kept += written
             continue
@@ -272,8 +284,18 @@ def _even(
     return kept
 
 
-def _default_parallelism(spark: SparkSession) -> int:
-    from pyspark.sql import functions as F
+def _partitions(reports: Sequence[Report], split: Split) -> list[RowRange]:
+    """Returns the rows of each partition, in the order of the partitions, if tasks wrote several."""
+    found: dict[int, RowRange] = {}
+    for report in reports:
+        # At most one file; none of data that will be refused.
+        for path in (file["path"] for file in report["files"] if file["split"] == split):
+            stop = 0
+            for number, rows in report["partitions"][split]:
+                start, stop = stop, stop + rows
+                found[number] = found.get(number, RowRange(path, start, stop))._replace(stop=stop)
+    return [found[number] for number in sorted(found)]
 
-    # Spark Connect has no SparkContext. spark.range uses the default parallelism, and a short job counts it.
-    return max(1, spark.range(1 << 14).select(F.spark_partition_id()).distinct().count())
+
+def _cores(spark: SparkSession) -> int:
+    return default_parallelism(spark) or 1

@@ -50,8 +50,8 @@ def split_expression(
     check_seed("seed", seed)
     # Sorted, so that a row keeps its split when a select changes the order of the columns.
     values = [
-        canonical_vector(F.col(quote(name))) if is_vector(df.schema[name].dataType) else F.col(quote(name))
-        for name in sorted(df.columns)
+        canonical_vector(F.col(quote(f.name))) if is_vector(f.dataType) else F.col(quote(f.name))
+        for f in sorted(df.schema.fields, key=lambda field: field.name)
     ]
     hashed = F.xxhash64(F.lit(seed).cast("bigint"), *values)
     steps = F.pmod(hashed, F.lit(_FRACTION_STEPS).cast("bigint"))
