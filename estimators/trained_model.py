@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, TypeVar
 
 from pyspark.ml import Model
@@ -19,6 +17,7 @@ from pyspark.sql.types import StructField, StructType
 from torch import Tensor, nn
 
 from ringspark.estimators import user_code
+from ringspark.estimators.columns.expressions import all_of, make_struct, to_column
 from ringspark.estimators.columns.inputs import (
     BoundInput,
     ModelInput,
@@ -71,6 +70,8 @@ Shape = tuple[int, ...]
 
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
+# Spark compares each argument of a function with all others, so this many inputs are packed into a struct.
+PACKED_INPUTS = 32
 
 # Types in a schema's JSON that Spark 4.3's columnar converter does not pass to Python.
 _ROW_TYPES = re.compile(':"(udt|interval|variant|geo)')
@@ -243,13 +244,13 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self, dataset: DataFrame, bound: Sequence[BoundInput], names: Sequence[str], results: Results
     ) -> DataFrame:
         """Adds columns of these names to the DataFrame; "" omits a result."""
-        valid = _valid(bound)
         judged = any(item.feed.judges for item in bound)
         skips = self.getHandleInvalid() == "skip"
         if skips:
-            dataset = dataset.where(valid)
-        columns = self._python_columns(bound, only_judged=skips)
+            dataset = dataset.where(_valid(bound))
         with_vectors = takes_vectors(dataset.sparkSession)
+        packs = with_vectors and len(bound) >= PACKED_INPUTS
+        columns = self._python_columns(bound, only_judged=skips, packs=packs)
         if _ROW_TYPES.search(StructType([*dataset.schema, StructField("", results.spark_type)]).json()):
             # This explode works row by row. Straight from Parquet, Spark would use the converter, and fail on
             # a vector even in an unused column (UNSUPPORTED_DATATYPE).
@@ -257,7 +258,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         predictor = replace(
             self._predictor([item.feed for item in bound], results),
             gives_vectors=with_vectors,
-            keeps_rows=len(columns) > len(bound),
+            keeps_rows=len(columns) > (1 if packs else len(bound)),
+            packs=packs,
         )
         # The generator stops Spark from copying the expression into a filter, which would run the network
         # twice. `inline` makes the columns at once; Spark would write and read again a struct of vectors.
@@ -274,19 +276,27 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
         return result.select("*", *named).drop(*made_columns)
 
-    def _python_columns(self, bound: Sequence[BoundInput], only_judged: bool = False) -> list[Column]:
+    def _python_columns(
+        self, bound: Sequence[BoundInput], only_judged: bool = False, packs: bool = False
+    ) -> list[Column]:
         """Returns the inputs, and a validity column if rows may be invalid.
 
-        `only_judged`: whether SQL has already removed all invalid rows except unreadable images.
+        `only_judged`: whether SQL has already removed all invalid rows except unreadable images. `packs`:
+        whether one struct holds all inputs.
         """
         judged = any(item.feed.judges for item in bound)
+        values = [item.values for item in bound]
+        given = [make_struct(values)] if packs else [to_column(each) for each in values]
         if self.getHandleInvalid() == "error" or (only_judged and not judged):
-            return [item.values for item in bound]
-        valid, columns = _valid(bound), []
-        for item in bound:
-            # Invalid rows get values that Python can handle.
-            values = F.when(valid, item.values)
-            columns.append(values if item.filler is None else F.coalesce(values, item.filler))
+            return given
+        valid = _valid(bound)
+        columns = [F.when(valid, each) for each in given]
+        if not packs:
+            # Invalid rows get values that pandas can hold.
+            columns = [
+                column if item.filler is None else F.coalesce(column, to_column(item.filler))
+                for column, item in zip(columns, bound, strict=True)
+            ]
         return [*columns, valid]
 
     def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
@@ -403,4 +413,4 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
 
 def _valid(bound: Sequence[BoundInput]) -> Column:
-    return reduce(operator.and_, [item.valid for item in bound])
+    return all_of([item.valid for item in bound])

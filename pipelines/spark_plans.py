@@ -21,9 +21,13 @@ def estimate_bytes(df: DataFrame) -> float:
     """
     frame: Any = df
     if hasattr(frame, "_jdf"):
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
         try:
-            return float(frame._jdf.queryExecution().optimizedPlan().stats().sizeInBytes().toString())
-        except Exception:  # a JVM that forbids access, or a plan whose error the write itself reports
+            return float(frame._jdf.queryExecution().optimizedPlan().stats().sizeInBytes())
+        except (Py4JError, PySparkException):
+            # The JVM forbids access, or the plan has an error, which the write itself reports.
             return math.inf
     found = _SIZE.search(frame._explain_string(mode="cost"))
     return float(found[1]) * 1024 ** _UNITS.index(found[2]) if found else math.inf

@@ -4,16 +4,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DataType
+from pyspark.sql.types import ArrayType, BooleanType, DataType, DoubleType, FloatType, IntegralType
 
 from ringspark.pipelines.kinds.scalar import number_of
 
+Expression = Column | str
+"""A Spark column, or its SQL text: for a table of 1,000 columns, calls of the JVM would take many seconds."""
+
 TEMPORAL = ("date", "timestamp", "timestamp_ntz")
+
+
+def to_column(expression: Expression) -> Column:
+    return F.expr(expression) if isinstance(expression, str) else expression
+
+
+def all_of(conditions: Sequence[Expression]) -> Column:
+    """Returns whether all conditions are true."""
+    given = dict.fromkeys(each for each in conditions if isinstance(each, str))
+    others = [each for each in conditions if not isinstance(each, str)]
+    return reduce(and_, [*([F.expr(" AND ".join(given))] if given else []), *others])
+
+
+def make_struct(values: Sequence[Expression]) -> Column:
+    """Returns a struct of the values, whose fields have no names to rely on."""
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) == len(values):
+        return F.expr(f"struct({', '.join(texts)})")
+    return F.struct(*map(to_column, values))
+
+
+def scalar_texts(
+    source: str, data_type: DataType, *, wants_floats: bool, floats: bool, fills_nulls: bool
+) -> tuple[str, str, str] | None:
+    """Returns SQL of the value, validity and filler of a plain number; None for other types.
+
+    Equal to `input_expression`, `is_valid` and `zero`; `source` is the SQL of the column.
+    """
+    name = data_type.typeName()
+    if not isinstance(data_type, IntegralType | FloatType | DoubleType | BooleanType):
+        return None
+    is_cast = name == "double" or (wants_floats and name != "float")
+    values = f"CAST({source} AS FLOAT)" if is_cast else source
+    filler = "false" if name == "boolean" and not wants_floats else "0"
+    if fills_nulls:
+        values = f"coalesce({values}, {filler})"
+    valid = "true" if fills_nulls else f"{source} IS NOT NULL"
+    return values, f"{valid} AND NOT isnan({values})" if floats else valid, filler
 
 
 def input_expression(column: Column, data_type: DataType, *, wants_floats: bool = False) -> Column:

@@ -19,12 +19,14 @@ from pyspark.sql.types import ArrayType, DataType, StructField, StructType
 
 from ringspark.estimators.columns.expressions import (
     TEMPORAL,
+    Expression,
     class_of,
     fill,
     holds_null,
     input_expression,
     is_valid,
     leaf_type,
+    scalar_texts,
     zero,
 )
 from ringspark.estimators.columns.feeds import Feed
@@ -87,10 +89,10 @@ class BoundInput:
     `filler` is sent to Python in place of an invalid value; if it is None, a null is sent.
     """
 
-    values: Column
-    valid: Column
+    values: Expression
+    valid: Expression
     feed: Feed
-    filler: Column | None = None
+    filler: Expression | None = None
 
 
 def model_inputs(columns: Sequence[ShardColumn], names: Sequence[str]) -> tuple[ModelInput, ...]:
@@ -159,7 +161,7 @@ def _table_field(name: str, kind: TableRow, fields: FieldIndex) -> StructField:
 
 def table_struct(names: Sequence[str]) -> Column:
     """Returns a struct of the columns `names`."""
-    return F.struct(*(F.col(quote(name)).alias(name) for name in names))
+    return F.expr(f"struct({', '.join(f'{quote(name)} AS {quote(name)}' for name in names)})")
 
 
 def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
@@ -185,19 +187,25 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     if item.part == MASK:
         return _bind_mask(name, source, data_type)
     wants_floats = trained is not None and not _is_whole(trained)
+    floats = wants_floats or _dtype(given).startswith("float")
+    feed = Feed(
+        name=name,
+        shape=shape,
+        dtype="float32" if floats else str(network_dtype(_dtype(given))),
+        fills_nulls=item.fills_nulls,
+    )
+    texts = scalar_texts(
+        quote(name), data_type, wants_floats=wants_floats, floats=floats, fills_nulls=item.fills_nulls
+    )
+    if texts is not None:
+        return BoundInput(values=texts[0], valid=texts[1], feed=feed, filler=texts[2])
     values = input_expression(source, data_type, wants_floats=wants_floats)
     if item.fills_nulls:
         values = fill(values, data_type, are_floats=wants_floats)
-    floats = wants_floats or _dtype(given).startswith("float")
     return BoundInput(
         values=values,
         valid=is_valid(source, values, data_type, floats=floats, fills_nulls=item.fills_nulls),
-        feed=Feed(
-            name=name,
-            shape=shape,
-            dtype="float32" if floats else str(network_dtype(_dtype(given))),
-            fills_nulls=item.fills_nulls,
-        ),
+        feed=feed,
         filler=zero(data_type, are_floats=wants_floats) if not _rank(given, data_type) else None,
     )
 

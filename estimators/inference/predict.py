@@ -166,6 +166,8 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
         for batch in batches:
             # If there is only one column, Spark passes a bare array.
             columns = batch if isinstance(batch, tuple) else (batch,)
+            if predictor.packs:
+                columns = (*columns[0].flatten(), *columns[1:])
             start, stop = 0, len(columns[0])
             while True:
                 chunk = [column.slice(start, num_rows) for column in columns]

@@ -34,6 +34,7 @@ class Predictor:
         model: `ModelSpec` as JSON, or the user's pickled module without weights.
         weights_id: Identity of the checkpoint; another id means other weights in the same folder.
         keeps_rows: Whether the input has one more column, which is false for rows that get no prediction.
+        packs: Whether the first column of the input is a struct that holds all inputs.
         gives_vectors: Whether Python returns vectors, see `takes_vectors`; the driver decides it.
     """
 
@@ -49,6 +50,7 @@ class Predictor:
     offload: WeightOffload = "none"
     precision: InferencePrecision = "fp32"
     keeps_rows: bool = False
+    packs: bool = False
     gives_vectors: bool = True
     layout: InputLayout = ()
 

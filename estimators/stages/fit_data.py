@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import and_
 
 from pyspark.sql import DataFrame
 
+from ringspark.estimators.columns.expressions import all_of
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
@@ -57,12 +56,13 @@ class FitData:
                 for name, kind in kinds.items()
                 if kind.is_choice
             }
-            inputs = [(chosen.get(name, ModelInput()), dataset.schema[name]) for name in self.columns]
-            dataset = dataset.where(reduce(and_, [bind(*pair).valid for pair in inputs]))
+            fields = {field.name: field for field in dataset.schema.fields}
+            inputs = [(chosen.get(name, ModelInput()), fields[name]) for name in self.columns]
+            dataset = dataset.where(all_of([bind(*pair).valid for pair in inputs]))
         names = dict.fromkeys(c for c in (*self.columns, self.validation_col) if c is not None)
         try:
             return write_shards(
-                dataset.select(*map(quote, names)),
+                dataset.selectExpr(*map(quote, names)),
                 to_spark_uri(dataset.sparkSession, uri),
                 columns=kinds,
                 # Only the writing tasks can find some invalid rows, such as broken images.

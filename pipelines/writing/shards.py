@@ -26,7 +26,7 @@ from ringspark.pipelines.columns import (
     is_case_sensitive,
     quote,
 )
-from ringspark.pipelines.kinds import Kind, Vocabulary
+from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors
@@ -49,6 +49,8 @@ _logger = logging.getLogger(__name__)
 # Starting Python takes longer than writing so few rows, so a task writes several partitions.
 _SMALL_TABLE_BYTES = 32 << 20
 _MIN_TASKS = 64
+# Temporary column that is true for validation rows.
+_CHOSEN = "__ringspark_chosen"
 
 MAX_WORDS = 1_000_000
 """Largest number of words of a vocabulary that has no `max_size`."""
@@ -230,13 +232,22 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
-    expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
-    if chosen is not None:
-        expressions.append(chosen)
-    if plan.merges:
-        expressions.append(F.spark_partition_id())
     # Numbered names, because Spark Connect reads a dot in mapInArrow's input as a struct field.
-    selected = df.select([part.alias(f"c{index}") for index, part in enumerate(expressions)])
+    texts = [f"{quote(column.name)} AS c{index}" for index, column in enumerate(plan.columns)]
+    if chosen is not None:
+        df = df.withColumn(_CHOSEN, chosen)
+        texts.append(_CHOSEN)
+    if plan.merges:
+        texts.append("spark_partition_id()")
+    # SQL text, because 1,000 Column objects take seconds to make.
+    selected = df.selectExpr(*texts)
+    made = {
+        f"c{index}": column.kind.select(F.col(f"c{index}"), types[column.name])
+        for index, column in enumerate(plan.columns)
+        if type(column.kind) is not Scalar or column.source.startswith("decimal")
+    }
+    if made:
+        selected = selected.withColumns(made)
     if plan.merges:
         # Without a shuffle; fewer partitions stay as they are.
         selected = selected.coalesce(max(_MIN_TASKS, FILES_PER_CORE * _cores(df.sparkSession)))
