@@ -147,6 +147,10 @@ class ShardManifest:
         return self._owners.get(name) or self.column(name)
 
     @cached_property
+    def _by_name(self) -> dict[str, Column]:
+        return {column.name: column for column in self.columns}
+
+    @cached_property
     def _owners(self) -> dict[str, Column]:
         # The first column with an array of a name is its owner.
         return {name: c for c in reversed(self.columns) for name in c.kind.arrays(c.name)}
@@ -172,10 +176,9 @@ class ShardManifest:
 
     def column(self, name: str) -> Column:
         """Returns the column called `name`, or raises ValueError."""
-        for column in self.columns:
-            if column.name == name:
-                return column
-        known = ", ".join(column.name for column in self.columns)
+        if column := self._by_name.get(name):
+            return column
+        known = ", ".join(self._by_name)
         raise ValueError(f"the shards in {self.uri!r} have no column {name!r}; known: {known}")
 
     def range_of(self, name: str) -> tuple[float, float] | None:

@@ -171,21 +171,18 @@ def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
 
 def bind(item: ModelInput, field: StructField) -> BoundInput:
     """Matches an input with a column of a DataFrame, or raises ValueError. Starts no job."""
-    name, data_type, source = field.name, field.dataType, F.col(quote(field.name))
-    trained = item.column
+    name, data_type, trained = field.name, field.dataType, item.column
     if trained is not None and trained.kind.is_choice:
-        if isinstance(trained.kind, TableRow):
-            source = table_struct(trained.kind.sources)
+        is_table = isinstance(trained.kind, TableRow)
+        source = table_struct(trained.kind.sources) if is_table else F.col(quote(name))  # type: ignore[attr-defined]
         return _bind_choice(item, field, source)
     given = _given(field, trained)
     if isinstance(given.kind, Struct):
-        source, data_type = _select_fields(source, field, given.kind)
+        source, data_type = _select_fields(F.col(quote(name)), field, given.kind)
     shape = None
     if trained is not None:
         _check_same(trained, given, data_type)
         shape = getattr(trained.kind, "shape", ()) or ()
-    if item.part == MASK:
-        return _bind_mask(name, source, data_type)
     wants_floats = trained is not None and not _is_whole(trained)
     floats = wants_floats or _dtype(given).startswith("float")
     feed = Feed(
@@ -197,8 +194,12 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     texts = scalar_texts(
         quote(name), data_type, wants_floats=wants_floats, floats=floats, fills_nulls=item.fills_nulls
     )
-    if texts is not None:
+    if texts is not None and item.part != MASK:
         return BoundInput(values=texts[0], valid=texts[1], feed=feed, filler=texts[2])
+    if not isinstance(given.kind, Struct):
+        source = F.col(quote(name))
+    if item.part == MASK:
+        return _bind_mask(name, source, data_type)
     values = input_expression(source, data_type, wants_floats=wants_floats)
     if item.fills_nulls:
         values = fill(values, data_type, are_floats=wants_floats)

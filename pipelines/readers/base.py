@@ -30,6 +30,7 @@ from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import Buffers, RowGroup, StreamBuffer, StreamRows, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
+from ringspark.pipelines.readers.packing import pack, plan_packs, unpack
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import cut
@@ -87,6 +88,7 @@ class ShardReader(ABC):
         self.shuffle = shuffle
         self.cache = cache
         self._kinds = {column.name: column.kind for column in self.columns}
+        self._packs = plan_packs(self._kinds)
         self._checked_files: set[str] = set()
         self._buffers = Buffers()
         self._row_groups = manifest.row_groups
@@ -284,7 +286,9 @@ class ShardReader(ABC):
                     for place, rows in next(row_groups):
                         streams[place.stream].add(place.start, rows)
                 bounds = plan.bounds(first, last)
-                block = assemble(streams, cycle, bounds[0], bounds[-1], empty, self._buffers)
+                block = assemble(
+                    streams, cycle, bounds[0], bounds[-1], pack(empty, self._packs), self._buffers
+                )
                 yield [
                     self._finish(block, start - bounds[0], stop - bounds[0])
                     for start, stop in pairwise(bounds)
@@ -295,15 +299,17 @@ class ShardReader(ABC):
     ) -> Generator[list[tuple[StreamSlice, StreamRows]], None, None]:
         with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
             for read, row_group in zip(reads, row_groups, strict=True):
+                packed = pack(row_group, self._packs)
                 yield [
-                    (place, order(row_group, rows, self._buffers))
+                    (place, order(packed, rows, self._buffers))
                     for place, rows in zip(read.slices, plan.rows(read), strict=True)
                 ]
 
     def _finish(self, block: RowGroup, start: int, stop: int) -> Batch:
         batch: Batch = {}
+        rows = unpack({name: cut(column, start, stop) for name, column in block.items()}, self._packs)
         for name, kind in self._kinds.items():
-            batch.update(kind.finish(name, cut(block[name], start, stop)))
+            batch.update(kind.finish(name, rows[name]))
         return batch
 
     def _bundle_rows(self) -> int:

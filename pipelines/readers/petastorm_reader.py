@@ -103,8 +103,8 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         super().__init__(
             reader.opened_files(),
             files,
-            # Petastorm reads names as regular expressions.
-            schema_fields=[f"^{re.escape(name)}$" for name in reader.stored_names],
+            # Petastorm compares every regular expression with every column.
+            schema_fields=[f"^(?:{'|'.join(map(re.escape, reader.stored_names))})$"],
             shuffle_row_groups=False,
             # With one worker, every version returns results in the order of the requests.
             reader_pool=ThreadPool(1, results_queue_size=_READ_AHEAD),

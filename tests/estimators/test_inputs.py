@@ -19,6 +19,7 @@ from PIL import Image as Pillow
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchRegressionModel, TorchRegressor
+from ringspark.estimators.columns.expressions import to_column
 from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.inference.local_inputs import _make_feed
@@ -117,7 +118,9 @@ def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> N
         frame = frame.join(spark.createDataFrame(vectors, ["key", "vector"]), "key").coalesce(1).sort("key")
         manifest = write_shards(frame, str(tmp_path / "s"))
 
-        values = [bind(ModelInput(), field).values.alias(field.name) for field in frame.schema.fields]
+        values = [
+            to_column(bind(ModelInput(), field).values).alias(field.name) for field in frame.schema.fields
+        ]
         names = [f"{name}_seen" for name in frame.columns]
         given = frame.select("key", *values).toDF("key", *names)
         schema = ", ".join(["key long", *(f"{name} string" for name in names)])
