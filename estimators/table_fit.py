@@ -24,7 +24,6 @@ from pyspark.sql.types import (
 )
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.columns.inputs import table_struct
 from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
 from ringspark.estimators.stages.declared import value_of
@@ -174,7 +173,10 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         validationIndicatorCol=split.indicator,
         **completion,
     )
-    frame = split.dataset.withColumn(TABLE_COLUMN, table_struct(plan.kind.sources))
+    sources = set(plan.kind.sources)
+    table = StructType([field for field in split.dataset.schema.fields if field.name in sources])
+    row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
+    frame = split.dataset.withColumn(TABLE_COLUMN, row)
     return PreparedFit(inner, frame, plan, frozenset(_unset(estimator, completion)) - {"model"})
 
 

@@ -159,11 +159,6 @@ def _table_field(name: str, kind: TableRow, fields: FieldIndex) -> StructField:
     return StructField(name, StructType(found), nullable=False)
 
 
-def table_struct(names: Sequence[str]) -> Column:
-    """Returns a struct of the columns `names`."""
-    return F.expr(f"struct({', '.join(f'{quote(name)} AS {quote(name)}' for name in names)})")
-
-
 def layout_of_inputs(inputs: Sequence[ModelInput]) -> InputLayout:
     names = [(item.column.name if item.column else "") + item.part for item in inputs]
     return make_layout([(name, item.array) for name, item in zip(names, inputs, strict=True)])
@@ -173,9 +168,12 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     """Matches an input with a column of a DataFrame, or raises ValueError. Starts no job."""
     name, data_type, trained = field.name, field.dataType, item.column
     if trained is not None and trained.kind.is_choice:
-        is_table = isinstance(trained.kind, TableRow)
-        source = table_struct(trained.kind.sources) if is_table else F.col(quote(name))  # type: ignore[attr-defined]
-        return _bind_choice(item, field, source)
+        if isinstance(trained.kind, TableRow):
+            table = trained.kind.adopt(name, data_type)
+            source = F.col(quote(name)) if table.is_selected(data_type) else None
+            feed = Feed(name=name, kind=table, part=item.part, fills_nulls=item.fills_nulls)
+            return BoundInput(values=table.select(source, data_type), valid="true", feed=feed)
+        return _bind_choice(item, field, F.col(quote(name)))
     given = _given(field, trained)
     if isinstance(given.kind, Struct):
         source, data_type = _select_fields(F.col(quote(name)), field, given.kind)

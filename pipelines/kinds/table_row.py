@@ -178,9 +178,11 @@ class TableRow(Kind):
         return [title for title, count in counts for _ in range(count)]
 
     def adopt(self, name: str, data_type: DataType) -> Self:
-        known = [field.name for field in getattr(data_type, "fields", ())]
+        known = dict.fromkeys(field.name for field in getattr(data_type, "fields", ()))
+        if self.is_selected(data_type):
+            return self
         if missing := [source for source in self.sources if source not in known]:
-            raise ValueError(f"column {name!r} has no field {missing[0]!r}; it has {known}")
+            raise ValueError(f"column {name!r} has no field {missing[0]!r}; it has {list(known)}")
         for column in self.columns:
             found = column.found_type(data_type)
             is_same = found in (column.type, "void") or (is_number(found) and is_number(column.type))
@@ -197,14 +199,37 @@ class TableRow(Kind):
         types = {c.source: pa.string() if c.form == "words" else pa.float64() for c in self.columns}
         return pa.struct(list(types.items()))
 
-    def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
+    def is_selected(self, data_type: DataType) -> bool:
+        """Whether a type is that of the results of `select`."""
+        return bool(self.columns) and {f.name for f in getattr(data_type, "fields", ())} == {
+            column.source for column in self.columns
+        }
+
+    def select(self, source: SparkColumn | None, data_type: DataType) -> SparkColumn:
+        """Returns a struct with the values of `columns`; without a `source`, from the columns of a DataFrame.
+
+        Spark takes minutes to replace thousands of accesses to a computed struct by its fields.
+        """
         from pyspark.sql import functions as F
 
-        fields: dict[str, SparkColumn] = {}
+        from ringspark.pipelines.columns import quote
+
+        if source is not None and self.is_selected(data_type):
+            return source
+        types = {field.name: field.dataType for field in data_type.fields}  # type: ignore[attr-defined]
+        texts: dict[str, str] = {}
+        others: dict[str, SparkColumn] = {}
         for column in self.columns:
-            if column.source not in fields:
-                fields[column.source] = _select_value(source, data_type, column).alias(column.source)
-        return F.struct(*fields.values())
+            name, value_type = column.source, types[column.name]
+            if source is None and not column.path and column.item is None and column.form != "calendar":
+                text = "STRING" if column.form == "words" else "DOUBLE"
+                texts[name] = f"CAST({quote(column.name)} AS {text}) AS {quote(name)}"
+            elif name not in others:
+                value = F.col(quote(column.name)) if source is None else source.getField(column.name)
+                others[name] = _select_value(value, value_type, column).alias(name)
+        if not others:
+            return F.expr(f"struct({', '.join(texts.values())})")
+        return F.struct(*map(F.expr, texts.values()), *others.values())
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.binary(self._dtype.itemsize)}
@@ -277,11 +302,10 @@ class TableRow(Kind):
         return np.dtype([("numbers", "<f4", (self.num_numbers,)), ("ids", "<i4", (len(self.cardinalities),))])
 
 
-def _select_value(source: SparkColumn, data_type: DataType, column: TableColumn) -> SparkColumn:
+def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn) -> SparkColumn:
     """Returns the value of one column as a string or a double, null if it is missing."""
     from pyspark.sql import functions as F
 
-    value, value_type = source.getField(column.name), _field(data_type, column.name)
     for part in column.path:
         value, value_type = value.getField(part), _field(value_type, part)
     if column.item is not None:

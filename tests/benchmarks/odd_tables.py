@@ -1,43 +1,58 @@
-"""Odd tables: seconds of a whole `fit` and `transform` of tables with many tiny partitions or many columns.
+"""Odd tables: seconds of `fit` and `transform` of tables with many tiny partitions or many columns.
 
-Each table is compared with a plain Spark job of the same shape in the same round: a map in Arrow over all
-columns, which returns the number of rows. "small" is a plain table of the same rows, for the launch overhead.
-Options: `--repeats`, `--partitions`, `--columns`, `--rows` of the table of many columns.
+Each table is compared with a plain Spark job over the same rows in the same round: a map in Arrow that
+counts them. "small" has 303 rows in two partitions; its first fit starts the Python workers of the session.
 
-    python tests/benchmarks/odd_tables.py --columns 5000 --rows 400 --partitions 2 --repeats 1
+    python tests/benchmarks/odd_tables.py --only wide --columns 5000 --rows 400 --repeats 1
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import harness
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
 
-from ringspark.estimators import TorchModel, TorchRegressor
-from ringspark.models import ModelSpec
+from ringspark.estimators import TorchRegressor
+from ringspark.jobs import cli
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Few rows in all, so that only the number of partitions counts.
+# Few rows, so that only the number of partitions counts.
 PARTITIONED_ROWS = 303
+TABLES = ("small", "partitions", "wide")
+
+
+class Wide(nn.Module):
+    """Takes each column as an argument: `columns` tensors of shape (batch,)."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(columns, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, *columns: torch.Tensor) -> torch.Tensor:
+        """Returns (batch, 1)."""
+        return self.layers(torch.stack(columns, dim=1))  # type: ignore[no-any-return]
 
 
 def count_rows(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yields one row per batch: its number of rows."""
+    """Yields the number of rows of each batch."""
     for batch in batches:
         yield pa.RecordBatch.from_pydict({"rows": [batch.num_rows]})
 
 
-def wide_frame(spark: SparkSession, columns: int, rows: int, folder: str) -> DataFrame:
-    """Returns a table of `columns` scalar columns and a label, read from Parquet files."""
-    import numpy as np
-    import pyarrow.parquet as pq
-
-    numbers = np.random.default_rng(0)
-    values = {f"x{i}": numbers.random(rows, np.float32) for i in range(columns)}
+def wide_table(spark: SparkSession, columns: int, rows: int, folder: str) -> DataFrame:
+    """Returns a table of `columns` numbers and a label in two Parquet files."""
+    random = np.random.default_rng(0)
+    values = {f"x{i}": random.random(rows, np.float32) for i in range(columns)}
     table = pa.table(values | {"label": values["x0"] - values["x1"]})
     half = (rows + 1) // 2
     for part in range(2):
@@ -45,33 +60,60 @@ def wide_frame(spark: SparkSession, columns: int, rows: int, folder: str) -> Dat
     return spark.read.parquet(folder)
 
 
-def estimator(columns: list[str], folder: str) -> TorchRegressor:
-    """Returns an estimator of one epoch with two workers."""
-    spec = ModelSpec("mlp", {"in_features": len(columns), "hidden": [32], "out_features": 1})
-    return TorchRegressor(
-        model=spec,
-        inputCols=columns,
-        numWorkers=harness.NUM_WORKERS,
-        batchSize=256,
-        storageUri=folder,
-        showProgress=False,
+def cases(name: str, frame: DataFrame, settings: dict[str, Any]) -> dict[str, Callable[[], float]]:
+    """Returns the measured steps of one table."""
+    estimator = TorchRegressor(
+        numWorkers=harness.NUM_WORKERS, batchSize=256, showProgress=False, seed=0, **settings
     )
-
-
-def cases(name: str, frame: DataFrame, columns: list[str], folder: str) -> dict[str, Callable[[], float]]:
-    """Returns the measured cases of one table."""
-    fitted: list[TorchModel] = []
-
-    def fit() -> None:
-        fitted[:] = [estimator(columns, folder).fit(frame)]
-
-    def transform() -> None:
-        fitted[0].transform(frame).select("prediction").collect()
+    fitted: list[Any] = []
 
     def plain() -> None:
         frame.mapInArrow(count_rows, "rows long").collect()
 
+    def fit() -> None:
+        fitted[:] = [estimator.fit(frame)]
+
+    def transform() -> None:
+        fitted[0].transform(frame).select("prediction").collect()
+
     return {
-        f"{name}, {step.__name__}": lambda step=step: harness.seconds_of(step)  # type: ignore[misc]
-        for step in (fit, transform, plain)
+        f"{name}: {step.__name__}": lambda step=step: harness.seconds_of(step)  # type: ignore[misc]
+        for step in (plain, fit, transform)
     }
+
+
+def main() -> None:
+    """Measures the first fit of the session, then the tables in interleaved rounds after a warm-up round."""
+    parser = harness.parser(__doc__, rows=(5_000, 100), columns=(1_000, 40), partitions=(2_000, 70))
+    parser.add_argument("--only", choices=TABLES, help="only this table")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark odd tables", harness.MASTER) as spark:
+        small = harness.random_frame(spark, PARTITIONED_ROWS).cache()
+        small.count()
+        shared = {"model": harness.MLP, "storageUri": folder}
+        measured = cases("small", small, shared)
+        first = measured["small: fit"]()
+        if options.only in (None, "partitions"):
+            many = small.repartition(options.partitions).cache()
+            many.count()
+            measured |= cases("partitions", many, shared)
+        if options.only in (None, "wide"):
+            wide = wide_table(spark, options.columns, options.rows, tempfile.mkdtemp(dir=folder))
+            inputs = {"inputCols": wide.columns[:-1], "model": Wide(options.columns)}
+            measured |= cases("wide", wide, {"storageUri": folder} | inputs)
+        seconds = harness.measure_in_turns(measured, options.repeats)
+    rows = [["small: first fit of the session", f"{first:.1f}", "", "", ""]]
+    for name, values in seconds.items():
+        plain = seconds[f"{name.split(':')[0]}: plain"]
+        ratio = f"{harness.median_ratio(values, plain):.2f}"
+        rows.append([name, *(f"{value:.1f}" for value in (median(values), min(values), max(values))), ratio])
+    harness.print_table(
+        f"odd_tables: seconds; {options.partitions:,} partitions with {PARTITIONED_ROWS} rows, "
+        f"{options.columns:,} columns with {options.rows:,} rows; {harness.MASTER}, {options.repeats} rounds",
+        ["", "median", "min", "max", "of plain"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
