@@ -251,6 +251,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         with_vectors = takes_vectors(dataset.sparkSession)
         packs = with_vectors and len(bound) >= PACKED_INPUTS
         columns = self._python_columns(bound, only_judged=skips, packs=packs)
+        packed = {f"{_RESULT}_{number}": column for number, column in enumerate(columns) if packs}
+        if packs:
+            # Before the explode, which then copies one column instead of all inputs.
+            dataset, columns = dataset.withColumns(packed), [F.col(name) for name in packed]
         if _ROW_TYPES.search(StructType([*dataset.schema, StructField("", results.spark_type)]).json()):
             # This explode works row by row. Straight from Parquet, Spark would use the converter, and fail on
             # a vector even in an unused column (UNSUPPORTED_DATATYPE).
@@ -274,7 +278,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         if skips and judged:
             result = result.where(parts[-1].isNotNull())
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]
-        return result.select("*", *named).drop(*made_columns)
+        return result.select("*", *named).drop(*made_columns, *packed)
 
     def _python_columns(
         self, bound: Sequence[BoundInput], only_judged: bool = False, packs: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ class ColumnStats:
         return replace(self, mean=mean, deviations=deviations)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ColumnStats:

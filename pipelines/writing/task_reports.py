@@ -35,7 +35,8 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
         merged = {name: ColumnStats() for name in names}
         for report in reports:
             for name, part in zip(names, report["stats"][split], strict=True):
-                merged[name] = merged[name].merge(ColumnStats.from_json(part))
+                if part["rows"]:
+                    merged[name] = merged[name].merge(ColumnStats(**part))
         for name in nulls:
             mask = merged[name + MASK]
             merged[name] = replace(merged[name], nulls=round((mask.mean or 0) * mask.rows))

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image as Pillow
+from pyspark.sql import functions as F
 from torch import nn
 
-from ringspark.estimators import TorchClassificationModel, TorchRegressionModel, TorchRegressor
+from ringspark.estimators import TorchClassificationModel, TorchRegressionModel, TorchRegressor, trained_model
 from ringspark.estimators.columns.expressions import to_column
 from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
@@ -454,3 +455,77 @@ def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> Non
     assert list(found.columns) == outputs
     plain = model.copy({model.predictedLabelCol: ""})
     assert list(ServedModel(plain).predict(pd.DataFrame({"features": [[1.0]]})).columns) == outputs[:-1]
+
+
+class _Added(nn.Module):
+    """Adds all columns, with a weight for each."""
+
+    def forward(self, *columns: torch.Tensor) -> torch.Tensor:
+        weights = torch.arange(1, len(columns) + 1, dtype=torch.float32)
+        return torch.stack([column.float() for column in columns], 1) @ weights[:, None]
+
+
+def _model_of(columns: dict[str, str], folder: Path) -> TorchRegressionModel:
+    """A model for columns of these types, given as NumPy dtypes by name."""
+    network = _Added()
+    save_checkpoint(str(folder), network)
+    return TorchRegressionModel(model=network, inputCols=list(columns))._set_trained(
+        str(folder),
+        [(1,)],
+        None,
+        columns=[Column(name=name, kind=Scalar(dtype)) for name, dtype in columns.items()],
+    )
+
+
+@pytest.mark.parametrize("handling", ["error", "skip", "keep"])
+def test_many_columns_are_predicted_like_few(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handling: str
+) -> None:
+    types = {"float": "float32", "double": "float64", "bigint": "int64", "boolean": "bool", "date": "int32"}
+    columns = {f"{name}.{i}": dtype for name, dtype in types.items() for i in range(8)}
+    numbers = [f"{name}.{i}" for name in ("float", "double", "bigint") for i in range(8)]
+    frame = spark.range(60).selectExpr(
+        "id",
+        *(f"cast(id + {name[-1]} AS {name[:-2]}) AS `{name}`" for name in numbers),
+        *(f"id % {i + 2} = 0 AS `boolean.{i}`" for i in range(8)),
+        *(f"date_add(DATE'1970-01-01', int(id) - {i}) AS `date.{i}`" for i in range(8)),
+    )
+    if handling != "error":
+        for number, name in enumerate(columns):
+            if number % 5 == 0:
+                frame = frame.withColumn(name, F.when(F.col("id") % 7 != number % 7, F.col(f"`{name}`")))
+        nan = F.when(F.col("id") == 3, F.lit(float("nan")))
+        frame = frame.withColumn("float.1", F.coalesce(nan, F.col("`float.1`")).cast("float"))
+    model = _model_of(columns, tmp_path).setHandleInvalid(handling)
+    packed = model.transform(frame)
+    found = packed.select("id", "prediction").orderBy("id").collect()
+    assert packed.columns == [*frame.columns, "prediction"]
+    monkeypatch.setattr(trained_model, "PACKED_INPUTS", len(columns) + 1)
+    assert found == model.transform(frame).select("id", "prediction").orderBy("id").collect()
+    complete = frame.toPandas().dropna()["id"].tolist()
+    assert [row.id for row in found if row.prediction is not None] == complete
+    assert len(complete) == 60 or 0 < len(complete) < 60 == frame.count()
+
+
+def test_the_calls_of_the_jvm_do_not_grow_with_the_number_of_columns(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, calls = spark.sparkContext._gateway._gateway_client, [0]
+    send = client.send_command
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return send(*args, **kwargs)
+
+    counts = []
+    for number in (40, 120):
+        columns = {f"x{i}": "float64" for i in range(number)}
+        frame = spark.range(5).selectExpr(*(f"cast(id AS double) AS {name}" for name in columns))
+        assert len(frame.schema) == number
+        model = _model_of(columns, tmp_path / str(number)).setHandleInvalid("keep")
+        monkeypatch.setattr(client, "send_command", count)
+        calls[0] = 0
+        model.transform(frame)
+        counts.append(calls[0])
+        monkeypatch.undo()
+    assert counts[1] < counts[0] + 40

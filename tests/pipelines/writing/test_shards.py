@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ringspark.pipelines import ShardManifest, Vocabulary, open_reader, write_shards
+from ringspark.pipelines import Image, ShardManifest, Vocabulary, open_reader, write_shards
+from ringspark.pipelines.writing import shards
 
 pytestmark = pytest.mark.spark
 
@@ -444,3 +446,54 @@ def test_a_vocabulary_counts_training_rows_alone(spark: Any, tmp_path: Path) -> 
     assert manifest.column("city").kind.words == ("a", "b")
     manifest = write_shards(df, str(tmp_path / "f"), columns=kinds, validation_fraction=0.4)
     assert len(manifest.column("own").kind.words) == manifest.select("train").num_rows < 30
+
+
+def _files(manifest: ShardManifest) -> list[tuple[str, list[int]]]:
+    """The split of each file, and the ids of its rows in order."""
+    found = []
+    for file in manifest.files:
+        alone = replace(manifest, files=(file,))
+        found.append((file.split, _read(alone)["id"].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["shuffled", "cached", "few rows together"])
+def test_few_tasks_write_tiny_partitions_into_the_files_of_one_task_each(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    frame = spark.range(150, numPartitions=150).selectExpr("id", "if(id % 50 = 7, null, id * 2) AS x")
+    if layout == "few rows together":
+        frame = frame.where("id BETWEEN 20 AND 25")
+    elif layout == "cached":
+        # The blocks of a cache have a place, by which Spark orders merged partitions.
+        frame = frame.repartition(150, "id").cache()
+
+    def write(name: str) -> ShardManifest:
+        spark.sparkContext.setJobGroup(f"{layout} {name}", "write")
+        return write_shards(
+            frame, str(tmp_path / name), validation_fraction=0.3, seed=4, handle_invalid={"x": "skip"}
+        )
+
+    merged = write("merged")
+    monkeypatch.setattr(shards, "_SMALL_TABLE_BYTES", -1)
+    separate = write("separate")
+    assert _files(merged) == _files(separate)
+    assert merged.skipped_rows == separate.skipped_rows
+    tracker = spark.sparkContext.statusTracker()
+    tasks = {
+        name: max(
+            tracker.getStageInfo(stage).numTasks
+            for job in tracker.getJobIdsForGroup(f"{layout} {name}")
+            for stage in tracker.getJobInfo(job).stageIds
+        )
+        for name in ("merged", "separate")
+    }
+    assert tasks["separate"] == 150
+    assert layout != "shuffled" or tasks["merged"] == 64
+
+
+def test_an_unreadable_row_is_named_by_its_own_partition(spark: Any, tmp_path: Path) -> None:
+    frame = spark.range(0, 400, 1, 200).selectExpr("id", "if(id = 301, X'00', X'') AS picture")
+    frame = frame.where("id = 300 OR id = 301")
+    with pytest.raises(ValueError, match=r"in row 0 \(counted from 0\) of partition 150; repair"):
+        write_shards(frame, str(tmp_path / "s"), columns={"picture": Image(2, 2)})
