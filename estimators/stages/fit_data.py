@@ -59,10 +59,12 @@ class FitData:
             fields = {field.name: field for field in dataset.schema.fields}
             inputs = [(chosen.get(name, ModelInput()), fields[name]) for name in self.columns]
             dataset = dataset.where(all_of([bind(*pair).valid for pair in inputs]))
-        names = dict.fromkeys(c for c in (*self.columns, self.validation_col) if c is not None)
+        names = list(dict.fromkeys(c for c in (*self.columns, self.validation_col) if c is not None))
+        if names != dataset.columns:
+            dataset = dataset.selectExpr(*map(quote, names))
         try:
             return write_shards(
-                dataset.selectExpr(*map(quote, names)),
+                dataset,
                 to_spark_uri(dataset.sparkSession, uri),
                 columns=kinds,
                 # Only the writing tasks can find some invalid rows, such as broken images.

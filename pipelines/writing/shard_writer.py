@@ -92,6 +92,11 @@ class WritePlan:
         )
 
 
+def write_structs(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
+    """Calls `write_partition` with the fields of the structs in the only column of `batches`."""
+    return write_partition(plan, (pa.RecordBatch.from_struct_array(batch.column(0)) for batch in batches))
+
+
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
     """Writes one partition; yields one record batch that holds the JSON report."""
     writer = PartitionWriter(plan)

@@ -34,7 +34,7 @@ from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, RowRange, copy_files, plan_even_files
-from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
+from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_structs
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
 
@@ -49,8 +49,8 @@ _logger = logging.getLogger(__name__)
 # Starting Python takes longer than writing so few rows, so a task writes several partitions.
 _SMALL_TABLE_BYTES = 32 << 20
 _MIN_TASKS = 64
-# Temporary column that is true for validation rows.
-_CHOSEN = "__ringspark_chosen"
+# Temporary columns: computed values, and whether a row is for validation.
+_MADE, _CHOSEN = "__ringspark_made", "__ringspark_chosen"
 
 MAX_WORDS = 1_000_000
 """Largest number of words of a vocabulary that has no `max_size`."""
@@ -232,26 +232,27 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
-    # Numbered names, because Spark Connect reads a dot in mapInArrow's input as a struct field.
-    texts = [f"{quote(column.name)} AS c{index}" for index, column in enumerate(plan.columns)]
-    if chosen is not None:
-        df = df.withColumn(_CHOSEN, chosen)
-        texts.append(_CHOSEN)
-    if plan.merges:
-        texts.append("spark_partition_id()")
-    # SQL text, because 1,000 Column objects take seconds to make.
-    selected = df.selectExpr(*texts)
     made = {
-        f"c{index}": column.kind.select(F.col(f"c{index}"), types[column.name])
+        f"{_MADE}{index}": column.kind.select(F.col(quote(column.name)), types[column.name])
         for index, column in enumerate(plan.columns)
         if type(column.kind) is not Scalar or column.source.startswith("decimal")
     }
-    if made:
-        selected = selected.withColumns(made)
+    names = [f"{_MADE}{index}" for index in range(len(plan.columns))]
+    texts = [
+        name if name in made else quote(column.name) for name, column in zip(names, plan.columns, strict=True)
+    ]
+    if chosen is not None:
+        made[_CHOSEN] = chosen
+        texts.append(_CHOSEN)
+    if plan.merges:
+        texts.append("spark_partition_id()")
+    # One column and SQL text, because Spark's client takes seconds for 1,000 columns.
+    numbered = (f"{text} AS c{index}" for index, text in enumerate(texts))
+    selected = (df.withColumns(made) if made else df).selectExpr(f"struct({', '.join(numbered)}) AS row")
     if plan.merges:
         # Without a shuffle; fewer partitions stay as they are.
         selected = selected.coalesce(max(_MIN_TASKS, FILES_PER_CORE * _cores(df.sparkSession)))
-    rows = selected.mapInArrow(partial(write_partition, plan), REPORT_SCHEMA).collect()
+    rows = selected.mapInArrow(partial(write_structs, plan), REPORT_SCHEMA).collect()
     return [json.loads(row["report"]) for row in rows]
 
 

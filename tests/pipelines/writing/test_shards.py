@@ -461,12 +461,12 @@ def _files(manifest: ShardManifest) -> list[tuple[str, list[int]]]:
 def test_few_tasks_write_tiny_partitions_into_the_files_of_one_task_each(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    frame = spark.range(150, numPartitions=150).selectExpr("id", "if(id % 50 = 7, null, id * 2) AS x")
+    frame = spark.range(150, numPartitions=80).selectExpr("id", "if(id % 50 = 7, null, id * 2) AS x")
     if layout == "few rows together":
         frame = frame.where("id BETWEEN 20 AND 25")
     elif layout == "cached":
         # The blocks of a cache have a place, by which Spark orders merged partitions.
-        frame = frame.repartition(150, "id").cache()
+        frame = frame.repartition(80, "id").cache()
 
     def write(name: str) -> ShardManifest:
         spark.sparkContext.setJobGroup(f"{layout} {name}", "write")
@@ -488,7 +488,7 @@ def test_few_tasks_write_tiny_partitions_into_the_files_of_one_task_each(
         )
         for name in ("merged", "separate")
     }
-    assert tasks["separate"] == 150
+    assert tasks["separate"] == 80
     assert layout != "shuffled" or tasks["merged"] == 64
 
 
