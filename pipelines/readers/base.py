@@ -28,9 +28,18 @@ from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, 
 from ringspark.pipelines.external.conversion import decode_column
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
-from ringspark.pipelines.readers.blocks import Buffers, RowGroup, StreamBuffer, StreamRows, assemble, order
+from ringspark.pipelines.readers.blocks import (
+    Buffers,
+    RowGroup,
+    StreamBuffer,
+    StreamRows,
+    assemble,
+    order,
+    pack,
+    plan_packs,
+    unpack,
+)
 from ringspark.pipelines.readers.cache import RowGroupCache
-from ringspark.pipelines.readers.packing import pack, plan_packs, unpack
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import cut

@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ringspark.pipelines.kinds import Kind, Scalar
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, join, take
 
 RowGroup = dict[str, Rows]
 
 WIDE_BYTES = 64
 """Smallest size of a wide row. Wide rows stay in the array of their row group until they go into a batch."""
+
+PACKED_COLUMNS = 32
+"""Smallest number of scalar columns of one dtype that are shuffled as one matrix.
+
+Every operation on a piece of a column has a fixed cost.
+"""
+
+Packs = dict[str, list[str]]
+"""Name of a matrix and the names of its columns; the name of a matrix has a NUL, unlike a column's name."""
 
 _SLACK_BYTES = 1 << 20  # the blocks of an epoch differ by a few rows
 _KEPT_BYTES = 128 << 20
@@ -43,6 +53,35 @@ class StreamRows(NamedTuple):
 
 # Some of these rows.
 _Part = tuple[StreamRows, slice]
+
+
+def plan_packs(kinds: Mapping[str, Kind]) -> Packs:
+    """Returns the columns to pack, by dtype; none in a table of few columns."""
+    packs: defaultdict[str, list[str]] = defaultdict(list)
+    for name, kind in kinds.items():
+        if isinstance(kind, Scalar):
+            packs[f"\0{kind.dtype}"].append(name)
+    return {key: names for key, names in packs.items() if len(names) >= PACKED_COLUMNS}
+
+
+def pack(columns: RowGroup, packs: Packs) -> RowGroup:
+    """Replaces columns by matrices with a row per row."""
+    if not packs:
+        return columns
+    rest = dict(columns)
+    matrices = {key: np.stack([rest.pop(name) for name in names], axis=1) for key, names in packs.items()}  # type: ignore[misc]
+    return rest | matrices
+
+
+def unpack(columns: RowGroup, packs: Packs) -> RowGroup:
+    """Undoes `pack`; each column is contiguous."""
+    if not packs:
+        return columns
+    rest = dict(columns)
+    for key, names in packs.items():
+        matrix = np.ascontiguousarray(cast(NumpyArray, rest.pop(key)).T)
+        rest |= dict(zip(names, matrix, strict=True))
+    return rest
 
 
 class Buffers:
