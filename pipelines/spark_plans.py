@@ -20,16 +20,12 @@ def estimate_bytes(df: DataFrame) -> float:
     For a filter or a join the estimate is usually too large.
     """
     frame: Any = df
-    if hasattr(frame, "_jdf"):
-        from py4j.protocol import Py4JError
-        from pyspark.errors import PySparkException
-
-        try:
+    try:
+        if hasattr(frame, "_jdf"):
             return float(frame._jdf.queryExecution().optimizedPlan().stats().sizeInBytes())
-        except (Py4JError, PySparkException):
-            # The JVM forbids access, or the plan has an error, which the write itself reports.
-            return math.inf
-    found = _SIZE.search(frame._explain_string(mode="cost"))
+        found = _SIZE.search(frame._explain_string(mode="cost"))
+    except Exception:  # the JVM forbids access, or the plan has an error, which its first job reports
+        return math.inf
     return float(found[1]) * 1024 ** _UNITS.index(found[2]) if found else math.inf
 
 

@@ -170,9 +170,9 @@ def bind(item: ModelInput, field: StructField) -> BoundInput:
     if trained is not None and trained.kind.is_choice:
         if isinstance(trained.kind, TableRow):
             table = trained.kind.adopt(name, data_type)
-            source = F.col(quote(name)) if table.is_selected(data_type) else None
+            row = table.select(F.col(quote(name)) if table.is_selected(data_type) else None, data_type)
             feed = Feed(name=name, kind=table, part=item.part, fills_nulls=item.fills_nulls)
-            return BoundInput(values=table.select(source, data_type), valid="true", feed=feed)
+            return BoundInput(values=row, valid="true", feed=feed)
         return _bind_choice(item, field, F.col(quote(name)))
     given = _given(field, trained)
     if isinstance(given.kind, Struct):

@@ -282,11 +282,11 @@ class PartitionWriter:
             if not problems:
                 continue
             row, why = next(iter(problems.items()))
-            number, place = self._number, self._rows - rows + row
+            number, counted = self._number, self._rows - rows + row
             if len(partitions):
                 number = int(partitions[row])
-                place = self._rows_before[number] + int((partitions[:row] == number).sum())
-            place = f"row {place} (counted from 0) of partition {number}"
+                counted = self._rows_before[number] + int((partitions[:row] == number).sum())
+            place = f"row {counted} (counted from 0) of partition {number}"
             if self._plan.handle_invalid[index] != "skip":
                 # A null may have a meaning, so "keep" keeps it; unreadable bytes have none.
                 self._refuse(
