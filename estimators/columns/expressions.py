@@ -33,11 +33,11 @@ def all_of(conditions: Sequence[Expression]) -> Column:
 
 
 def make_struct(values: Sequence[Expression]) -> Column:
-    """Returns a struct of the values, whose fields have no names to rely on."""
-    texts = [value for value in values if isinstance(value, str)]
+    """Returns a struct of the values, with the fields v0, v1 and so on."""
+    texts = [f"{value} AS v{index}" for index, value in enumerate(values) if isinstance(value, str)]
     if len(texts) == len(values):
         return F.expr(f"struct({', '.join(texts)})")
-    return F.struct(*map(to_column, values))
+    return F.struct(*(to_column(value).alias(f"v{index}") for index, value in enumerate(values)))
 
 
 def scalar_texts(
