@@ -212,8 +212,6 @@ class TableRow(Kind):
         """
         from pyspark.sql import functions as F
 
-        from ringspark.pipelines.columns import quote
-
         if source is not None and self.is_selected(data_type):
             return source
         types = {field.name: field.dataType for field in data_type.fields}  # type: ignore[attr-defined]
@@ -223,9 +221,9 @@ class TableRow(Kind):
             name, value_type = column.source, types[column.name]
             if source is None and not column.path and column.item is None and column.form != "calendar":
                 text = "STRING" if column.form == "words" else "DOUBLE"
-                texts[name] = f"CAST({quote(column.name)} AS {text}) AS {quote(name)}"
+                texts[name] = f"CAST({_quote(column.name)} AS {text}) AS {_quote(name)}"
             elif name not in others:
-                value = F.col(quote(column.name)) if source is None else source.getField(column.name)
+                value = F.col(_quote(column.name)) if source is None else source.getField(column.name)
                 others[name] = _select_value(value, value_type, column).alias(name)
         if not others:
             return F.expr(f"struct({', '.join(texts.values())})")
@@ -300,6 +298,11 @@ class TableRow(Kind):
     @property
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype([("numbers", "<f4", (self.num_numbers,)), ("ids", "<i4", (len(self.cardinalities),))])
+
+
+def _quote(name: str) -> str:
+    # `pipelines.columns` has the same function, and imports this file.
+    return "`" + name.replace("`", "``") + "`"
 
 
 def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn) -> SparkColumn:
