@@ -13,6 +13,7 @@ from pyspark.sql.types import StringType, StructType
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import check_types, find_field, input_names, kinds_by_column
+from ringspark.estimators.initial_model import check_rows, initial_kinds, start_of
 from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.python_daemon import PRELOADED
 from ringspark.estimators.launch.slots import check_slots
@@ -121,7 +122,8 @@ class CheckedFit:
             if self.config.looks_for_best:
                 raise ValueError(message)
             warnings.warn(message, UserWarning, stacklevel=6)
-        config = replace(self.config, run_uri=run.uri, shards_uri=manifest.uri)
+        config = replace(self.config, run_uri=run.uri, shards_uri=manifest.uri, **start_of(estimator))
+        check_rows(estimator, manifest)
         if config.pretrained is not None:
             uri = storage.normalize(resolve(spark, config.pretrained.uri))
             config = replace(config, pretrained=replace(config.pretrained, uri=uri))
@@ -171,6 +173,7 @@ def _find_columns(
     estimator: Any, config: TrainConfig, schema: StructType, exact: bool
 ) -> tuple[TrainConfig, tuple[Column, ...], dict[str, Kind]]:
     kinds = kinds_by_column(estimator.getColumns(), schema, exact)
+    kinds = initial_kinds(estimator, kinds, schema, exact)
     sources, inputs = input_names(config.input_columns, kinds, schema, exact)
     check_types(schema, sources, kinds)
     param, weight = estimator._label_param(), config.weight_column

@@ -26,6 +26,7 @@ from pyspark.sql.types import (
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
+from ringspark.estimators.initial_model import table_plan, with_initial_model
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
@@ -122,6 +123,7 @@ def prepare_fit(
     may have a plan. Runs a few Spark jobs, and raises like `fit`.
     """
     check_frame(dataset, f"{type(estimator).__name__}.fit")
+    estimator = with_initial_model(estimator)
     if wants_table(estimator):
         return _prepare_table(estimator, dataset, plans, search_uri)
     time, share = estimator.getTimeCol(), estimator.getValidationFraction()
@@ -154,18 +156,20 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         raise ValueError(f"the DataFrame has no column besides the label {label.name!r}; give it some inputs")
     check_names_differ(names, exact)
     split = hold_out(estimator, dataset, [label.name, *names])
-    asked = [task, label.name, *names]
-    key = (*asked, split.indicator, estimator.getRunUri())
+    asked, initial = [task, label.name, *names], estimator.getInitialModel()
+    key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
     if key not in plans:
         kept = search_uri or _begun_run(estimator, dataset)
-        plans[key] = _stored_plan(kept, asked) or _plan(split, label, names, task)
+        plans[key] = _stored_plan(kept, asked) or _plan(split, label, names, task, initial)
     plan = plans[key]
     _warn_of_columns(plan.uses)
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
         inner.clear(inner.getParam(name))
-    model = estimator.getModel() if estimator.isDefined(estimator.model) else ModelSpec(_NETWORKS[0])
+    model = ModelSpec(_NETWORKS[0]) if initial is None else initial.getModel()
+    if initial is None and estimator.isDefined(estimator.model):
+        model = estimator.getModel()
     completion = _completion(estimator, plan, model)
     inner._set(
         inputCols=[TABLE_COLUMN],
@@ -187,7 +191,7 @@ def _completion(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[str, 
         arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
     if model.target == "tabpack" and plan.rows > _LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
         arguments |= {"rates": [1.0] * len(_LARGE_DROPOUTS), "dropouts": _LARGE_DROPOUTS}
-    spec = ModelSpec(model.target, arguments | model.kwargs)
+    spec = ModelSpec(model.target, (arguments if is_for_tables(model) else {}) | model.kwargs)
     return {"model": spec, **_recipe(estimator, plan, model.target)}
 
 
@@ -219,8 +223,10 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
     return plan
 
 
-def _plan(split: HeldOut, label: StructField, names: Sequence[str], task: str) -> TablePlan:
+def _plan(split: HeldOut, label: StructField, names: list[str], task: str, initial: Any) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
+    if initial is not None:
+        return table_plan(initial, names, split.dataset.where(~held).count(), [task, label.name, *names])
     target, outputs = _look_at_label(split.dataset, held, label, task)
     plan = plan_table(split.dataset, names, held, target)
     return replace(plan, outputs=outputs, asked=[task, label.name, *names])

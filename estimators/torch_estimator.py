@@ -18,6 +18,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -103,12 +104,12 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             ValueError: The settings, the model or the shards cannot be used.
             WorkerError: A worker failed.
         """
-        spark = active_session()
-        fit, manifest = CheckedFit.of_shards(self, spark, uri)
+        spark, estimator = active_session(), with_initial_model(self)
+        fit, manifest = CheckedFit.of_shards(estimator, spark, uri)
         run = self._run_folder(fit.data.root)
         choose_daemon(spark, fit.config.use_gpu)
         with run.guarded():
-            return self._train_on(spark, run, fit, manifest)
+            return cast(M, estimator._train_on(spark, run, fit, manifest))
 
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
@@ -147,10 +148,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return self._train(prepared, fit, SharedShards({fit.data: prepared.dataset}, [fit.data]))
 
     def _fit_on_table(self, spark: SparkSession, listing: Listing) -> M:
-        estimator, reader = self, self.getParam(READER.name)
+        estimator, reader = with_initial_model(self), self.getParam(READER.name)
         if not self.isSet(reader):
             # Petastorm, the default reader if it is installed, reads only shards.
-            estimator = self.copy({reader: "arrow"})
+            estimator = estimator.copy({reader: "arrow"})
         check_table_reader(estimator.getOrDefault(reader), listing.source)
         fit = CheckedFit.of(estimator, spark.createDataFrame([], listing.schema))
         check_table(fit.data)
@@ -227,7 +228,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                     restarts=tuple(supervisor.restarts),
                     parallelism=config.parallelism.to_values(),
                 ).to_json()
-                run.finish(finished, keeps_checkpoints=config.pause_after is not None)
+                run.finish(finished, keeps_checkpoints=config.keeps_state)
             model = self._trained_model(spark, run, fit, training, finished)
             watcher.end(RunEnd(status="finished", model=model))
         return model

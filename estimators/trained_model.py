@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 from torch import Tensor, nn
 
-from ringspark.estimators import user_code
+from ringspark.estimators import run_layout, user_code
 from ringspark.estimators.columns.expressions import all_of, make_struct, to_column
 from ringspark.estimators.columns.inputs import (
     BoundInput,
@@ -185,6 +185,17 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training to the file `path` on any store."""
         self.summary.report(path)
+
+    def removeRun(self) -> None:
+        """Removes the folder of the training that made this model, after the model was saved.
+
+        Load the saved model to predict. Without `runUri`, each fit leaves such a folder in `storageUri`.
+        """
+        run = self.summary.run_uri
+        if self._trained().uri.startswith(f"{storage.normalize(run)}/") and not self._trained().is_saved:
+            raise ValueError(f"the only weights of this model are in {run!r}; save the model first")
+        storage.remove(storage.join(run, run_layout.OWNER))
+        storage.remove(run, recursive=True)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""

@@ -54,6 +54,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "estimators/checked_fit",
         "estimators/held_out_rows",
+        "estimators/initial_model",
         "estimators/table_fit",
         "estimators/torch_estimator",
         "estimators/torch_model",

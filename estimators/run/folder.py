@@ -19,7 +19,12 @@ from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences
 from ringspark.estimators.run.stored_runs import read_store_clock
 from ringspark.estimators.stages.fit_data import discard
-from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, list_steps
+from ringspark.estimators.training.checkpoint.folders import (
+    checkpoints_uri,
+    is_committed,
+    keep_newest,
+    list_steps,
+)
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
@@ -199,11 +204,17 @@ class RunFolder:
             return None
 
     def finish(self, result: str, *, keeps_checkpoints: bool = False) -> None:
-        """Marks the training as finished. Removes the shards; their manifest stays, to identify the rows."""
+        """Marks the training as finished. Removes the shards; their manifest stays, to identify the rows.
+
+        `keeps_checkpoints` keeps the newest checkpoint and the shards, so that more epochs can follow.
+        """
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
         # Up to here, a later driver could resume from these files if this one died.
+        root = checkpoints_uri(self.uri)
         if not keeps_checkpoints:
-            discard(checkpoints_uri(self.uri))
+            discard(root)
+        elif steps := list_steps(root):
+            keep_newest(root, steps[-1], 1)
         for name in (run_layout.HEARTBEAT, run_layout.SHARD_STATES, run_layout.FIRST_WEIGHTS):
             discard(storage.join(self.uri, name))
         # A killed `write_atomic` leaves its temporary file.
@@ -211,7 +222,7 @@ class RunFolder:
             if name.startswith((".", f"{run_layout.SHARDS}-")):
                 discard(storage.join(self.uri, name))
         shards = storage.join(self.uri, run_layout.SHARDS)
-        if self.is_given:
+        if self.is_given and not keeps_checkpoints:
             for name in storage.list_names(shards):
                 if name != "manifest.json":
                     discard(storage.join(shards, name))

@@ -29,7 +29,9 @@ _FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
-    "output_widths": "the model's outputs"
+    "output_widths": "the model's outputs",
+    "initial_weights": "initialModel",
+    "initial_training_state": "initialState",
 }
 _RELATIVE_TOLERANCE = 1e-6
 

@@ -13,6 +13,13 @@ import weakref
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from ringspark.estimators.training.checkpoint.folders import (
+    checkpoints_uri,
+    copy_checkpoint,
+    is_committed,
+    list_steps,
+    step_uri,
+)
 from ringspark.estimators.training.checkpoint.tensor_file import BLOCK_BYTES
 from ringspark.estimators.training.checkpoint.weights import (
     ADAPTER,
@@ -37,6 +44,7 @@ class HeldWeights:
         self._commit = commit
         self._descriptor: int | None = None
         self._adapter: bytes | None = None
+        self.is_saved = False
 
     def hold(self) -> None:
         """Reads the checkpoint's record; on a local disk also opens the file of the tensors."""
@@ -82,6 +90,16 @@ class HeldWeights:
         self.info()
         return read_adapter(self.uri)
 
+    def training_state(self) -> str | None:
+        """Returns the folder of the training's last checkpoint, which `keepTrainingState` keeps, or None."""
+        root, step = self._newest_state()
+        return None if step is None else step_uri(root, step)
+
+    def _newest_state(self) -> tuple[str, int | None]:
+        # A run's folder and a saved stage both hold the checkpoints next to the weights.
+        root = checkpoints_uri(self.uri.rpartition("/")[0])
+        return root, max((step for step in list_steps(root) if is_committed(root, step)), default=None)
+
     def check(self) -> None:
         """Raises ValueError if the folder has lost its checkpoint and no file was kept open."""
         if self._descriptor is None:
@@ -102,6 +120,10 @@ class HeldWeights:
                     shutil.copyfileobj(reader, writer, BLOCK_BYTES)
         if adapter := self._adapter or self._read_adapter():
             storage.write_atomic(storage.join(target, ADAPTER), adapter)
+        root, step = self._newest_state()
+        if step is not None:
+            copy_checkpoint(root, checkpoints_uri(target.rpartition("/")[0]), step)
+        self.is_saved = True
         storage.write_atomic(storage.join(target, COMMIT), commit)
 
     def _read_adapter(self) -> bytes | None:

@@ -62,6 +62,8 @@ class _TrainingParams(
     freeze, getFreeze, setFreeze = declared(network.FREEZE)
     lora, getLora, setLora = declared(network.LORA)
     pretrained, getPretrained, setPretrained = declared(network.PRETRAINED)
+    initialModel, getInitialModel, setInitialModel = declared(network.INITIAL_MODEL)
+    initialState, getInitialState, setInitialState = declared(network.INITIAL_STATE)
     emaDecay, getEmaDecay, setEmaDecay = declared(network.EMA_DECAY)
 
     columns, setColumns = param_of(data.COLUMNS), setter(data.COLUMNS)
@@ -105,6 +107,7 @@ class _TrainingParams(
         recovery.CHECKPOINT_EVERY_EPOCHS
     )
     keepCheckpoints, getKeepCheckpoints, setKeepCheckpoints = declared(recovery.KEEP_CHECKPOINTS)
+    keepTrainingState, getKeepTrainingState, setKeepTrainingState = declared(recovery.KEEP_TRAINING_STATE)
     onNonFinite, getOnNonFinite, setOnNonFinite = declared(recovery.ON_NON_FINITE)
     runUri, getRunUri, setRunUri = declared(recovery.RUN_URI)
     resume, getResume, setResume = declared(recovery.RESUME)

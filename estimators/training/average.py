@@ -58,6 +58,12 @@ class Average:
             parameter.copy_(tensor)
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Makes the present weights the average."""
+        for own, parameter in zip(self.values.values(), self._parameters, strict=True):
+            own.copy_(parameter)
+
+    @torch.no_grad()
     def load(self, state: State) -> None:
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (state, self.values)]
         if shapes[0] != shapes[1]:

@@ -66,12 +66,12 @@ class RankNetwork:
         if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
             # A first pass initializes lazy layers, as on the driver.
             probe(module, config, self._manifest, objects)
-        if config.pretrained is not None:
+        if config.start_weights is not None:
             self._status.phase = "loading the pretrained weights"
             section = RankZeroSection(self._mesh, self._status.tick)
             if self._mesh.writes:
                 # The other ranks receive them with the initial weights.
-                load_pretrained(config.pretrained, module, section.progress)
+                load_pretrained(config.start_weights, module, section.progress)
             section.end()
         if not is_deferred(module):
             module = module.to(self._device)

@@ -53,8 +53,10 @@ class Trainer:
         self._call("on_train_start")
         if is_resumed:
             self._recovery.load(self._train_state)
-        elif self._config.on_non_finite == "rollback":
-            self._save()  # the first step may have to be rolled back
+        else:
+            self._recovery.load_initial(self._train_state)
+            if self._config.on_non_finite == "rollback":
+                self._save()  # the first step may have to be rolled back
         is_over = False
         while not is_over:
             try:
@@ -106,7 +108,7 @@ class Trainer:
         train_state.end_epoch()
         self._call("on_epoch_end")
         if self._all_stop() or epoch + 1 == last:
-            if pause is not None:
+            if self._config.keeps_state:
                 self._save()
             return True  # the final weights are written next
         if self._recovery.schedule.is_due_after_epoch(epoch + 1) or is_due:

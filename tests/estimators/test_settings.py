@@ -109,6 +109,8 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         "output_widths",
         "own_metrics",
         "pause_after",
+        "initial_weights",
+        "initial_training_state",
     }
 
 

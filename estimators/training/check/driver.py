@@ -35,6 +35,8 @@ from ringspark.estimators.training.check.data import (
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
 from ringspark.estimators.training.check.schema import check_network, check_schema, find_monitor
+from ringspark.estimators.training.checkpoint.reading import check_optimizer as check_optimizer_of
+from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.finetuning.freezing import check_adapters
@@ -120,8 +122,8 @@ def check_training(
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
     if config.cuts_network:
         check_mesh(config, objects, manifest, module)
-    if config.pretrained is not None:
-        check_pretrained(config.pretrained, module)
+    if config.start_weights is not None:
+        check_pretrained(config.start_weights, module, is_initial=config.initial_weights is not None)
     _check_average(config, num_steps)
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
@@ -155,6 +157,8 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     """Makes optimizer and schedule once, to raise their errors here; returns the number of steps."""
     defer_compiler_import()
     optimizer = build_configured_optimizer(config, objects, module)
+    if (state := config.initial_training_state) is not None:
+        check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)

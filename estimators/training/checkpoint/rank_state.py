@@ -151,14 +151,8 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
         raise ValueError(
             "the checkpoint is damaged: it has the state of no rank; resume from another checkpoint"
         )
-    # Checkpoints from before meshes: all ranks read different rows.
-    before = states[0].values.get("mesh", {"data": len(states)})
-    is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
     try:
-        # Lazily, because a rank's state may hold all weights.
-        exchange = [_map_under(state.tensors, "exchange/") for state in states]
-        train_state.sync.load_rank_states(exchange, is_same=is_same)
-        if is_same:
+        if restore_strategy(train_state, states, mesh):
             _restore_same(train_state, states[mesh.world.rank])
         else:
             _restore_other(train_state, states, mesh.data_rank)
@@ -168,6 +162,17 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
             f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "
             "use another checkpoint, or give runUri a new folder"
         ) from error
+
+
+def restore_strategy(train_state: TrainState, states: Sequence[RankState], mesh: RankMesh) -> bool:
+    """Restores the strategy's own state, such as residuals; returns whether the mesh is the same."""
+    # Checkpoints from before meshes: all ranks read different rows.
+    before = states[0].values.get("mesh", {"data": len(states)})
+    is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
+    # Lazily, because a rank's state may hold all weights.
+    exchange = [_map_under(state.tensors, "exchange/") for state in states]
+    train_state.sync.load_rank_states(exchange, is_same=is_same)
+    return is_same
 
 
 def _map_under(tensors: Tensors, start: str) -> Tensors:

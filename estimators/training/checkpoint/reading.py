@@ -55,6 +55,12 @@ def read_record(uri: str) -> Record:
     return record
 
 
+def has_average(uri: str) -> bool:
+    """Whether the checkpoint in folder `uri` holds a moving average of the weights."""
+    record = read_record(uri)
+    return _name_shards(AVERAGE, record)[0] in record.files
+
+
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     """Checks each file's size and SHA-256, and that no shard is missing; returns the checkpoint's record."""
     _refuse_links(uri, (RECORD, COMMIT))
@@ -136,7 +142,7 @@ def load_training_state(
     """
     record = read_record(uri)
     layout = layout_of(sync.network)
-    _check_optimizer(uri, record, sync.optimizer)
+    check_optimizer(uri, record, sync.optimizer)
     takes_average = average is not None and bool(average.values)
     # A training that keeps an average needs one in the checkpoint.
     for name in {*_list_files(uri, record), *(_name_shards(AVERAGE, record) if takes_average else ())}:
@@ -182,13 +188,17 @@ def _open_shards(
         yield map_shards(paths, record.spreads.get(kind, {}))
 
 
-def _check_optimizer(uri: str, record: Record, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(
+    uri: str,
+    record: Record,
+    optimizer: torch.optim.Optimizer,
+    remedy: str = "or give runUri a new folder",
+) -> None:
     name, groups = type(optimizer).__name__, len(optimizer.param_groups)
     if (record.optimizer, len(record.optimizer_groups)) != (name, groups):
         raise ValueError(
             f"{uri} is of a training with optimizer {record.optimizer} in {len(record.optimizer_groups)} "
-            f"parameter groups, this one has {name} in {groups}; set the same optimizer, or give runUri a "
-            "new folder"
+            f"parameter groups, this one has {name} in {groups}; set the same optimizer, {remedy}"
         )
 
 

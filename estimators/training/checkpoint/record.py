@@ -33,6 +33,7 @@ class Position:
         epoch: Number of the current epoch, from 1; 0 before the first.
         steps_per_epoch: Steps of the current epoch with this data and batch size; 0 if unknown.
         seconds: Training time over all continuations.
+        first_rate_step: Steps of earlier trainings that count for the learning rate; see `LearningRates`.
     """
 
     epoch: int = 0
@@ -45,6 +46,7 @@ class Position:
     skipped_before: int = 0
     scaler: dict[str, Any] = field(default_factory=dict)
     rate_scales: tuple[float, ...] = ()
+    first_rate_step: int = added(0)
     resumed_steps: tuple[int, ...] = ()
     non_finite: tuple[NonFiniteStep, ...] = ()
     history: tuple[EpochRecord, ...] = ()

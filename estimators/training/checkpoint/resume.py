@@ -16,9 +16,14 @@ import torch
 
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, find_newest_good, step_uri
-from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks, restore_rank
+from ringspark.estimators.training.checkpoint.rank_state import (
+    RankState,
+    gather_ranks,
+    restore_rank,
+    restore_strategy,
+)
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
-from ringspark.estimators.training.checkpoint.reading import load_training_state, read_record
+from ringspark.estimators.training.checkpoint.reading import has_average, load_training_state, read_record
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
@@ -53,7 +58,7 @@ class CheckpointSchedule:
         self._in_step = config.is_in_step
         self._mesh = mesh
         self._clock = clock
-        self.is_enabled = bool(self._steps or self._epochs or self._seconds or config.pause_after)
+        self.is_enabled = bool(self._steps or self._epochs or self._seconds or config.keeps_state)
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -164,7 +169,30 @@ class Recovery:
         record, ranks = load_training_state(uri, train_state.sync, self._status.tick, train_state.average)
         restore_rank(train_state, ranks, self._mesh, self._config.seed)
         train_state.scaler.load_state_dict(record.position.scaler)
-        train_state.rates.resume([scale * factor for scale in record.position.rate_scales])
+        scales = [scale * factor for scale in record.position.rate_scales]
+        train_state.rates.resume(scales, record.position.first_rate_step)
+
+    def load_initial(self, train_state: TrainState) -> None:
+        """Starts from the training state of `initialModel`, if the config names one. Runs on every rank.
+
+        Loads the state of the model's last step: weights, average, optimizer, residuals of compression, loss
+        scale, rate changes of callbacks, and the position in a schedule without an end. Random generators,
+        callbacks and sums of the epoch start anew.
+        """
+        uri = self._config.initial_training_state
+        if uri is None:
+            return
+        self._status.phase = "loading the training state of the initial model"
+        # A model without an average starts one from its weights.
+        average = train_state.average if has_average(uri) else None
+        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, average)
+        if average is None:
+            train_state.average.restart()
+        restore_strategy(train_state, ranks, self._mesh)
+        position = record.position
+        if position.scaler:
+            train_state.scaler.load_state_dict({**position.scaler, "skipped_steps": 0})
+        train_state.rates.resume(position.rate_scales, position.first_rate_step + position.step)
 
     def save(self, train_state: TrainState) -> None:
         """Copies the state of the training on every rank, and starts to write the copy."""
@@ -323,6 +351,7 @@ class Recovery:
             skipped_before=train_state.skipped_before,
             scaler=train_state.scaler.state_dict(),
             rate_scales=tuple(train_state.rates.scales),
+            first_rate_step=train_state.rates.first_step,
             resumed_steps=self.resumed_steps,
             non_finite=tuple(self.non_finite),
             history=tuple(state.history),

@@ -25,18 +25,23 @@ INDEX = f"{WEIGHTS}.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NAMES_SHOWN = 5
 
+_OF_INITIAL = (
+    "leave model unset to train the initial model's own network, or load some of its weights by "
+    "pretrained={'uri': ..., 'ignore': [...]}"
+)
+
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_pretrained(setting: Pretrained, module: nn.Module) -> None:
+def check_pretrained(setting: Pretrained, module: nn.Module, *, is_initial: bool = False) -> None:
     """Raises ValueError if there is no such checkpoint, or its names and shapes are not the network's.
 
-    Runs on the driver and reads no tensors.
+    Runs on the driver and reads no tensors. `is_initial`: the checkpoint has the weights of `initialModel`.
     """
     found: Shapes = {}
     for uri in _files(setting.uri):
         found |= _read_shapes(uri)
-    _choose(setting, found, module)
+    _choose(setting, found, module, is_initial)
 
 
 def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], None]) -> None:
@@ -53,9 +58,10 @@ def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], N
                 tick()
 
 
-def _choose(setting: Pretrained, found: Shapes, module: nn.Module) -> set[str]:
+def _choose(setting: Pretrained, found: Shapes, module: nn.Module, is_initial: bool = False) -> set[str]:
     """Returns the names of the tensors to load; raises ValueError if the checkpoint does not fit."""
     uri, ignore = storage.redact(setting.uri), setting.ignore
+    subject = f"initialModel in {uri}" if is_initial else f"pretrained {uri}"
     of_adapters = matrix_names(module)
     own = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in of_adapters}
     for pattern in ignore:
@@ -75,16 +81,26 @@ def _choose(setting: Pretrained, found: Shapes, module: nn.Module) -> set[str]:
     unexpected = [name for name in found if is_used(name) and name not in own]
     if not names or (setting.strict and (missing or unexpected)):
         raise ValueError(
-            f"pretrained {uri} is not of model {type(module).__name__}: it lacks {_few(missing)}, and has "
-            f"{_few(unexpected)}, which the model lacks; list the names to skip in 'ignore', as in "
-            "{'uri': ..., 'ignore': ['head.*']}, or set 'strict': False"
+            f"{subject} is not of model {type(module).__name__}: it lacks {_few(missing)}, and has "
+            f"{_few(unexpected)}, which the model lacks; "
+            + (
+                _OF_INITIAL
+                if is_initial
+                else "list the names to skip in 'ignore', as in {'uri': ..., 'ignore': ['head.*']}, or set "
+                "'strict': False"
+            )
         )
     if different := sorted(name for name in names if found[name] != tuple(own[name].shape)):
         first = different[0]
         raise ValueError(
-            f"pretrained {uri} has {first!r} of shape {list(found[first])}, but the model's has shape "
-            f"{list(own[first].shape)}; set 'ignore': [{_few(different)}] to skip the tensors that differ, "
-            "or build the model with the sizes of the pretrained one"
+            f"{subject} has {first!r} of shape {list(found[first])}, but the model's has shape "
+            f"{list(own[first].shape)}; "
+            + (
+                _OF_INITIAL
+                if is_initial
+                else f"set 'ignore': [{_few(different)}] to skip the tensors that differ, or build the model "
+                "with the sizes of the pretrained one"
+            )
         )
     return names
 

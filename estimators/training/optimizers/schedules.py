@@ -100,24 +100,37 @@ class LearningRates:
 
     Attributes:
         scales: Product of these ratios for each group; checkpoints keep them.
+        first_step: Steps of earlier trainings, after which a schedule without an end continues.
     """
 
-    def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        optimizer: torch.optim.Optimizer,
+        num_steps: int,
+        is_endless: bool = False,
+    ) -> None:
         self._schedule = schedule
+        self._is_endless = is_endless
         self._optimizer = optimizer
         self._num_steps = num_steps
         self._bases = [group["lr"] for group in optimizer.param_groups]
         self.scales = [1.0 for _ in self._bases]
+        self.first_step = 0
         self._last: list[float] | None = [float(base) for base in self._bases]
 
     def set(self, step: int) -> None:
         """Sets the rates of `step`, from 0; steps may be skipped. Raises like `take_changes`."""
-        factor = self._schedule(step, self._num_steps)
+        factor = self._schedule(step + self.first_step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
 
-    def resume(self, scales: Sequence[float]) -> None:
-        """Restores `scales`; rates in the optimizer's loaded state do not count as changes."""
+    def resume(self, scales: Sequence[float], first_step: int = 0) -> None:
+        """Restores `scales`; rates in the optimizer's loaded state do not count as changes.
+
+        A schedule that depends on the number of steps starts at its beginning, whatever `first_step` is.
+        """
         self.scales = list(scales)
+        self.first_step = first_step if self._is_endless else 0
         self._last = None
 
     def take_changes(self) -> None:
@@ -187,7 +200,7 @@ class SchedulerRates(LearningRates):
         warmup_steps: int,
         rise: Callable[[int], float],
     ) -> None:
-        super().__init__(_constant, optimizer, 0)
+        super().__init__(_constant, optimizer, 0, is_endless=True)
         self._factory = factory
         self._warmup_steps = warmup_steps
         self._rise = rise
@@ -214,6 +227,7 @@ class SchedulerRates(LearningRates):
             self._moved |= {(index, k) for k in SCHEDULED_KEYS if k in start and now[k] != start[k]}
 
     def set(self, step: int) -> None:
+        step += self.first_step
         wanted = max(0, step - self._warmup_steps)
         if wanted < self._position:
             self._restart()
@@ -264,4 +278,4 @@ def make_rates(
         spec = SCHEDULES[spec]
     elif takes_optimizer(spec):
         return SchedulerRates(spec, optimizer, delay, rise)
-    return LearningRates(add_warmup(spec, delay, rise), optimizer, num_steps)
+    return LearningRates(add_warmup(spec, delay, rise), optimizer, num_steps, is_endless=spec is _constant)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from ringspark.estimators.options.base import ValueRange
+from ringspark.estimators.options.base import ValueRange, one_of
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.training.objective.losses import check_loss_name
 from ringspark.estimators.training.objective.own_metrics import name_metrics
+from ringspark.estimators.training.settings.choices import InitialState
+from ringspark.estimators.training.settings.data import without_secrets
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import adapt_network
@@ -62,6 +64,17 @@ def _transform(setting: str) -> Callable[[Any], Any]:
         return value
 
     return convert
+
+
+def _initial_model(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(value)
+    if hasattr(value, "numFeatures") and hasattr(value, "_trained"):
+        return value
+    raise TypeError(
+        f"initialModel must be a fitted model or the path of a saved one, got {type(value).__name__}; of a "
+        "PipelineModel give the fitted stage, such as model.stages[-1]"
+    )
 
 
 def _patterns(value: Any) -> list[str]:
@@ -127,6 +140,18 @@ PRETRAINED = Setting[Pretrained | None](
     field="pretrained",
     words="weights from which the training starts: a Pretrained, or a URI",
     options=Pretrained,
+)
+INITIAL_MODEL = Setting[Any](
+    name="initialModel",
+    words="fitted model, or path of a saved one, from whose weights, vocabularies and classes to start",
+    convert=_initial_model,
+)
+INITIAL_STATE = Setting[InitialState](
+    name="initialState",
+    words="what starts from initialModel: 'weights', or 'optimizer' for its optimizer state too",
+    default="weights",
+    accepts=one_of(get_args(InitialState)),
+    without_effect=(lambda given: given["initialModel"] is None, "initialModel is not set"),
 )
 EMA_DECAY = Setting[float | None](
     name="emaDecay",

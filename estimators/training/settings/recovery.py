@@ -51,6 +51,13 @@ KEEP_CHECKPOINTS = Setting(
         "no checkpoint interval is set",
     ),
 )
+KEEP_TRAINING_STATE = Setting(
+    name="keepTrainingState",
+    field="keep_training_state",
+    words="whether the fitted model keeps its optimizer state, to train further from it",
+    default=False,
+    may_differ_on_resume=True,
+)
 ON_NON_FINITE = Setting[NonFinite](
     name="onNonFinite",
     field="on_non_finite",

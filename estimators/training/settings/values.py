@@ -46,6 +46,8 @@ class ConfigValues:
         metrics: Names of built-in metrics and of the user's metrics in `UserObjects.metrics`.
         own_metrics: Properties of the user's metrics; set by `check_training`.
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
+        initial_weights: Folder with the weights of `initialModel`.
+        initial_training_state: Checkpoint with the optimizer state of `initialModel`, if the fit takes it.
         pause_after: Epoch after which the training ends with a checkpoint, in a population search.
     """
 
@@ -69,6 +71,8 @@ class ConfigValues:
     freeze: tuple[str, ...] = tuple(network.FREEZE.default)
     lora: LoRA | None = network.LORA.default
     pretrained: Pretrained | None = network.PRETRAINED.default
+    initial_weights: str | None = None
+    initial_training_state: str | None = None
     ema_decay: float | None = network.EMA_DECAY.default
     metrics: tuple[str, ...] = tuple(network.METRICS.default)
     own_metrics: tuple[OwnMetric, ...] = ()
@@ -102,6 +106,7 @@ class ConfigValues:
     checkpoint_every_seconds: float = recovery.CHECKPOINT_EVERY_SECONDS.default
     checkpoint_every_epochs: int | None = recovery.CHECKPOINT_EVERY_EPOCHS.default
     keep_checkpoints: int = recovery.KEEP_CHECKPOINTS.default
+    keep_training_state: bool = recovery.KEEP_TRAINING_STATE.default
     on_non_finite: NonFinite = recovery.ON_NON_FINITE.default
     timeout_seconds: float = recovery.TIMEOUT_SECONDS.default
     max_restarts: int = recovery.MAX_RESTARTS.default
@@ -134,10 +139,20 @@ class ConfigValues:
         """Whether each rank builds its shard alone, without the whole network."""
         parts_it = self.num_workers > 1 and (self.cuts_network or self.sync.sharding == "parameters")
         # A network from the driver arrives whole; adapters and loaded weights need it whole.
-        if not parts_it or self.model is None or self.pretrained is not None or self.lora is not None:
+        if not parts_it or self.model is None or self.start_weights is not None or self.lora is not None:
             return False
         # A user's constructor may hook parameters, seed, or keep tensors elsewhere.
         return ModelSpec.from_json(self.model).target in MODELS
+
+    @property
+    def start_weights(self) -> Pretrained | None:
+        """Weights that replace the network's own initial weights."""
+        return self.pretrained if self.initial_weights is None else Pretrained(uri=self.initial_weights)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the training ends with a checkpoint, which stays."""
+        return self.keep_training_state or self.pause_after is not None
 
     @property
     def num_copies(self) -> int:

@@ -1,0 +1,207 @@
+"""Prepares a fit that starts from a fitted model, the Param `initialModel`.
+
+The fit takes the model's network, unless the estimator has its own, and the model's vocabularies and classes:
+an id means the same string in every fit. The ranks load the weights like `pretrained`, from the model's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.sql.types import StructType
+
+from ringspark.estimators.columns.inputs import source_names
+from ringspark.estimators.columns.schema import find_field
+from ringspark.estimators.trained_model import TorchModel
+from ringspark.models import ModelSpec
+from ringspark.models.program import Program
+from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.kinds import Kind, Scalar, TableRow, Vocabulary
+from ringspark.pipelines.table_plan import TablePlan
+
+_ANEW = "or fit a new model without initialModel"
+
+
+def with_initial_model(estimator: Any) -> Any:
+    """Returns a copy of the estimator with the loaded `initialModel` and its network.
+
+    Returns the estimator itself if `initialModel` is not set. Raises ValueError if the model is of another
+    task or other columns, or lacks the training state that `initialState` asks for.
+    """
+    given = estimator.getInitialModel()
+    if given is None:
+        return estimator
+    if estimator.getPretrained() is not None:
+        raise ValueError("initialModel and pretrained both set the first weights; leave one of them unset")
+    model = estimator._model_class.load(given) if isinstance(given, str) else given
+    if not isinstance(model, estimator._model_class):
+        raise ValueError(
+            f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, got a "
+            f"{type(model).__name__}; fit with the estimator of the same task"
+        )
+    model._trained().info()  # its weights are still in their folder
+    if estimator.getInitialState() == "optimizer" and model._trained().training_state() is None:
+        raise ValueError(
+            "initialState='optimizer' continues from the training state of initialModel, and there is none "
+            f"next to {storage.redact(model._trained().uri)}; fit the initial model with "
+            "keepTrainingState=True, or set initialState='weights'"
+        )
+    made = estimator.copy({estimator.initialModel: model})
+    _take_label(made, model)
+    if table_kind(model) is not None:
+        _check_table_network(made, model)
+        return made
+    if not made.isDefined(made.model):
+        made._set(model=_network(model))
+    wanted = model.inputColumns()
+    if not made.isSet(made.inputCols) and not made.isSet(made.featuresCol):
+        made._set(**({"inputCols": wanted} if model.isSet(model.inputCols) else {"featuresCol": wanted[0]}))
+    if made.inputColumns() != wanted:
+        raise ValueError(
+            f"initialModel takes the columns {wanted}, and the estimator has {made.inputColumns()}; give the "
+            f"estimator the same inputCols or featuresCol, {_ANEW}"
+        )
+    return made
+
+
+def start_of(estimator: Any) -> dict[str, Any]:
+    """Returns the fields of the config that name the weights and the training state of `initialModel`."""
+    model = estimator.getInitialModel()
+    if model is None:
+        return {}
+    weights = model._trained()
+    state = weights.training_state() if estimator.getInitialState() == "optimizer" else None
+    return {"initial_weights": weights.uri, "initial_training_state": state}
+
+
+def table_kind(model: TorchModel) -> TableRow | None:
+    """Returns the column type of a model that was trained on a table without a network of the user."""
+    columns = [item.column for item in model._inputs if item.column is not None]
+    kinds = [column.kind for column in columns if isinstance(column.kind, TableRow)]
+    return kinds[0] if kinds else None
+
+
+def table_plan(model: TorchModel, names: Sequence[str], rows: int, asked: list[str]) -> TablePlan:
+    """Returns the plan of the table on which the model was trained, for a table with the columns `names`."""
+    kind, spec = table_kind(model), model.getModel()
+    if kind is None:
+        raise ValueError(
+            "initialModel has a network of its own, and the estimator names a network for a table; leave "
+            f"model unset, {_ANEW}"
+        )
+    if missing := [name for name in kind.sources if name not in names]:
+        raise ValueError(
+            f"initialModel was trained on the column {missing[0]!r}, and the table has {list(names)}; add the "
+            f"column, {_ANEW}"
+        )
+    uses = list(model.summary.column_uses) if model.hasSummary else []
+    return TablePlan(kind=kind, edges=spec.kwargs["edges"], uses=uses, rows=rows, asked=asked)
+
+
+def initial_kinds(
+    estimator: Any, given: Mapping[str, Kind], schema: StructType, exact: bool
+) -> dict[str, Kind]:
+    """Returns the column types of a fit: the user's choices, with the vocabularies of `initialModel`."""
+    model, kinds = estimator.getInitialModel(), dict(given)
+    if model is None:
+        return kinds
+    for source, item in zip(source_names(model._inputs, model.inputColumns()), model._inputs, strict=True):
+        if item.column is not None and item.column.kind.is_choice:
+            name = find_field(source, "inputCols of initialModel", schema, exact).name
+            kinds[name] = _agree(name, item.column.kind, kinds.get(name))
+    if model._labels:
+        name = find_field(estimator.getLabelCol(), "labelCol", schema, exact).name
+        kinds[name] = _agree(name, Vocabulary(words=model._labels, order="alphabet"), kinds.get(name))
+    return kinds
+
+
+def check_rows(estimator: Any, manifest: ShardManifest) -> None:
+    """Raises ValueError if the rows of a fit are not of the columns and classes of `initialModel`."""
+    model = estimator.getInitialModel()
+    if model is None:
+        return
+    for source, item in zip(source_names(model._inputs, model.inputColumns()), model._inputs, strict=True):
+        if item.column is None:
+            continue
+        old, new = item.column.kind, manifest.column_of(source).kind
+        if _meaning(old, source) != _meaning(new, source):
+            raise ValueError(
+                f"column {source!r} is {old} for initialModel and {new} in the rows; give rows of the same "
+                f"type and shape, {_ANEW}"
+            )
+    if not model._labels:
+        return
+    label = manifest.column_of(estimator.getLabelCol())
+    words = label.kind.words if isinstance(label.kind, Vocabulary) else None
+    if words != model._labels:
+        raise ValueError(
+            f"labelCol {label.name!r} has other classes than initialModel, {_few(model._labels)}; write the "
+            "shards with columns={label: Vocabulary(words=...)} of its classes"
+        )
+    for split, stats in manifest.stats.items():
+        if (stats[label.name].maximum or 0) >= len(words):
+            raise ValueError(
+                f"labelCol {label.name!r} has strings or nulls in the {split} rows that are no class of "
+                f"initialModel, {_few(words)}; drop these rows, {_ANEW}"
+            )
+
+
+def _take_label(estimator: Any, model: TorchModel) -> None:
+    if not model.hasParam("labelCol") or estimator.getLabelCol() == model.getOrDefault("labelCol"):
+        return
+    if estimator.isSet(estimator.labelCol):
+        raise ValueError(
+            f"initialModel predicts the label {model.getOrDefault('labelCol')!r}, and labelCol is "
+            f"{estimator.getLabelCol()!r}; set labelCol to the model's, {_ANEW}"
+        )
+    estimator._set(labelCol=model.getOrDefault("labelCol"))
+
+
+def _check_table_network(estimator: Any, model: TorchModel) -> None:
+    own = estimator.getModel() if estimator.isDefined(estimator.model) else None
+    if own is not None and (not isinstance(own, ModelSpec) or own.target != model.getModel().target):
+        raise ValueError(
+            f"initialModel is the network {model.getModel().target!r} for a table, and model is {own!r:.80}; "
+            f"leave model unset, {_ANEW}"
+        )
+
+
+def _network(model: TorchModel) -> Any:
+    network = model.getModel()
+    if isinstance(network, Program):
+        raise ValueError(
+            "initialModel was saved without the class of its network, so it predicts and cannot be trained; "
+            "give the estimator a network of this class as model"
+        )
+    return network if isinstance(network, ModelSpec) else model.module().train()
+
+
+def _agree(name: str, old: Kind, chosen: Kind | None) -> Kind:
+    """Returns the column type for a column, from the model's type and the user's choice."""
+    if chosen is None:
+        return old
+    is_same = type(chosen) is type(old)
+    if isinstance(old, Vocabulary) and isinstance(chosen, Vocabulary):
+        is_same = chosen.words in (None, old.words)
+        chosen = old
+    if not is_same:
+        raise ValueError(
+            f"the setting columns gives {name!r} the type {chosen!r}, but initialModel was trained on {old!r}; "
+            f"leave {name!r} out of columns, {_ANEW}"
+        )
+    return chosen
+
+
+def _meaning(kind: Kind, name: str) -> Any:
+    """Returns the properties of a column type that must not change between two fits of a network."""
+    if isinstance(kind, Scalar):
+        return "float" if kind.dtype.startswith("float") else "int"
+    ids = kind.to_json() if isinstance(kind, Vocabulary | TableRow) else None
+    arrays = [(a.dtype, None if a.varies else a.shape) for a in kind.arrays(name).values()]
+    return type(kind), ids, arrays
+
+
+def _few(words: Sequence[str]) -> str:
+    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
+    return f"{', '.join(map(repr, words[:5]))}{more}"
