@@ -1,7 +1,7 @@
 """Prepares a fit that starts from a fitted model, the Param `initialModel`.
 
-The fit takes the model's network, unless the estimator has its own, and the model's vocabularies and classes:
-an id means the same string in every fit. The ranks load the weights like `pretrained`, from the model's folder.
+The fit takes the model's network, unless the estimator has its own, and the model's vocabularies and
+classes: an id means the same string in every fit. The ranks load the weights from the model's folder.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def table_plan(model: TorchModel, names: Sequence[str], rows: int, asked: list[s
         )
     if missing := [name for name in kind.sources if name not in names]:
         raise ValueError(
-            f"initialModel was trained on the column {missing[0]!r}, and the table has {list(names)}; add the "
-            f"column, {_ANEW}"
+            f"initialModel was trained on the column {missing[0]!r}, and the table has {list(names)}; add "
+            f"the column, {_ANEW}"
         )
     uses = list(model.summary.column_uses) if model.hasSummary else []
     return TablePlan(kind=kind, edges=spec.kwargs["edges"], uses=uses, rows=rows, asked=asked)
@@ -134,7 +134,7 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
         return
     label = manifest.column_of(estimator.getLabelCol())
     words = label.kind.words if isinstance(label.kind, Vocabulary) else None
-    if words != model._labels:
+    if words is None or words != model._labels:
         raise ValueError(
             f"labelCol {label.name!r} has other classes than initialModel, {_few(model._labels)}; write the "
             "shards with columns={label: Vocabulary(words=...)} of its classes"
@@ -187,8 +187,8 @@ def _agree(name: str, old: Kind, chosen: Kind | None) -> Kind:
         chosen = old
     if not is_same:
         raise ValueError(
-            f"the setting columns gives {name!r} the type {chosen!r}, but initialModel was trained on {old!r}; "
-            f"leave {name!r} out of columns, {_ANEW}"
+            f"the setting columns gives {name!r} the type {chosen!r}, but initialModel was trained on "
+            f"{old!r}; leave {name!r} out of columns, {_ANEW}"
         )
     return chosen
 

@@ -4,6 +4,7 @@ run/
   owner.json      the driver that works on the run now
   run.json        the settings, data and model that a resume must share: see `run.identity`
   config.json     the settings of the last start
+  changes.json    the settings that resumes changed, with epoch and step
   parallelism.txt the planned mesh, as a table with the reason
   shards.json     times or versions of the shards: see `run.shards`
   shards/         the rows, if `fit` wrote them into a folder that the user named
@@ -34,6 +35,7 @@ from collections.abc import Collection
 OWNER = "owner.json"
 IDENTITY = "run.json"
 CONFIG = "config.json"
+CHANGES = "changes.json"
 PARALLELISM = "parallelism.txt"
 SHARD_STATES = "shards.json"
 SHARDS = "shards"

@@ -158,7 +158,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         choose_daemon(spark, fit.config.use_gpu)
         run = estimator._run_folder(fit.data.root)
         with run.guarded(), table_rows(spark, listing, fit.data, run) as (manifest, key):
-            return estimator._train_on(spark, run, fit, manifest, key)
+            return cast(M, estimator._train_on(spark, run, fit, manifest, key))
 
     def _train(self, prepared: PreparedFit, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = prepared.dataset.sparkSession, self._run_folder(fit.data.root)
@@ -196,7 +196,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     ) -> M:
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
-        run.begin(config, identity_of(config, fit.objects, manifest), rows_key)
+        changes = run.begin(config, identity_of(config, fit.objects, manifest), rows_key)
         finished = run.result()
         start = RunStart(
             name=self.uid,
@@ -209,6 +209,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             },
             resumed=run.has_history(),
             surroundings=surroundings_of(self.getTracking()) or self._surroundings,
+            changes=[str(change) for change in changes],
         )
         # Trackers have already followed a finished training.
         with RunWatcher(start, fit.trackers if finished is None else []) as watcher:
@@ -227,6 +228,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                     result=TrainResult.from_json(supervisor.run()[0]),
                     restarts=tuple(supervisor.restarts),
                     parallelism=config.parallelism.to_values(),
+                    changes=run.changes(),
                 ).to_json()
                 run.finish(finished, keeps_checkpoints=config.keeps_state)
             model = self._trained_model(spark, run, fit, training, finished)

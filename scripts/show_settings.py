@@ -72,7 +72,7 @@ def _settings() -> list[list[str]]:
             setting.words,
             setting.default_words or ("" if setting.default is None else f"`{setting.default!r}`"),
             setting.accepts.rule() + setting.accepts.remedy if setting.accepts is not None else "",
-            "yes" if setting.may_differ_on_resume else "",
+            "yes" if setting.may_differ_on_resume else "recorded" if setting.recorded_on_resume else "",
         ]
         for name, setting in sorted(SETTINGS.items())
     ]

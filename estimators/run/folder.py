@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.launch.owner import read_owner, write_owner
-from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences
+from ringspark.estimators.options.sync import Sync
+from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences, split_changes
 from ringspark.estimators.run.stored_runs import read_store_clock
 from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import (
@@ -24,10 +25,16 @@ from ringspark.estimators.training.checkpoint.folders import (
     is_committed,
     keep_newest,
     list_steps,
+    step_uri,
 )
+from ringspark.estimators.training.checkpoint.reading import read_record
+from ringspark.estimators.training.history import SettingChange
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.memory import PRECISION
+from ringspark.estimators.training.settings.training import EPOCHS, LR_SCHEDULE
+from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, fit, parse, record, versioned
 
 _logger = logging.getLogger(__name__)
 
@@ -165,19 +172,79 @@ class RunFolder:
                 "give another folder"
             ) from None
 
-    def begin(self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None) -> None:
-        """Takes over an unfinished run and writes `run.json`; refuses a run with another `identity`."""
+    def begin(
+        self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None
+    ) -> list[SettingChange]:
+        """Takes over an unfinished run, or a finished one that gets more epochs, and writes `run.json`.
+
+        Returns the settings that this start changes, after recording them. Refuses a run with another
+        `identity` in any other setting.
+        """
         known = self.identity()
-        if known is not None and (changed := list_differences(known.identity, identity)):
-            raise self.refusal(changed)
+        found: dict[str, tuple[Any, Any]] = {}
+        if known is not None:
+            found, expected = split_changes(known.identity, identity)
+            if changed := list_differences(expected, identity):
+                raise self.refusal(changed)
+            rows_key = known.rows_key
         if self.result() is not None:
-            return
+            if not found:
+                return []
+            self._check_reopens(found)
+        changes = [self._change_of(identity, name, *change) for name, change in found.items()]
         self._is_mine = True
         write_owner(self.uri, self.token, 0)
         storage.write_atomic(storage.join(self.uri, run_layout.CONFIG), config.to_json().encode())
-        if known is None:
+        if changes:
+            # Replaces changes that a killed driver recorded, if nothing was trained with them.
+            kept = [c for c in self.changes() if c.step < changes[0].step]
+            data = json.dumps([asdict(change) for change in (*kept, *changes)], indent=1).encode()
+            storage.write_atomic(storage.join(self.uri, run_layout.CHANGES), data)
+        if known is None or changes:
             data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
+        storage.remove(storage.join(self.uri, run_layout.RESULT))
+        return changes
+
+    def changes(self) -> tuple[SettingChange, ...]:
+        """Returns the settings that resumes of this run changed, in order."""
+        uri = storage.join(self.uri, run_layout.CHANGES)
+        if not storage.exists(uri):
+            return ()
+        return tuple(fit(list[SettingChange], parse(storage.read_bytes(uri)), run_layout.CHANGES))
+
+    def _check_reopens(self, found: Mapping[str, tuple[Any, Any]]) -> None:
+        """Refuses to continue a finished run unless it gets more epochs and kept its training state."""
+        before, now = found.get(EPOCHS.name, (0, 0))
+        if now <= before:
+            changed = [f"{name}: {change[0]} -> {change[1]}" for name, change in found.items()]
+            raise RunRefusedError(
+                f"the run in {self.uri!r} has finished, and these changed: {'; '.join(changed)}; raise "
+                "epochs to train further, set them back to get its model, or give another folder"
+            )
+        if not self.has_checkpoint():
+            raise RunRefusedError(
+                f"the run in {self.uri!r} has finished without keepTrainingState=True, so it cannot get more "
+                "epochs; set initialModel to its model, and runUri to another folder"
+            )
+
+    def _change_of(self, identity: dict[str, Any], name: str, before: Any, now: Any) -> SettingChange:
+        root, step, epoch = checkpoints_uri(self.uri), 0, 1
+        for step in reversed(list_steps(root)):
+            with suppress(ValueError, FileNotFoundError):
+                epoch = read_record(step_uri(root, step)).position.finished_epochs + 1
+                break
+        else:
+            step = 0
+        note, settings = "", identity["settings"]
+        schedule = settings["lrSchedule function"] or settings[LR_SCHEDULE.name]
+        if name == EPOCHS.name and schedule != "constant":
+            note = f"lrSchedule {schedule!r} is planned again over all epochs"
+        elif name == SYNC.name:
+            before, now = repr(Sync.of(before)), repr(Sync.of(now))
+        elif name == PRECISION.name and "fp16" in (before, now):
+            note = "the loss scale starts new" if now == "fp16" else "the loss scale ends"
+        return SettingChange(setting=name, before=before, now=now, epoch=epoch, step=step + 1, note=note)
 
     def last_config(self) -> TrainConfig | None:
         with suppress(OSError, ValueError):

@@ -15,10 +15,11 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ringspark.estimators.options.base import Options
-from ringspark.estimators.options.sync import EARLIER, upgrade
+from ringspark.estimators.options.sync import EARLIER, AllReduce, Sync, Zero, upgrade
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.estimators.training.settings.training import SCALE_LEARNING_RATE
+from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 
@@ -28,6 +29,8 @@ FORMAT_VERSION = 2
 _FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
+# Names of settings that may differ, too, if the run records the change.
+_RECORDED = {s.name for s in SETTINGS.values() if s.recorded_on_resume}
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs",
     "initial_weights": "initialModel",
@@ -74,6 +77,25 @@ def list_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             if before.get(name) != now.get(name):
                 found.append(f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}")
     return found
+
+
+def split_changes(
+    old: dict[str, Any], new: dict[str, Any]
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
+    """Returns the changes that a run may record, setting -> (before, now), and `old` with these changes."""
+    before, now = _upgrade_settings(old.get("settings", {})), new.get("settings", {})
+    found = {
+        name: (before[name], now[name])
+        for name in sorted(_RECORDED & before.keys() & now.keys())
+        if before[name] != now[name] and (name != SYNC.name or _only_shards(before[name], now[name]))
+    }
+    return found, old | {"settings": before | {name: change[1] for name, change in found.items()}}
+
+
+def _only_shards(*syncs: Any) -> bool:
+    """Whether settings `sync` differ only in how they shard the state, so that a checkpoint serves all."""
+    made = [Sync.of(sync) for sync in syncs]
+    return all(isinstance(sync, AllReduce | Zero) and sync.compressed is None for sync in made)
 
 
 def _plain(value: Any) -> Any:

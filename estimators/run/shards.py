@@ -58,7 +58,7 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
                 "continues with the rows that the run wrote first",
                 run.uri,
             )
-    if run.result() is None:
+    if run.result() is None or run.has_checkpoint():
         manifest.verify_files()
     return manifest, key
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.inference.precision_difference import PrecisionDifference
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training import rank_log
-from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.history import EpochRecord, SettingChange
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.table_plan import ColumnUse
@@ -44,6 +44,7 @@ class TrainingSummary:
         restart_reasons: Why the workers were started again, one line per restart.
         resumed_steps: Steps whose checkpoints the training resumed from, one per resume.
         checkpoint_errors: One line per checkpoint that could not be written.
+        setting_changes: One line per setting that a resume changed, with the first epoch and step.
         non_finite: One line per step whose loss or gradient was not finite.
         column_uses: What became of each column of a table; see `columns`.
         precision_difference: How predictions in `inferencePrecision` differ from fp32; None in fp32.
@@ -62,6 +63,7 @@ class TrainingSummary:
     resumed_steps: tuple[int, ...] = added(())
     checkpoint_errors: tuple[str, ...] = added(())
     non_finite: tuple[str, ...] = added(())
+    setting_changes: tuple[str, ...] = added(())
     parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
     column_uses: tuple[ColumnUse, ...] = added(())
     precision_difference: PrecisionDifference | None = field(default=None, metadata={"added": True})
@@ -147,6 +149,7 @@ class TrainingSummary:
         result: TrainResult,
         restarts: tuple[str, ...] = (),
         parallelism: Mapping[str, Any] | None = None,
+        changes: Sequence[SettingChange] = (),
     ) -> TrainingSummary:
         return cls(
             epochs=result.history,
@@ -161,6 +164,7 @@ class TrainingSummary:
             resumed_steps=result.resumed_steps,
             checkpoint_errors=result.checkpoint_errors,
             non_finite=tuple(map(str, result.non_finite)),
+            setting_changes=tuple(map(str, changes)),
             parallelism=dict(parallelism or {}),
         )
 
@@ -176,7 +180,7 @@ class TrainingSummary:
             ) from None
         weights = storage.join(storage.normalize(run_uri), found.result.checkpoint_uri.rpartition("/")[2])
         result = replace(found.result, run_uri=run_uri, checkpoint_uri=weights)
-        return cls.of(result, found.restarts, found.parallelism), result
+        return cls.of(result, found.restarts, found.parallelism, found.changes), result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

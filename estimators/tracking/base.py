@@ -29,6 +29,7 @@ class RunStart:
         data: Facts about the rows: "rows", "validation_rows", "shards_uri".
         resumed: Whether the folder already holds a part of this training.
         surroundings: Result of the trackers' `surroundings` in the thread that called `fit`.
+        changes: One sentence per setting that this resume changed.
     """
 
     name: str
@@ -37,6 +38,7 @@ class RunStart:
     data: Mapping[str, Any] = field(default_factory=dict)
     resumed: bool = False
     surroundings: Mapping[str, str] = field(default_factory=dict)
+    changes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ class ConsoleTracker(Tracker):
             )
 
     def start(self, run: RunStart) -> Listener:
+        for change in run.changes:
+            tqdm.write(f"training: {change}", file=sys.stderr)
         return _Bar() if sys.stderr.isatty() else PlainLines(period_seconds=self.period_seconds)
 
 

@@ -114,6 +114,22 @@ class EpochRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SettingChange:
+    """A setting that a resumed run changed, and the first epoch and step (from 1) that it applies to."""
+
+    setting: str
+    before: Any
+    now: Any
+    epoch: int
+    step: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        change = f"from epoch {self.epoch}, step {self.step} on: {self.setting} {self.before} -> {self.now}"
+        return f"{change}; {self.note}" if self.note else change
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
     epoch: int
     epochs: int

@@ -17,7 +17,7 @@ from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.compilation import compile_network
-from ringspark.estimators.training.history import EpochRecord, RunLog
+from ringspark.estimators.training.history import EpochRecord, RunLog, SettingChange
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.observation.observation import Observation
@@ -35,7 +35,7 @@ from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import added, parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,15 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """The record of a finished run, `result.json`: the result of rank 0, and why workers restarted."""
+    """The record of a finished run, `result.json`.
+
+    Holds the result of rank 0, why workers restarted, and which settings changed.
+    """
 
     result: TrainResult
     restarts: tuple[str, ...] = ()
     parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
+    changes: tuple[SettingChange, ...] = added(())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -40,6 +40,7 @@ class Setting(Generic[T]):
         convert: Converts and checks a user's value; None if a check of `kind` is enough.
         options: Class of the value, if it has options of its own.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
+        recorded_on_resume: The same, but the run records the change, because it changes the result.
         without_effect: A predicate (all settings by name), True if a set value is unused, and the reason.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
@@ -55,6 +56,7 @@ class Setting(Generic[T]):
     convert: Callable[[Any], Any] | None = None
     options: type[Options] | None = None
     may_differ_on_resume: bool = False
+    recorded_on_resume: bool = False
     without_effect: tuple[Callable[[Mapping[str, Any]], bool], str] | None = None
     is_for_writing: bool = False
     default_words: str = ""

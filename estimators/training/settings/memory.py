@@ -15,6 +15,7 @@ PRECISION = Setting[Precision](
     words="'fp32', 'bf16' or 'fp16' (with loss scaling)",
     default="fp32",
     accepts=one_of(get_args(Precision)),
+    recorded_on_resume=True,
 )
 
 

@@ -119,6 +119,7 @@ LEARNING_RATE = Setting(
     field="learning_rate",
     words="learning rate; never scaled by numWorkers",
     default=1e-3,
+    recorded_on_resume=True,
     accepts=above_0_and_finite(),
     without_effect=(
         lambda given: not isinstance(given["optimizer"], str),
@@ -151,7 +152,12 @@ MAX_GRAD_NORM = Setting[float | None](
     accepts=above_0("leave it unset for no clipping"),
 )
 EPOCHS = Setting(
-    name="epochs", field="epochs", words="passes over the training rows", default=1, accepts=at_least(1)
+    name="epochs",
+    field="epochs",
+    words="passes over the training rows",
+    default=1,
+    accepts=at_least(1),
+    recorded_on_resume=True,
 )
 BATCH_SIZE = Setting(
     name="batchSize",
@@ -166,6 +172,7 @@ GRADIENT_ACCUMULATION = Setting(
     words="micro-batches per optimizer step, and per batch of validation",
     default=1,
     accepts=at_least(1, "micro-batch per step"),
+    recorded_on_resume=True,
 )
 SEED = Setting(
     name="seed",

@@ -25,6 +25,8 @@ SYNC = Setting[Sync](
     words="how workers agree on their weights: AllReduce, Zero, LocalSGD, DiLoCo, ParameterServer ...",
     default=AllReduce(),
     options=Sync,
+    # Only to another sharding: see `run.identity`.
+    recorded_on_resume=True,
     without_effect=(
         lambda given: (
             given["numWorkers"] == 1
