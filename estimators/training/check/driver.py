@@ -124,7 +124,8 @@ def check_training(
         check_mesh(config, objects, manifest, module)
     if config.start_weights is not None:
         check_pretrained(config.start_weights, module, is_initial=config.initial_weights is not None)
-    _check_average(config, num_steps)
+    if config.initial_training_state is None:
+        _check_average(config, num_steps)
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))

@@ -1,0 +1,141 @@
+"""Settings that a resumed run may change: what they do to the training, and what the run records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators.options.sync import AllReduce, Zero
+from ringspark.models import ModelSpec
+
+pytestmark = pytest.mark.spark
+
+
+class Raises(Callback):
+    """Raises in step 9 while `path` exists."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 9 and self._path.exists():
+            raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+
+
+def _estimator(root: Path, **changes: Any) -> Any:
+    params: dict[str, Any] = {
+        "model": ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 1}),
+        "batchSize": 16,
+        "numWorkers": 2,
+        "collective": "torch",
+        "runUri": str(root / "run"),
+        "resume": True,
+        "keepTrainingState": True,
+        "showProgress": False,
+    }
+    return TorchRegressor(**(params | changes))
+
+
+def _weights(model: Any) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in model.module().state_dict().values()])
+
+
+def test_more_epochs_equal_one_long_run(table: Any, tmp_path: Path, capfd: Any) -> None:
+    long = _estimator(tmp_path, epochs=4, runUri=str(tmp_path / "long")).fit(table)
+    _estimator(tmp_path, epochs=1).fit(table)
+    _estimator(tmp_path, epochs=2).fit(table)
+    model = _estimator(tmp_path, epochs=4, showProgress=True).fit(table)
+    assert torch.equal(_weights(model), _weights(long))
+    assert [r.train_loss for r in model.summary.epochs] == [r.train_loss for r in long.summary.epochs]
+    lines = (
+        "from epoch 2, step 7 on: epochs 1 -> 2",
+        "from epoch 3, step 13 on: epochs 2 -> 4",
+    )
+    assert model.summary.setting_changes == lines
+    assert f"training: {lines[1]}\n" in capfd.readouterr().err
+    # The same call again trains nothing.
+    assert _estimator(tmp_path, epochs=4).fit(table).summary == model.summary
+    with pytest.raises(ValueError, match=r"has finished, and these changed: epochs: 4 -> 3; raise epochs"):
+        _estimator(tmp_path, epochs=3).fit(table)
+
+
+def test_a_schedule_is_planned_again(table: Any, tmp_path: Path) -> None:
+    _estimator(tmp_path, epochs=2, lrSchedule="linear").fit(table)
+    model = _estimator(tmp_path, epochs=4, lrSchedule="linear").fit(table)
+    note = "from epoch 3, step 13 on: epochs 2 -> 4; lrSchedule 'linear' is planned again over all epochs"
+    assert model.summary.setting_changes == (note,)
+    # The rate of the last step of each epoch, of 12 and then of 24 steps.
+    rates = [record.learning_rate / 1e-3 for record in model.summary.epochs]
+    assert rates == pytest.approx([1 - 5 / 12, 1 - 11 / 12, 1 - 17 / 24, 1 - 23 / 24])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (AllReduce(), Zero(stage=2)),
+        pytest.param(AllReduce(), Zero(stage=3), marks=pytest.mark.slow),
+        pytest.param(Zero(stage=3), Zero(stage=1), marks=pytest.mark.slow),
+        pytest.param(Zero(stage=1), AllReduce(), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_another_sharding_continues_the_same_training(
+    table: Any, tmp_path: Path, before: Any, after: Any
+) -> None:
+    whole = _estimator(tmp_path, epochs=4, sync=before, runUri=str(tmp_path / "long")).fit(table)
+    _estimator(tmp_path, epochs=2, sync=before).fit(table)
+    model = _estimator(tmp_path, epochs=4, sync=after).fit(table)
+    assert torch.allclose(_weights(model), _weights(whole), atol=1e-7)
+    assert model.summary.setting_changes[1] == f"from epoch 3, step 13 on: sync {before} -> {after}"
+
+
+def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table: Any, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    fails.touch()
+    run: dict[str, Any] = {
+        "epochs": 3,
+        "callbacks": [Raises(fails)],
+        "checkpointEverySteps": 4,
+        "keepTrainingState": False,
+        "maxRestarts": 0,
+    }
+    with pytest.raises(WorkerError, match="on purpose"):
+        _estimator(tmp_path, precision="fp16", **run).fit(table)
+    fails.unlink()
+    changes = {"precision": "bf16", "learningRate": 0.05, "gradientAccumulation": 2}
+    model = _estimator(tmp_path, **run, **changes).fit(table)
+    assert model.summary.steps == 18
+    assert model.summary.resumed_steps == (8,)
+    assert model.summary.setting_changes == (
+        "from epoch 2, step 9 on: gradientAccumulation 1 -> 2",
+        "from epoch 2, step 9 on: learningRate 0.001 -> 0.05",
+        "from epoch 2, step 9 on: precision fp16 -> bf16; the loss scale ends",
+    )
+    recorded = json.loads((tmp_path / "run" / "changes.json").read_text())
+    assert [(c["setting"], c["before"], c["now"], c["epoch"], c["step"]) for c in recorded][1] == (
+        "learningRate", 0.001, 0.05, 2, 9,
+    )  # fmt: skip
+    assert [record.learning_rate for record in model.summary.epochs] == [0.001, 0.05, 0.05]
+
+
+def test_a_new_loss_scale_starts_with_fp16(table: Any, tmp_path: Path) -> None:
+    _estimator(tmp_path).fit(table)
+    model = _estimator(tmp_path, epochs=2, precision="fp16").fit(table)
+    assert model.summary.setting_changes[1].endswith("precision fp32 -> fp16; the loss scale starts new")
+    assert model.summary.epochs[1].train_loss < model.summary.epochs[0].train_loss
+
+
+def test_a_compression_of_gradients_stays(table: Any, tmp_path: Path) -> None:
+    _estimator(tmp_path).fit(table)
+    with pytest.raises(ValueError, match="cannot be resumed, because these changed: sync: "):
+        _estimator(tmp_path, epochs=2, sync={"name": "allreduce", "compression": "fp16"}).fit(table)
