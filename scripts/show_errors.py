@@ -158,7 +158,7 @@ def main() -> None:
         )
         show(
             "A run resumed with another setting",
-            lambda: fit(runUri=str(root / "run"), storageUri=None, resume=True, learningRate=0.5, epochs=1),
+            lambda: fit(runUri=str(root / "run"), storageUri=None, resume=True, weightDecay=0.5, epochs=1),
             folder,
         )
         show("`resume` without a folder", lambda: fit(resume=True))
