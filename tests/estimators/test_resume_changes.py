@@ -29,12 +29,14 @@ class Raises(Callback):
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    return spark.range(0, 96, 1, 2).selectExpr(
+        "array(sin(id), cos(id)) as features", "array(sin(2 * id), cos(3 * id)) as label"
+    )
 
 
 def _estimator(root: Path, **changes: Any) -> Any:
     params: dict[str, Any] = {
-        "model": ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 1}),
+        "model": ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2}),
         "batchSize": 16,
         "numWorkers": 2,
         "collective": "torch",
