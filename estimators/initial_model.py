@@ -13,6 +13,7 @@ from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.inputs import source_names
 from ringspark.estimators.columns.schema import find_field
+from ringspark.estimators.stages.persistence import meaning_of
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
@@ -20,7 +21,7 @@ from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.kinds import Kind, Scalar, TableRow, Vocabulary
 from ringspark.pipelines.table_plan import TablePlan
 
-_ANEW = "or fit a new model without initialModel"
+_OR_NEW = "or fit a new model without initialModel"
 
 
 def with_initial_model(estimator: Any) -> Any:
@@ -34,7 +35,7 @@ def with_initial_model(estimator: Any) -> Any:
         return estimator
     if estimator.getPretrained() is not None:
         raise ValueError("initialModel and pretrained both set the first weights; leave one of them unset")
-    model = estimator._model_class.load(given) if isinstance(given, str) else given
+    model = _load(estimator._model_class, given) if isinstance(given, str) else given
     if not isinstance(model, estimator._model_class):
         raise ValueError(
             f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, got a "
@@ -60,7 +61,7 @@ def with_initial_model(estimator: Any) -> Any:
     if made.inputColumns() != wanted:
         raise ValueError(
             f"initialModel takes the columns {wanted}, and the estimator has {made.inputColumns()}; give the "
-            f"estimator the same inputCols or featuresCol, {_ANEW}"
+            f"estimator the same inputCols or featuresCol, {_OR_NEW}"
         )
     return made
 
@@ -88,12 +89,12 @@ def table_plan(model: TorchModel, names: Sequence[str], rows: int, asked: list[s
     if kind is None:
         raise ValueError(
             "initialModel has a network of its own, and the estimator names a network for a table; leave "
-            f"model unset, {_ANEW}"
+            f"model unset, {_OR_NEW}"
         )
     if missing := [name for name in kind.sources if name not in names]:
         raise ValueError(
             f"initialModel was trained on the column {missing[0]!r}, and the table has {list(names)}; add "
-            f"the column, {_ANEW}"
+            f"the column, {_OR_NEW}"
         )
     uses = list(model.summary.column_uses) if model.hasSummary else []
     return TablePlan(kind=kind, edges=spec.kwargs["edges"], uses=uses, rows=rows, asked=asked)
@@ -128,7 +129,7 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
         if _meaning(old, source) != _meaning(new, source):
             raise ValueError(
                 f"column {source!r} is {old} for initialModel and {new} in the rows; give rows of the same "
-                f"type and shape, {_ANEW}"
+                f"type and shape, {_OR_NEW}"
             )
     if not model._labels:
         return
@@ -143,8 +144,19 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
         if (stats[label.name].maximum or 0) >= len(words):
             raise ValueError(
                 f"labelCol {label.name!r} has strings or nulls in the {split} rows that are no class of "
-                f"initialModel, {_few(words)}; drop these rows, {_ANEW}"
+                f"initialModel, {_few(words)}; drop these rows, {_OR_NEW}"
             )
+
+
+def _load(cls: type[TorchModel], path: str) -> TorchModel:
+    """Loads a saved model, or the last stage of a saved PipelineModel, which jobs write."""
+    stages = storage.join(meaning_of(path), "stages")
+    names = [name for name in storage.list_names(stages) if name.partition("_")[0].isdecimal()]
+    last = max(names, key=lambda name: int(name.partition("_")[0]), default=None)
+    try:
+        return cls.load(path if last is None else storage.join(stages, last))
+    except ValueError as error:
+        raise ValueError(f"initialModel: {error}") from error
 
 
 def _take_label(estimator: Any, model: TorchModel) -> None:
@@ -153,7 +165,7 @@ def _take_label(estimator: Any, model: TorchModel) -> None:
     if estimator.isSet(estimator.labelCol):
         raise ValueError(
             f"initialModel predicts the label {model.getOrDefault('labelCol')!r}, and labelCol is "
-            f"{estimator.getLabelCol()!r}; set labelCol to the model's, {_ANEW}"
+            f"{estimator.getLabelCol()!r}; set labelCol to the model's, {_OR_NEW}"
         )
     estimator._set(labelCol=model.getOrDefault("labelCol"))
 
@@ -163,7 +175,7 @@ def _check_table_network(estimator: Any, model: TorchModel) -> None:
     if own is not None and (not isinstance(own, ModelSpec) or own.target != model.getModel().target):
         raise ValueError(
             f"initialModel is the network {model.getModel().target!r} for a table, and model is {own!r:.80}; "
-            f"leave model unset, {_ANEW}"
+            f"leave model unset, {_OR_NEW}"
         )
 
 
@@ -188,7 +200,7 @@ def _agree(name: str, old: Kind, chosen: Kind | None) -> Kind:
     if not is_same:
         raise ValueError(
             f"the setting columns gives {name!r} the type {chosen!r}, but initialModel was trained on "
-            f"{old!r}; leave {name!r} out of columns, {_ANEW}"
+            f"{old!r}; leave {name!r} out of columns, {_OR_NEW}"
         )
     return chosen
 

@@ -90,7 +90,6 @@ def test_the_first_step_sees_the_initial_weights(table: Any, tmp_path: Path, col
     [
         {"emaDecay": 0.5, "warmupSteps": 5},
         {"numWorkers": 2, "collective": "torch", "sync": Zero(stage=2)},
-        pytest.param({"numWorkers": 2, "collective": "torch", "sync": Zero(stage=3)}, marks=pytest.mark.slow),
     ],
     ids=["average and warm-up", "zero 2"],
 )
@@ -172,8 +171,12 @@ def test_a_table_keeps_its_plan(spark: Any, tmp_path: Path) -> None:
 def test_pipelines_and_folds_start_from_the_model(table: Any, tmp_path: Path) -> None:
     model = _estimator(tmp_path).fit(table)
     stage = _estimator(tmp_path, initialModel=model, learningRate=1e-12)
-    (fitted,) = Pipeline(stages=[stage]).fit(table).stages
+    pipeline = Pipeline(stages=[stage]).fit(table)
+    (fitted,) = pipeline.stages
     assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(fitted).items())
+    pipeline.save(str(tmp_path / "pipeline"))
+    again = stage.copy({stage.initialModel: str(tmp_path / "pipeline")}).fit(table)
+    assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(again).items())
     validator = CrossValidator(
         estimator=stage,
         evaluator=RegressionEvaluator(),

@@ -177,7 +177,7 @@ class Recovery:
 
         Loads the state of the model's last step: weights, average, optimizer, residuals of compression, loss
         scale, rate changes of callbacks, and the position in a schedule without an end. Random generators,
-        callbacks and sums of the epoch start anew.
+        callbacks and sums of the epoch start new.
         """
         uri = self._config.initial_training_state
         if uri is None:
