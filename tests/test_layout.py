@@ -323,6 +323,7 @@ _COLUMN = "who binds, checks or feeds the column names the setting where it refu
 _PLANNED = "the step reads it, the planner weighs it and its message names the setting"
 _GANG = "resources, devices and the planner count by it, and their messages name it"
 _READ = "several parts of a training read it from the config"
+_CONTINUED = "a training that continues reads it, and its refusals name the remedy"
 _ADVISED = "the checks of networks, losses and non-finite steps name it as the remedy"
 IN_MORE_PLACES = {
     **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
@@ -333,6 +334,7 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("batchSize", "batchSizeSchedule", "gradientCheckpointing", "precision"), _PLANNED),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds", "maxRestarts"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
+    **dict.fromkeys(("initialModel", "initialState", "keepTrainingState"), _CONTINUED),
     **dict.fromkeys(("noiseScale", "scaleLearningRate"), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
