@@ -67,6 +67,7 @@ def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> boo
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", [name for name in ("horovod", "torch") if name in COLLECTIVES])
 def test_the_first_step_sees_the_initial_weights(table: Any, tmp_path: Path, collective: str) -> None:
     # Batch normalisation has buffers, which belong to the weights.
