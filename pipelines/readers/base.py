@@ -31,6 +31,7 @@ from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import Buffers, RowGroup, StreamBuffer, StreamRows, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
+from ringspark.pipelines.readers.referenced_rows import FILE, ROW, ReferencedRows
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import cut
 from ringspark.pipelines.table_files import TABLE_REMEDY, Window
@@ -146,7 +147,10 @@ class ShardReader(ABC):
     def stored_names(self) -> list[str]:
         if self.manifest.table is not None:
             return [column.name for column in self.columns if column.name not in self._folder_values]
-        return [name for column in self.columns for name in column.kind.stored(column.name)]
+        referenced = self.manifest.file_columns or {}
+        stored = [c for c in self.columns if c.name not in referenced]
+        names = [FILE, ROW] if len(stored) < len(self.columns) else []
+        return names + [name for column in stored for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
         """Yields the columns of row groups, in the order of `indexes`.
@@ -194,7 +198,7 @@ class ShardReader(ABC):
             remedy = "check the connection to the store and resume"
         elif isinstance(error, PermissionError):
             remedy = "check the credentials of this process and their permissions"
-        elif self.manifest.table is not None:
+        elif self.manifest.table is not None or self.manifest.file_columns is not None:
             remedy = TABLE_REMEDY
         elif isinstance(error, FileNotFoundError):
             remedy = "load the manifest again if the shards were replaced, otherwise write them again"
@@ -211,10 +215,16 @@ class ShardReader(ABC):
         while done < len(indexes):
             try:
                 self._check_file(indexes[done])
-                with closing(self.read_tables(indexes[done:])) as tables:  # type: ignore[type-var]
+                with (
+                    closing(self.read_tables(indexes[done:])) as tables,  # type: ignore[type-var]
+                    closing(ReferencedRows(self.columns, self.manifest.file_columns or {})) as referenced,
+                ):
                     for table in tables:
                         if table.num_rows != (rows := self._row_groups[indexes[done]]):
                             raise ValueError(f"it has {table.num_rows} rows, but the manifest says {rows}")
+                        table = referenced.resolve(table)  # noqa: PLW2901
+                        if done == len(indexes) - 1:
+                            referenced.check()  # before the last table, because no call follows it
                         yield table
                         done += 1
                         retries.attempts = 1  # a long epoch may have many interruptions

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from threading import Thread
@@ -25,6 +25,9 @@ from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
+from ringspark.pipelines.readers.referenced_rows import RowsDiffer
+from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn
+from ringspark.pipelines.writing.reference_file import ReferenceFileWriter
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 HandleInvalid = Literal["error", "skip", "keep"]
@@ -48,6 +51,8 @@ class WritePlan:
         splits: Whether batches have an additional last column that is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
+        file_columns: If the files shall refer to rows of an external table, where its files hold these
+            columns. The last two columns are then `REFERENCES`.
     """
 
     uri: str
@@ -59,6 +64,7 @@ class WritePlan:
     compression: str = "zstd"
     only_measures: bool = False
     imports: tuple[str, ...] = ()
+    file_columns: Mapping[str, FileColumn] | None = None
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
@@ -73,18 +79,34 @@ class WritePlan:
     def stored_types(self) -> dict[str, Any]:
         stored: dict[str, Any] = {}
         for column in self.stored_columns:
-            stored |= column.kind.stored(column.name)
-        return stored
+            if self.file_columns is None or column.name not in self.file_columns:
+                stored |= column.kind.stored(column.name)
+        return stored if self.file_columns is None else stored | {NUM_BYTES: pa.int64()}
+
+    def new_writer(self, task: int, split: Split) -> ShardFileWriter:
+        """Returns the writer of new rows; `new_file` returns the writer of rows from such files."""
+        if self.file_columns is None:
+            return self.new_file(task, split)
+        return ReferenceFileWriter(
+            self.uri,
+            self._new_path(task, split),
+            self.columns,
+            self.file_columns,
+            row_group_rows=self.row_group_rows,
+            compression=self.compression,
+        )
 
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
-        path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
         return ShardFileWriter(
             self.uri,
-            path,
+            self._new_path(task, split),
             self.stored_types,
             row_group_rows=self.row_group_rows,
             compression=self.compression,
         )
+
+    def _new_path(self, task: int, split: Split) -> str:
+        return f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
 
 
 def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
@@ -117,7 +139,10 @@ def _import(names: Sequence[str]) -> None:
 def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
     # Decoded images are much larger than compressed ones.
     images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
-    row_bytes = images + batch.nbytes // max(1, batch.num_rows)
+    references = sum(
+        array.nbytes for column, array in zip(columns, batch.columns, strict=False) if column.name in (FILE, ROW)
+    )
+    row_bytes = images + (batch.nbytes - references) // max(1, batch.num_rows)
     rows = max(1, PIECE_BYTES // max(1, row_bytes))
     for start in range(0, batch.num_rows, rows):
         yield batch.slice(start, rows)
@@ -139,7 +164,7 @@ class PartitionWriter:
             for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
             if handling == "keep"
         }
-        self._writers = {split: plan.new_file(self._number, split) for split in SPLITS}
+        self._writers = {split: plan.new_writer(self._number, split) for split in SPLITS}
         self._stats = {
             split: [
                 StatsCollector(is_scalar=isinstance(column.kind, Scalar)) for column in plan.stored_columns
@@ -155,6 +180,7 @@ class PartitionWriter:
         self._unread: list[tuple[int, str]] = [(0, "")] * len(plan.columns)
         self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
         self._problem: str | None = None
+        self._differs = False
         # Set when the driver will refuse the data: the task stops writing but counts for the message.
         self._refused = plan.only_measures
 
@@ -190,9 +216,10 @@ class PartitionWriter:
                 self._write(split, [[array.filter(mask) for array in group] for group in arrays])  # type: ignore[arg-type]
 
     def finish(self) -> dict[str, Any]:
-        files = []
-        if not self._refused:
-            files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
+        files: list[Any] = []
+        with self._report_difference():
+            if not self._refused:
+                files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
         return {
             "files": [file.to_json() for file in files],
             "stats": {
@@ -207,6 +234,7 @@ class PartitionWriter:
             "unread": self._unread,
             "shapes": self._shapes,
             "problem": self._problem,
+            "differs": self._differs,
         }
 
     def discard(self) -> None:
@@ -286,8 +314,17 @@ class PartitionWriter:
                 present = pc.invert(arrays[mask][0])
                 measured = [array.filter(present) for array in stored]
             collector.add(len(stored[0]), column.kind.measure(measured))
-        if not self._refused:
-            self._writers[split].add([array for group in arrays for array in group])
+        with self._report_difference():
+            if not self._refused:
+                self._writers[split].add([array for group in arrays for array in group])
+
+    @contextmanager
+    def _report_difference(self) -> Iterator[None]:
+        try:
+            yield
+        except RowsDiffer as error:
+            self._differs = True
+            self._refuse(str(error))
 
     def _refuse(self, problem: str | None) -> None:
         self._problem = self._problem or problem

@@ -26,11 +26,14 @@ from ringspark.pipelines.columns import (
     is_case_sensitive,
     quote,
 )
+from ringspark.pipelines.external.file_scan import InPlaceError, row_place
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
+from ringspark.pipelines.readers.referenced_rows import REFERENCES
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
+from ringspark.pipelines.table_files import FileColumn
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import copy_files, plan_even_files
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
@@ -63,6 +66,7 @@ def write_shards(
     seed: int = 0,
     overwrite: bool = False,
     imports: Sequence[str] = (),
+    file_columns: Mapping[str, FileColumn] | None = None,
 ) -> ShardManifest:
     """Writes all columns of `df` as shards and commits their manifest. Runs on the driver.
 
@@ -93,11 +97,14 @@ def write_shards(
             complete.
         imports: Modules that the Python workers import during the write, because a later stage needs them.
             Missing modules are skipped.
+        file_columns: Columns that stay in the Parquet files below `df`, from `find_scan`. The shards then
+            refer to the rows of these files, which must not change as long as the shards are read.
 
     Returns:
         The committed manifest.
 
     Raises:
+        InPlaceError: The files below `df` hold other values than `df`.
         ValueError: A column has an unsupported type, or holds nulls or arrays of several lengths. Or there
             are no training rows, or `uri` cannot be written, or it holds shards already. No files are left
             behind.
@@ -123,6 +130,8 @@ def write_shards(
         raise ValueError("there is no column to write; select at least one besides validation_col")
     found = columns_from_spark(StructType(stored), columns)
     check_masks([column.name for column in found])
+    if file_columns is not None:
+        found += REFERENCES
     resolved = resolve(df.sparkSession, uri)
     plan = WritePlan(
         uri=storage.normalize(resolved),
@@ -133,6 +142,7 @@ def write_shards(
         row_group_rows=row_group_rows,
         compression=compression,
         imports=tuple(imports),
+        file_columns=file_columns,
     )
     check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
@@ -165,6 +175,8 @@ def _write(
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)
         manifest = join_reports(plan, reports, files)
+        if plan.file_columns is not None:
+            manifest = _without_references(manifest, dict(plan.file_columns))
         commit(manifest, overwrite)
     except storage.BrokenOffError:
         raise  # its files belong to the manifest that the message names
@@ -172,6 +184,14 @@ def _write(
         discard(plan.uri, plan.folder, is_new)
         raise
     return manifest
+
+
+def _without_references(manifest: ShardManifest, file_columns: dict[str, FileColumn]) -> ShardManifest:
+    """Removes the references from the columns, because they are in no batch."""
+    columns = manifest.columns[: -len(REFERENCES)]
+    names = [column.name for column in columns]
+    stats = {split: {name: found[name] for name in names} for split, found in manifest.stats.items()}
+    return replace(manifest, columns=columns, stats=stats, file_columns=file_columns)
 
 
 def _handling(
@@ -223,7 +243,10 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
-    expressions = [c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns]
+    expressions = [
+        c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns if c.name in types
+    ]
+    expressions += row_place() if plan.file_columns is not None else ()
     if chosen is not None:
         expressions.append(chosen)
     # Numbered names, because Spark Connect reads a dot in mapInArrow's input as a struct field.
@@ -244,7 +267,7 @@ def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: s
             )
     for report in reports:
         if report["problem"] is not None:
-            raise ValueError(report["problem"])
+            raise (InPlaceError if report["differs"] else ValueError)(report["problem"])
     if validation_col is not None:
         indicator = ColumnStats()
         for report in reports:
