@@ -45,7 +45,7 @@ from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import Listing, list_parquet
+from ringspark.pipelines.external.listing import Listing, read_parquet
 from ringspark.pipelines.readers import check_table_reader
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 
@@ -113,14 +113,11 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
 
-        The files must not change during the training. Only an estimator without a model copies the rows,
-        like `fit`, because the default network for a table needs computed columns. Raises errors like
-        `fitOnShards`.
+        This is `fit` with data="inPlace", so the files must not change during the training. Only an estimator
+        without a model copies the rows. Raises errors like `fitOnShards`.
         """
         spark = active_session()
-        if wants_table(self):
-            return self._fit(spark.read.parquet(resolve(spark, uri)))
-        return self._fit_on_table(spark, list_parquet(spark, uri))
+        return self.copy({self.data: "inPlace"}).fit(read_parquet(spark, uri))
 
     def fitOnDelta(self, uri: str, version: int | None = None) -> M:
         """Trains on one version of a Delta table, by default the newest, without a copy of its files.

@@ -78,7 +78,9 @@ class FitData:
             _logger.warning("data=%r copies the rows: %s", self.place, error)
             return self._write(dataset, uri, None)
         if self.place == "auto":
-            _logger.warning("data='auto' reads the rows in place, from files of %d MiB", scan.num_bytes / 2**20)
+            _logger.warning(
+                "data='auto' reads the rows in place, from files of %d MiB", scan.num_bytes / 2**20
+            )
         return manifest
 
     @property

@@ -54,31 +54,44 @@ class Listing:
         return spark.read.parquet(*paths).select(*map(quote, columns))
 
 
-def list_parquet(spark: SparkSession, uri: str) -> Listing:
-    """Lists a folder of Parquet files, or one file.
+def read_parquet(spark: SparkSession, uri: str) -> DataFrame:
+    """Returns a DataFrame of a folder of Parquet files, or of one file. Spark reads their schema.
 
     Raises:
         ValueError: There is no such folder, it holds no Parquet files, or it is a table of another format.
     """
-    resolved = resolve(spark, uri)
-    root = storage.normalize(resolved)
+    root = storage.normalize(resolve(spark, uri))
     if not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds Parquet files")
     for name in storage.list_names(root):
         if name in _OTHER_FORMATS:
             raise ValueError(f"{root!r} is {_OTHER_FORMATS[name]}")
-    no_files = f"{root!r} holds no Parquet files; pass a folder with files, or with folders named 'key=value'"
     try:
         frame = spark.read.parquet(_escape_glob(to_spark_uri(spark, root)))
-        schema, names = frame.schema, frame.inputFiles()
+        is_empty = not frame.inputFiles()
     except Exception as error:  # Spark raises many classes
         if "UNABLE_TO_INFER_SCHEMA" in str(error) or "Unable to infer schema" in str(error):
-            raise ValueError(no_files) from None
+            raise _no_files(root) from None
         # The first line may be py4j's, about one of its variables.
         lines = [line.strip(": ") for line in str(error).splitlines() if not line.startswith("An error")]
         reason = next(filter(None, lines), type(error).__name__)
         raise ValueError(f"Spark cannot read {root!r} as Parquet ({reason}); pass another folder") from error
-    paths = sorted({storage.normalize(unquote(name)) for name in names})
+    if is_empty:
+        raise _no_files(root)
+    return frame
+
+
+def _no_files(root: str) -> ValueError:
+    return ValueError(
+        f"{root!r} holds no Parquet files; pass a folder with files, or with folders named 'key=value'"
+    )
+
+
+def list_parquet(spark: SparkSession, uri: str) -> Listing:
+    """Lists a folder of Parquet files, or one file; raises like `read_parquet`."""
+    frame = read_parquet(spark, uri)
+    root, schema = storage.normalize(resolve(spark, uri)), frame.schema
+    paths = sorted({storage.normalize(unquote(name)) for name in frame.inputFiles()})
     if paths != [root]:  # Spark lists summaries such as "_metadata", which hold no rows
         paths = [path for path in paths if not _is_hidden(path.rpartition("/")[2])]
     else:
@@ -90,7 +103,7 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
         )
     states = [state for state in path_states(paths) if state[1]]  # Spark skips empty files
     if not states:
-        raise ValueError(no_files)
+        raise _no_files(root)
     files = tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states)
     return Listing(
         source=TableSource(uri=root),

@@ -56,7 +56,9 @@ class _FileKind(Kind):
     def read(self, values: Any) -> tuple[Any, dict[int, str]]:
         encoded = values.dictionary_encode()
         files = [describe_file(uri) for uri in encoded.dictionary.to_pylist()]
-        return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(files, pa.string())).cast(pa.string()), {}
+        return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(files, pa.string())).cast(
+            pa.string()
+        ), {}
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         return Encoded([values])
@@ -229,7 +231,9 @@ class _TableFile:
         names = list(dict.fromkeys(self._names))
         table = self._file.read_row_groups([group for group, _, _ in wanted], names, use_threads=False)
         starts = np.cumsum([0, *(size for _, size, _ in wanted)])
-        return _take(table, np.concatenate([s + rows for s, (_, _, rows) in zip(starts, wanted, strict=False)]))
+        return _take(
+            table, np.concatenate([s + rows for s, (_, _, rows) in zip(starts, wanted, strict=False)])
+        )
 
     def _read_pages(self, group: int, rows: Int64Array) -> Iterator[Any]:
         names = list(dict.fromkeys(self._names))

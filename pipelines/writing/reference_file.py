@@ -92,4 +92,6 @@ def _is_same(left: Any, right: Any) -> bool:
         )
     if not pa.types.is_floating(left.type):
         return bool(left.equals(right))
-    return bool(np.array_equal(*(numbers(array).view(f"i{array.type.bit_width // 8}") for array in (left, right))))
+    return bool(
+        np.array_equal(*(numbers(array).view(f"i{array.type.bit_width // 8}") for array in (left, right)))
+    )

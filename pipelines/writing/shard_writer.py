@@ -140,7 +140,9 @@ def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
     # Decoded images are much larger than compressed ones.
     images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
     references = sum(
-        array.nbytes for column, array in zip(columns, batch.columns, strict=False) if column.name in (FILE, ROW)
+        array.nbytes
+        for column, array in zip(columns, batch.columns, strict=False)
+        if column.name in (FILE, ROW)
     )
     row_bytes = images + (batch.nbytes - references) // max(1, batch.num_rows)
     rows = max(1, PIECE_BYTES // max(1, row_bytes))
