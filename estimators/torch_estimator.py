@@ -33,7 +33,7 @@ from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
-from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit, wants_table
+from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
@@ -117,7 +117,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         without a model copies the rows. Raises errors like `fitOnShards`.
         """
         spark = active_session()
-        return self.copy({self.data: "inPlace"}).fit(read_parquet(spark, uri))
+        return self.copy({self.data: "inPlace"})._fit(read_parquet(spark, uri))
 
     def fitOnDelta(self, uri: str, version: int | None = None) -> M:
         """Trains on one version of a Delta table, by default the newest, without a copy of its files.

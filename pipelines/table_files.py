@@ -40,6 +40,14 @@ class TableSource:
     version: int | None = None
 
 
+class InPlaceError(ValueError):
+    """The rows of a DataFrame cannot be read from the files below it."""
+
+
+class RowsDifferError(InPlaceError):
+    """A file cannot be read as Spark reads it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileColumn:
     """Name of a column in an external table's files, and Spark types to which its values are cast, in order.

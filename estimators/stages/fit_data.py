@@ -24,11 +24,11 @@ from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.training.settings.choices import DataPlace
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
-from ringspark.pipelines.external.file_scan import FileScan, InPlaceError, find_scan
+from ringspark.pipelines.external.file_scan import FileScan, find_scan
 from ringspark.pipelines.kinds import HashBuckets, TableRow, Vocabulary, kind_from_json
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.spark_paths import to_spark_uri
-from ringspark.pipelines.table_files import FileColumn
+from ringspark.pipelines.table_files import InPlaceError
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class FitData:
         try:
             scan = find_scan(dataset, self.columns)
             self._check_scan(scan, dataset.schema)
-            manifest = self._write(dataset, uri, scan.columns)
+            manifest = self._write(dataset, uri, scan)
         except InPlaceError as error:
             if self.place == "inPlace" and not self._is_plain_table:
                 raise ValueError(
@@ -102,9 +102,7 @@ class FitData:
         if len(computed) == len(self.columns):
             raise InPlaceError(f"Spark computes all columns, {computed}")
 
-    def _write(
-        self, dataset: DataFrame, uri: str, file_columns: Mapping[str, FileColumn] | None
-    ) -> ShardManifest:
+    def _write(self, dataset: DataFrame, uri: str, scan: FileScan | None) -> ShardManifest:
         kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
         if self.drops_invalid:
             chosen = {
@@ -126,7 +124,7 @@ class FitData:
                 validation_fraction=self.validation_fraction,
                 seed=self.seed,
                 imports=self.imports,
-                file_columns=file_columns,
+                references=scan,
             )
         except ValueError as error:
             if isinstance(error, InPlaceError) or "to write_shards" not in str(error):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ringspark.pipelines.columns import quote
+from ringspark.pipelines.columns import Column, quote
+from ringspark.pipelines.external.reference_file import ReferenceFileWriter
 from ringspark.pipelines.reuse.plan_fingerprint import explain, section, size_range
-from ringspark.pipelines.table_files import FileColumn
+from ringspark.pipelines.table_files import FileColumn, InPlaceError
+from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -27,23 +29,21 @@ _ATTRIBUTE = re.compile(r"[^()\[\]#]+#(\d+)L?")
 _CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boolean)\)")
 
 
-class InPlaceError(ValueError):
-    """The rows of a DataFrame cannot be read from the files below it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileScan:
     """The columns that are in the files, by the DataFrame's names, and Spark's size of the table in bytes."""
 
     columns: dict[str, FileColumn]
-    num_bytes: float
+    num_bytes: float = 0.0
 
+    def place(self) -> tuple[SparkColumn, SparkColumn]:
+        """Returns Spark's expressions for the URI of a row's file, and for the row's number in it."""
+        from pyspark.sql import functions as F
 
-def row_place() -> tuple[SparkColumn, SparkColumn]:
-    """Returns Spark's expressions for the URI of a row's file, and for the row's number in it."""
-    from pyspark.sql import functions as F
+        return F.col("_metadata.file_path"), F.col("_metadata.row_index")
 
-    return F.col("_metadata.file_path"), F.col("_metadata.row_index")
+    def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
+        return ReferenceFileWriter(uri, path, columns, self.columns, **settings)
 
 
 def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
@@ -58,7 +58,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
 
     chosen = [F.col(quote(name)).alias(f"{_MARK}{index}") for index, name in enumerate(names)]
     try:
-        extended, cost = explain(df.select(*chosen, *row_place()))
+        extended, cost = explain(df.select(*chosen, *FileScan(columns={}).place()))
     except Exception as error:  # Spark raises many classes
         raise InPlaceError(
             "Spark does not report from which file each row comes, because the DataFrame is not a scan of "
@@ -105,7 +105,7 @@ def _follow(expression: str, above: str, relation: str) -> FileColumn | None:
 
 
 def _top_level_names(physical: str) -> set[str]:
-    """Returns the columns that Spark reads from the files; it prints them as `ReadSchema: struct<a:int,...>`."""
+    """Returns the columns that Spark reads from the files, which it prints as `ReadSchema: struct<a:int>`."""
     names: set[str] = set()
     for schema in re.findall(r"ReadSchema: struct<(.*)>", physical):
         depth, start = 0, 0

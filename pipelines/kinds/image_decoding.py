@@ -77,7 +77,7 @@ def spark_image(source: Any) -> Any:
 def image_bytes(image: Mapping[str, Any]) -> bytes:
     """Returns an image struct as `spark_image` returns it."""
     header = {name: image[name] for name in SPARK_FIELDS[:-1] if image[name] is not None}
-    return json.dumps(header).encode() + b"\n" + image["data"]
+    return b"\n".join((json.dumps(header).encode(), image["data"]))
 
 
 def describe_problem(data: bytes, error: Exception) -> str:

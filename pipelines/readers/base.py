@@ -26,15 +26,16 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
 from ringspark.pipelines.external.conversion import decode_column
+from ringspark.pipelines.external.referenced_rows import ReferencedRows
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import Buffers, RowGroup, StreamBuffer, StreamRows, assemble, order
 from ringspark.pipelines.readers.cache import RowGroupCache
-from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
-from ringspark.pipelines.readers.referenced_rows import FILE, ROW, ReferencedRows
+from ringspark.pipelines.readers.prefetch import closed_check, prefetch, prefetch_bundles
+from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import cut
-from ringspark.pipelines.table_files import TABLE_REMEDY, Window
+from ringspark.pipelines.table_files import FILE, ROW, TABLE_REMEDY, Window
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -217,12 +218,12 @@ class ShardReader(ABC):
                 self._check_file(indexes[done])
                 with (
                     closing(self.read_tables(indexes[done:])) as tables,  # type: ignore[type-var]
-                    closing(ReferencedRows(self.columns, self.manifest.file_columns or {})) as referenced,
+                    closing(self._new_rows()) as referenced,
                 ):
                     for table in tables:
                         if table.num_rows != (rows := self._row_groups[indexes[done]]):
                             raise ValueError(f"it has {table.num_rows} rows, but the manifest says {rows}")
-                        table = referenced.resolve(table)  # noqa: PLW2901
+                        table = referenced.resolve(table)
                         if done == len(indexes) - 1:
                             referenced.check()  # before the last table, because no call follows it
                         yield table
@@ -234,6 +235,16 @@ class ShardReader(ABC):
                 uri, _ = self.locate(indexes[done])
                 if not retries.again(uri, error):
                     raise self.read_error(indexes[done], error, retries.attempts) from error
+
+    def _new_rows(self) -> ReferencedRows:
+        tails = Tails()
+
+        def open_file(uri: str, num_bytes: int) -> Any:
+            return (
+                pa.OSFile(uri) if storage.is_local(uri) else RangeFile(uri, num_bytes, tails, closed_check())
+            )
+
+        return ReferencedRows(self.columns, self.manifest.file_columns or {}, open_file)
 
     def _check_file(self, index: int) -> None:
         file, _ = self._located[index]

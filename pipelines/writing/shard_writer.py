@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,9 +25,8 @@ from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
-from ringspark.pipelines.readers.referenced_rows import RowsDiffer
-from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn
-from ringspark.pipelines.writing.reference_file import ReferenceFileWriter
+from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, RowsDifferError
+from ringspark.pipelines.writing.references import RowReferences
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 HandleInvalid = Literal["error", "skip", "keep"]
@@ -51,8 +50,7 @@ class WritePlan:
         splits: Whether batches have an additional last column that is true for validation rows.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
-        file_columns: If the files shall refer to rows of an external table, where its files hold these
-            columns. The last two columns are then `REFERENCES`.
+        references: How the shards refer to rows of files, or None; the last columns are then `REFERENCES`.
     """
 
     uri: str
@@ -64,7 +62,7 @@ class WritePlan:
     compression: str = "zstd"
     only_measures: bool = False
     imports: tuple[str, ...] = ()
-    file_columns: Mapping[str, FileColumn] | None = None
+    references: RowReferences | None = None
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
@@ -79,19 +77,18 @@ class WritePlan:
     def stored_types(self) -> dict[str, Any]:
         stored: dict[str, Any] = {}
         for column in self.stored_columns:
-            if self.file_columns is None or column.name not in self.file_columns:
+            if self.references is None or column.name not in self.references.columns:
                 stored |= column.kind.stored(column.name)
-        return stored if self.file_columns is None else stored | {NUM_BYTES: pa.int64()}
+        return stored if self.references is None else stored | {NUM_BYTES: pa.int64()}
 
     def new_writer(self, task: int, split: Split) -> ShardFileWriter:
         """Returns the writer of new rows; `new_file` returns the writer of rows from such files."""
-        if self.file_columns is None:
+        if self.references is None:
             return self.new_file(task, split)
-        return ReferenceFileWriter(
+        return self.references.new_writer(
             self.uri,
             self._new_path(task, split),
             self.columns,
-            self.file_columns,
             row_group_rows=self.row_group_rows,
             compression=self.compression,
         )
@@ -324,7 +321,7 @@ class PartitionWriter:
     def _report_difference(self) -> Iterator[None]:
         try:
             yield
-        except RowsDiffer as error:
+        except RowsDifferError as error:
             self._differs = True
             self._refuse(str(error))
 

@@ -26,16 +26,15 @@ from ringspark.pipelines.columns import (
     is_case_sensitive,
     quote,
 )
-from ringspark.pipelines.external.file_scan import InPlaceError, row_place
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
-from ringspark.pipelines.readers.referenced_rows import REFERENCES
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
-from ringspark.pipelines.table_files import FileColumn
+from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import copy_files, plan_even_files
+from ringspark.pipelines.writing.references import REFERENCES, RowReferences
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
@@ -66,7 +65,7 @@ def write_shards(
     seed: int = 0,
     overwrite: bool = False,
     imports: Sequence[str] = (),
-    file_columns: Mapping[str, FileColumn] | None = None,
+    references: RowReferences | None = None,
 ) -> ShardManifest:
     """Writes all columns of `df` as shards and commits their manifest. Runs on the driver.
 
@@ -97,8 +96,8 @@ def write_shards(
             complete.
         imports: Modules that the Python workers import during the write, because a later stage needs them.
             Missing modules are skipped.
-        file_columns: Columns that stay in the Parquet files below `df`, from `find_scan`. The shards then
-            refer to the rows of these files, which must not change as long as the shards are read.
+        references: From `find_scan`: columns that stay in the Parquet files below `df`. The shards then refer
+            to the rows of these files, which must not change as long as the shards are read.
 
     Returns:
         The committed manifest.
@@ -130,7 +129,7 @@ def write_shards(
         raise ValueError("there is no column to write; select at least one besides validation_col")
     found = columns_from_spark(StructType(stored), columns)
     check_masks([column.name for column in found])
-    if file_columns is not None:
+    if references is not None:
         found += REFERENCES
     resolved = resolve(df.sparkSession, uri)
     plan = WritePlan(
@@ -142,7 +141,7 @@ def write_shards(
         row_group_rows=row_group_rows,
         compression=compression,
         imports=tuple(imports),
-        file_columns=file_columns,
+        references=references,
     )
     check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
@@ -175,8 +174,8 @@ def _write(
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)
         manifest = join_reports(plan, reports, files)
-        if plan.file_columns is not None:
-            manifest = _without_references(manifest, dict(plan.file_columns))
+        if plan.references is not None:
+            manifest = _without_references(manifest, dict(plan.references.columns))
         commit(manifest, overwrite)
     except storage.BrokenOffError:
         raise  # its files belong to the manifest that the message names
@@ -246,7 +245,7 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     expressions = [
         c.kind.select(F.col(quote(c.name)), types[c.name]) for c in plan.columns if c.name in types
     ]
-    expressions += row_place() if plan.file_columns is not None else ()
+    expressions += plan.references.place() if plan.references is not None else ()
     if chosen is not None:
         expressions.append(chosen)
     # Numbered names, because Spark Connect reads a dot in mapInArrow's input as a struct field.

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
@@ -35,7 +34,7 @@ ROWS = 9_000
 
 @pytest.fixture(scope="module")
 def table(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns a folder with a file per region. Arrays are long, so the rows of a region fill several groups."""
+    """Returns a folder with a file per region. The arrays are so long that one file fills several groups."""
     root, number = str(tmp_path_factory.mktemp("in_place") / "table"), F.col("id")
     spark.range(0, ROWS, 1, 1).select(
         number,
@@ -202,7 +201,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     write = fit_data.write_shards
 
     def record(*args: Any, **settings: Any) -> ShardManifest:
-        found.append(settings["file_columns"] is not None)
+        found.append(settings["references"] is not None)
         return write(*args, **settings)
 
     monkeypatch.setattr(fit_data, "write_shards", record)

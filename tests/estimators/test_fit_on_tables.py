@@ -149,8 +149,7 @@ def test_two_workers_train_what_one_trains_and_go_on_where_it_failed(table: str,
     with pytest.raises(WorkerError, match=r"on purpose.*resume=True"):
         _linear(tmp_path, **settings).fitOnParquet(table)
     manifest = ShardManifest.load(tmp_path / "run" / "shards")
-    assert manifest.table is not None
-    assert manifest.table.uri == table
+    assert manifest.file_columns
     resumed = _linear(tmp_path, **(settings | {"numWorkers": 1}), resume=True).fitOnParquet(table)
     assert _same(resumed, alone, tolerance=1e-5)
     assert resumed.summary.resumed_steps == (6,)
@@ -179,18 +178,14 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
     # Resuming a finished run returns its model; resuming with another table fails.
     _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
     pq.write_table(pq.read_table(file), root / "more.parquet")
-    with pytest.raises(
-        ValueError, match=r"1 files of the table were added, changed or removed, such as 'more.parquet'"
-    ):
+    with pytest.raises(ValueError, match="train rows: 96 -> 192"):
         _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
-    with pytest.raises(ValueError, match=r"the table .*table' -> "):
+    with pytest.raises(ValueError, match="train rows: 96 -> 240"):
         _linear(tmp_path, **run, resume=True).fitOnParquet(table)
 
 
 @pytest.mark.slow
-def test_folders_hold_out_files_and_other_choices_of_rows_are_refused(
-    spark: Any, table: str, tmp_path: Path
-) -> None:
+def test_a_column_of_the_folders_holds_out_its_rows(spark: Any, table: str, tmp_path: Path) -> None:
     root = str(tmp_path / "table")
     frame = spark.read.parquet(table).select("id", "size", (F.col("id") % 4 == 0).cast("int").alias("test"))
     frame.write.partitionBy("test").parquet(root)
@@ -198,14 +193,6 @@ def test_folders_hold_out_files_and_other_choices_of_rows_are_refused(
     history = model.summary.history
     assert list(history.rows) == [180, 180]
     assert history.validation_loss.notna().all()
-    for params, sentence in (
-        ({"validationIndicatorCol": "id", "labelCol": "test"}, "'id' is a column of the files, but"),
-        ({"validationFraction": 0.5}, "validationFraction selects single rows"),
-        ({"handleInvalid": "skip"}, "handleInvalid='skip' leaves rows out"),
-        ({"reader": "petastorm"}, "reader 'petastorm' reads only shards of write_shards"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            _linear(tmp_path, **params).fitOnParquet(root)
 
 
 def _write_delta(uri: str, first: int, rows: int, **settings: Any) -> None:

@@ -1,17 +1,16 @@
 """Rows that stay in the files of an external table: shards then hold references to them.
 
 A row of such a shard names a file and the row's number in it. The row's columns are read from there, and
-converted to the arrays that `write_shards` would have stored. So everything else about the shards is as usual:
-their order, their row groups, their statistics, and how they are committed, checked and read by an engine.
+converted to the arrays that `write_shards` would have stored. So everything else about the shards is as
+usual: their order, their row groups, their statistics, and how they are committed, checked and read by an engine.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +21,17 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.external.conversion import encode_column
 from ringspark.pipelines.external.row_pages import KeptPages, PageReader, find_leaves, has_page_rows
-from ringspark.pipelines.kinds import Kind, Scalar
-from ringspark.pipelines.kinds.base import Encoded, number_type, one_chunk
+from ringspark.pipelines.kinds.base import number_type, one_chunk
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
-from ringspark.pipelines.readers.prefetch import closed_check
-from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.reuse.source_files import FileState
-from ringspark.pipelines.rows import NumpyArray
-from ringspark.pipelines.table_files import FILE, ROW, FileColumn, changed_problem, describe_file, parse_file
+from ringspark.pipelines.table_files import (
+    FILE,
+    ROW,
+    FileColumn,
+    RowsDifferError,
+    changed_problem,
+    parse_file,
+)
 
 _OPEN_FILES = 64
 # Parquet writers make pages of at most this many rows. A row group that is not larger is read whole.
@@ -39,52 +41,7 @@ _ROWS_AT_ONCE = 1 << 16
 _MOST_UNSPLIT_ROWS = 1 << 17
 
 Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class _FileKind(Kind):
-    """Column type of `FILE` while references are written; no batch has such a column."""
-
-    tag: ClassVar[str] = "file"
-
-    def adopt(self, name: str, data_type: Any) -> _FileKind:
-        return self
-
-    def stored(self, name: str) -> dict[str, Any]:
-        return {name: pa.string()}
-
-    def read(self, values: Any) -> tuple[Any, dict[int, str]]:
-        encoded = values.dictionary_encode()
-        files = [describe_file(uri) for uri in encoded.dictionary.to_pylist()]
-        return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(files, pa.string())).cast(
-            pa.string()
-        ), {}
-
-    def encode(self, values: Any, valid: Any = None) -> Encoded:
-        return Encoded([values])
-
-    def measure(self, arrays: Sequence[Any]) -> NumpyArray:
-        return np.zeros(0)
-
-    def decode(self, columns: Sequence[Any]) -> Any:
-        raise AssertionError("references are resolved before columns are decoded")
-
-    def arrays(self, name: str) -> dict[str, Any]:
-        return {}
-
-    @property
-    def row_bytes(self) -> int:
-        return 1
-
-
-REFERENCES = (
-    Column(name=FILE, kind=_FileKind(), source="string"),
-    Column(name=ROW, kind=Scalar("int64"), source="bigint"),
-)
-
-
-class RowsDiffer(ValueError):  # noqa: N818
-    """A file cannot be read as Spark reads it."""
+OpenFile = Callable[[str, int], Any]
 
 
 class ReferencedRows:
@@ -93,13 +50,20 @@ class ReferencedRows:
     Attributes:
         columns: The columns to read from the files.
         file_columns: Where the files have them.
+        open_file: Opens a file of a given number of bytes; a reader has a faster way for remote stores.
     """
 
-    def __init__(self, columns: Sequence[Column], file_columns: Mapping[str, FileColumn]) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        file_columns: Mapping[str, FileColumn],
+        open_file: OpenFile | None = None,
+    ) -> None:
         self.columns = [column for column in columns if column.name in file_columns]
         self.file_columns = file_columns
         self._files: OrderedDict[str, _TableFile] = OrderedDict()
-        self._kept, self._tails = KeptPages(), Tails()
+        self._open_file = open_file or _open_file
+        self._kept = KeptPages()
 
     def resolve(self, table: Any) -> Any:
         """Returns a table of a shard with stored columns instead of references."""
@@ -119,7 +83,7 @@ class ReferencedRows:
 
         Raises:
             ValueError: A file has changed, or holds other columns.
-            RowsDiffer: The values do not fit the column types.
+            RowsDifferError: The values do not fit the column types.
         """
         encoded = files.dictionary_encode()
         numbers = encoded.indices.to_numpy(zero_copy_only=False)
@@ -151,7 +115,7 @@ class ReferencedRows:
                 values = values.cast(number_type(SPARK_DTYPES[type_name]), safe=False)
             return encode_column(values, column.kind)
         except (ValueError, pa.ArrowException) as error:
-            raise RowsDiffer(f"column {column.name!r} {error}") from error
+            raise RowsDifferError(f"column {column.name!r} {error}") from error
 
     def _open(self, text: str) -> _TableFile:
         if text in self._files:
@@ -164,20 +128,21 @@ class ReferencedRows:
         state = parse_file(text)
         _check([state])
         names = [self.file_columns[column.name].name for column in self.columns]
-        self._files[text] = _TableFile(state, names, self._kept, self._tails)
+        self._files[text] = _TableFile(state, names, self._open_file, self._kept)
         return self._files[text]
 
 
 class _TableFile:
     """One open file of a table, and the columns `names` in it."""
 
-    def __init__(self, state: FileState, names: Sequence[str], kept: KeptPages, tails: Tails) -> None:
+    def __init__(self, state: FileState, names: Sequence[str], open_file: OpenFile, kept: KeptPages) -> None:
         path, num_bytes, _ = state
-        is_local = storage.is_local(path)
         with ExitStack() as stack:
-            source: Any = pa.OSFile(path) if is_local else RangeFile(path, num_bytes, tails, closed_check())
-            stack.enter_context(source)
-            self._file = pq.ParquetFile(source, pre_buffer=not is_local, coerce_int96_timestamp_unit="us")
+            source = stack.enter_context(open_file(path, num_bytes))
+            # In a store, one request fetches all adjacent columns of a row group.
+            self._file = pq.ParquetFile(
+                source, pre_buffer=not storage.is_local(path), coerce_int96_timestamp_unit="us"
+            )
             metadata, schema = self._file.metadata, self._file.schema_arrow
             self._names = [_find_name(name, schema.names, path) for name in names]
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -189,7 +154,7 @@ class _TableFile:
             self._splits = [is_flat and has_page_rows(metadata, group, chosen) for group in range(len(sizes))]
             for size, splits in zip(sizes, self._splits, strict=True):
                 if size > _MOST_UNSPLIT_ROWS and not splits:
-                    raise RowsDiffer(
+                    raise RowsDifferError(
                         f"{path!r} has a row group of {size} rows that cannot be read in parts, because its "
                         "arrays have no page index"
                     )
@@ -205,7 +170,8 @@ class _TableFile:
             raise ValueError(f"it has {self._starts[-1]} rows, but a reference names row {rows.max()}")
         groups = np.searchsorted(self._starts, rows, side="right") - 1
         cuts = np.flatnonzero(np.diff(groups)) + 1
-        parts, whole = [], []
+        parts: list[Any] = []
+        whole: list[tuple[int, int, Int64Array]] = []
         for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True):
             group = int(groups[first])
             local = rows[first:last] - self._starts[group]
@@ -258,7 +224,7 @@ def _find_name(name: str, names: Sequence[str], path: str) -> str:
     """Returns the name of a column in a file; Spark may read names without regard to case."""
     found = [each for each in names if each == name] or [n for n in names if n.lower() == name.lower()]
     if len(found) != 1:
-        raise RowsDiffer(f"{path!r} has {len(found)} columns {name!r}, and one is needed")
+        raise RowsDifferError(f"{path!r} has {len(found)} columns {name!r}, and one is needed")
     return found[0]
 
 
@@ -271,3 +237,7 @@ def _depth(data_type: Any) -> int:
 def _check(files: Sequence[FileState]) -> None:
     if (problem := changed_problem(files)) is not None:
         raise ValueError(problem)
+
+
+def _open_file(path: str, num_bytes: int) -> Any:
+    return pa.OSFile(path) if storage.is_local(path) else storage.open_file(path)

@@ -1,4 +1,4 @@
-"""Writes a shard of references to rows of an external table, and compares the table's files with Spark's rows.
+"""Writes a shard of references to rows of files, and compares the files' rows with Spark's.
 
 The comparison covers every row. A calendar, a cast or a type that Arrow reads otherwise than Spark therefore
 refuses the write, and never changes a number in silence.
@@ -14,17 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ringspark.pipelines.columns import Column
+from ringspark.pipelines.external.referenced_rows import ReferencedRows
 from ringspark.pipelines.kinds.base import is_list, list_offsets, numbers, one_chunk
 from ringspark.pipelines.manifest import ShardFile, Split
-from ringspark.pipelines.readers.referenced_rows import ReferencedRows, RowsDiffer
-from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn
+from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn, RowsDifferError
 from ringspark.pipelines.writing.shard_file import ShardFileWriter, num_bytes
 
 
 class ReferenceFileWriter(ShardFileWriter):
     """Takes all columns like a writer of shards, and then references; writes no column of `file_columns`.
 
-    Raises RowsDiffer if a file holds other values. Row groups have the sizes that they have in shards.
+    Raises RowsDifferError if a file holds other values. Row groups have the sizes that they have in shards.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class ReferenceFileWriter(ShardFileWriter):
         for column in self._rows.columns:
             for name in column.kind.stored(column.name):
                 if not _is_same(one_chunk(group.column(name)), one_chunk(found[name])):
-                    raise RowsDiffer(
-                        f"column {column.name!r} has other values in the files than in Spark, perhaps because "
-                        "of dates in another calendar, or of a type that Spark converts"
+                    raise RowsDifferError(
+                        f"column {column.name!r} has other values in the files than in Spark, perhaps "
+                        "because of dates in another calendar, or of a type that Spark converts"
                     )
         return group.select([name for name in group.column_names if name not in found])
 
@@ -92,6 +92,5 @@ def _is_same(left: Any, right: Any) -> bool:
         )
     if not pa.types.is_floating(left.type):
         return bool(left.equals(right))
-    return bool(
-        np.array_equal(*(numbers(array).view(f"i{array.type.bit_width // 8}") for array in (left, right)))
-    )
+    bits = f"i{left.type.bit_width // 8}"
+    return np.array_equal(numbers(left).view(bits), numbers(right).view(bits))
