@@ -2,7 +2,7 @@
 
 A row of such a shard names a file and the row's number in it. The row's columns are read from there, and
 converted to the arrays that `write_shards` would have stored. So everything else about the shards is as
-usual: their order, their row groups, their statistics, and how they are committed, checked and read by an engine.
+usual: order, row groups, statistics, commit, checks, and engines that read them.
 """
 
 from __future__ import annotations
