@@ -215,8 +215,8 @@ class _TableFile:
 
 
 def _take(table: Any, rows: Int64Array) -> Any:
-    if len(rows) == table.num_rows and (rows == np.arange(len(rows))).all():
-        return table
+    if (np.diff(rows) == 1).all():
+        return table.slice(rows[0], len(rows))  # a view
     return table.take(pa.array(rows))
 
 
