@@ -1,7 +1,8 @@
 """Read rate of shards of references, as `data="inPlace"` makes them, against shards with copies of the rows.
 
 Both hold the same rows in the same row groups. A case reads one shuffled epoch in batches of `BATCH_SIZE`
-rows with the engine "arrow", opening included, in interleaved rounds. The writes are timed once, after a warm-up.
+rows with the engine "arrow", opening included, in interleaved rounds. The writes are timed once, after a
+warm-up.
 
     python tests/benchmarks/in_place.py --repeats 3
 """
