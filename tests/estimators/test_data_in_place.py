@@ -116,7 +116,9 @@ CASES: dict[str, tuple[Change, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "," not in case else []) for case in CASES]
+)
 def test_batches_are_those_of_a_copy(spark: Any, table: str, tmp_path: Path, case: str) -> None:
     change, settings = CASES[case]
     frame = change(spark.read.parquet(table)).coalesce(1)
