@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -39,12 +39,19 @@ class Listing:
         files: (path relative to the table, number of bytes, state) of every non-empty file, sorted by path. A
             state, such as the modification time, changes if the file is replaced.
         folder_columns: For each partition column, an Arrow array with its value for each file.
+        deleted: For each file with deleted rows, their row numbers in the file, as a sorted int64 array.
+        file_names: Name in the files of each column that the files call by another name.
+        field_ids: Parquet field ID of each column; empty if the files identify columns by name. Files name a
+            renamed column differently, so its ID comes before its name.
     """
 
     source: TableSource
     schema: StructType
     files: tuple[FileState, ...]
     folder_columns: Mapping[str, Any]
+    deleted: Mapping[str, Any] = field(default_factory=dict)
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    field_ids: Mapping[str, int] = field(default_factory=dict)
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
         paths = [
