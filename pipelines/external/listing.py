@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ringspark.pipelines import storage
@@ -20,6 +22,8 @@ from ringspark.pipelines.table_files import TableSource
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructField, StructType
+
+Int64Array = npt.NDArray[np.int64]
 
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 
@@ -40,22 +44,20 @@ class Listing:
             state, such as the modification time, changes if the file is replaced.
         folder_columns: For each partition column, an Arrow array with its value for each file.
         deleted: For each file with deleted rows, their row numbers in the file, as a sorted int64 array.
-        file_names: Name in the files of each column that the files call by another name.
-        field_ids: Parquet field ID of each column; empty if the files identify columns by name. Files name a
-            renamed column differently, so its ID comes before its name.
+        file_schema: The columns without partition columns, with their names in the files, or with the field
+            IDs by which Spark finds them there; None if the files have the names of `schema`.
     """
 
     source: TableSource
     schema: StructType
     files: tuple[FileState, ...]
     folder_columns: Mapping[str, Any]
-    deleted: Mapping[str, Any] = field(default_factory=dict)
-    file_names: Mapping[str, str] = field(default_factory=dict)
-    field_ids: Mapping[str, int] = field(default_factory=dict)
+    deleted: Mapping[str, Int64Array] = field(default_factory=dict)
+    file_schema: StructType | None = None
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
         paths = [
-            _escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
+            escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
             for path, _, _ in self.files
         ]
         return spark.read.parquet(*paths).select(*map(quote, columns))
@@ -74,7 +76,7 @@ def read_parquet(spark: SparkSession, uri: str) -> DataFrame:
         if name in _OTHER_FORMATS:
             raise ValueError(f"{root!r} is {_OTHER_FORMATS[name]}")
     try:
-        frame = spark.read.parquet(_escape_glob(to_spark_uri(spark, root)))
+        frame = spark.read.parquet(escape_glob(to_spark_uri(spark, root)))
         is_empty = not frame.inputFiles()
     except Exception as error:  # Spark raises many classes
         if "UNABLE_TO_INFER_SCHEMA" in str(error) or "Unable to infer schema" in str(error):
@@ -125,7 +127,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def _escape_glob(path: str) -> str:
+def escape_glob(path: str) -> str:
     return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
 
 
