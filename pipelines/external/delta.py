@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.external.file_scan import FIELD_ID
 from ringspark.pipelines.external.listing import Int64Array, Listing
-from ringspark.pipelines.external.table_frame import FIELD_ID
 from ringspark.pipelines.reuse.source_files import path_states
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.table_files import TableSource
@@ -85,7 +85,7 @@ def _open_table(spark: SparkSession, root: str, version: int | str | None) -> An
         raise ValueError("Delta tables need the package deltalake; pip install 'ringspark[delta]'") from None
     if storage.is_local(root) and not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
-    moment = _parse_time(spark, version) if isinstance(version, str) else None
+    moment = parse_time(spark, version) if isinstance(version, str) else None
     try:
         table = DeltaTable(root, version=None if isinstance(version, str) else version)
         if moment is not None:
@@ -102,7 +102,8 @@ def _open_table(spark: SparkSession, root: str, version: int | str | None) -> An
     return table
 
 
-def _parse_time(spark: SparkSession, text: str) -> datetime:
+def parse_time(spark: SparkSession, text: str) -> datetime:
+    """Returns the moment that a text means in Spark's time zone, or raises ValueError."""
     from pyspark.sql import functions as F
 
     row = spark.range(1).select(F.unix_micros(F.expr(f"try_cast({json.dumps(text)} AS timestamp)"))).first()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines.columns import Column, quote
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # These keep the rows of a file in their order. "Repartition n, false" is `coalesce`.
 _OPERATORS = ("Project", "Filter", "Relation", "ArrowEvalPython", "BatchEvalPython")
 _MARK = "ringspark_column_"
+FIELD_ID, READS_FIELD_IDS = "parquet.field.id", "spark.sql.parquet.fieldId.read.enabled"
+"""Key of Spark's metadata of a column, and the setting by which Spark finds columns by it."""
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[(.*)\] parquet$")
 _ATTRIBUTE = re.compile(r"[^()\[\]#]+#(\d+)L?")
 _CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boolean)\)")
@@ -73,14 +75,15 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
     if relation is None:
         raise InPlaceError(f"it reads {lines[-1].rpartition('] ')[2] or 'no files'!r}, not Parquet files")
     above, stored = "\n".join(lines[:-1]), _top_level_names(section(extended, "Physical Plan"))
-    found = {}
+    found, has_ids = {}, df.sparkSession.conf.get(READS_FIELD_IDS, "false") == "true"
     for index, name in enumerate(names):
         # The mark ends the expression; the start is a bracket, or the mark of the column before it.
         before = rf"{_MARK}{index - 1}#\d+L?, " if index else r"^Project \["
         expression = re.search(rf"{before}(.*?) AS {_MARK}{index}#", above, re.MULTILINE)
         column = expression and _follow(expression[1], above, relation[1])
         if column and column.name in stored:
-            found[name] = column
+            field_id = df.schema[name].metadata.get(FIELD_ID) if has_ids else None
+            found[name] = replace(column, field_id=field_id)
     return FileScan(columns=found, num_bytes=size_range(cost)[0])
 
 

@@ -127,15 +127,17 @@ class ReferencedRows:
             _check([parse_file(closed)])
         state = parse_file(text)
         _check([state])
-        names = [self.file_columns[column.name].name for column in self.columns]
-        self._files[text] = _TableFile(state, names, self._open_file, self._kept)
+        wanted = [self.file_columns[column.name] for column in self.columns]
+        self._files[text] = _TableFile(state, wanted, self._open_file, self._kept)
         return self._files[text]
 
 
 class _TableFile:
-    """One open file of a table, and the columns `names` in it."""
+    """One open file of a table, and the columns `wanted` in it."""
 
-    def __init__(self, state: FileState, names: Sequence[str], open_file: OpenFile, kept: KeptPages) -> None:
+    def __init__(
+        self, state: FileState, wanted: Sequence[FileColumn], open_file: OpenFile, kept: KeptPages
+    ) -> None:
         path, num_bytes, _ = state
         with ExitStack() as stack:
             source = stack.enter_context(open_file(path, num_bytes))
@@ -144,7 +146,7 @@ class _TableFile:
                 source, pre_buffer=not storage.is_local(path), coerce_int96_timestamp_unit="us"
             )
             metadata, schema = self._file.metadata, self._file.schema_arrow
-            self._names = [_find_name(name, schema.names, path) for name in names]
+            self._names = [_find_name(column, schema, path) for column in wanted]
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
             leaves = find_leaves(metadata)
@@ -220,11 +222,16 @@ def _take(table: Any, rows: Int64Array) -> Any:
     return table.take(pa.array(rows))
 
 
-def _find_name(name: str, names: Sequence[str], path: str) -> str:
+def _find_name(column: FileColumn, schema: Any, path: str) -> str:
     """Returns the name of a column in a file; Spark may read names without regard to case."""
-    found = [each for each in names if each == name] or [n for n in names if n.lower() == name.lower()]
+    if column.field_id is not None:
+        wanted = str(column.field_id).encode()
+        found = [field.name for field in schema if (field.metadata or {}).get(b"PARQUET:field_id") == wanted]
+    else:
+        low, names = column.name.lower(), schema.names
+        found = [name for name in names if name == column.name] or [n for n in names if n.lower() == low]
     if len(found) != 1:
-        raise RowsDifferError(f"{path!r} has {len(found)} columns {name!r}, and one is needed")
+        raise RowsDifferError(f"{path!r} has {len(found)} columns {column.name!r}, and one is needed")
     return found[0]
 
 

@@ -18,16 +18,13 @@ import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import quote
+from ringspark.pipelines.external.file_scan import FIELD_ID, READS_FIELD_IDS
 from ringspark.pipelines.external.listing import Int64Array, Listing, escape_glob
 from ringspark.pipelines.spark_paths import to_spark_uri
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-FIELD_ID = "parquet.field.id"
-"""Key of Spark's column metadata; `reads_field_ids` makes Spark read a column by it."""
-
-_READ_FIELD_IDS = "spark.sql.parquet.fieldId.read.enabled"
 _ZONED = ("UTC", "Etc/UTC", "GMT", "Z")
 
 
@@ -61,12 +58,12 @@ def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
     if listing.file_schema is None or not any(FIELD_ID in field.metadata for field in listing.file_schema):
         yield
         return
-    before = spark.conf.get(_READ_FIELD_IDS)
-    spark.conf.set(_READ_FIELD_IDS, "true")
+    before = spark.conf.get(READS_FIELD_IDS)
+    spark.conf.set(READS_FIELD_IDS, "true")
     try:
         yield
     finally:
-        spark.conf.set(_READ_FIELD_IDS, str(before))
+        spark.conf.set(READS_FIELD_IDS, str(before))
 
 
 def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:
