@@ -40,7 +40,6 @@ from ringspark.estimators.tracking.registry import surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.check.driver import CheckedTraining
 from ringspark.estimators.training.settings.choices import Task
-from ringspark.estimators.training.settings.data import READER
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage

@@ -1,8 +1,8 @@
 """Lists the files of a snapshot of an Iceberg table, using the package `pyiceberg`.
 
-The listing has the deleted rows of position delete files and deletion vectors. Spark finds columns by the field
-IDs in the files, so renamed columns and other columns of the same name are not mixed up. Tables with equality
-deletes, or with values that are in no file, are refused.
+The listing has the deleted rows of position delete files and deletion vectors. Columns are found by the field
+IDs in the files, so a renamed column keeps its values. Tables with equality deletes, or with values that are
+in no file, are refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.types import StructType
 
 _THREADS = 16
-_TYPES = {"boolean": "boolean", "int": "integer", "long": "long", "float": "float", "double": "double",
-          "date": "date", "timestamp": "timestamp_ntz", "timestamptz": "timestamp", "string": "string"}  # fmt: skip
+_SAME_TYPES = ("boolean", "long", "float", "double", "date", "string")
+_OTHER_TYPES = {"int": "integer", "timestamp": "timestamp_ntz", "timestamptz": "timestamp"}
 
 
-def list_iceberg(spark: SparkSession, parts: Sequence[str], version: int | str | None = None) -> Listing | None:
+def list_iceberg(
+    spark: SparkSession, parts: Sequence[str], version: int | str | None = None
+) -> Listing | None:
     """Lists the files of a snapshot; returns None if pyiceberg's catalog `parts[0]` has no such table.
 
     Args:
@@ -55,7 +56,9 @@ def list_iceberg(spark: SparkSession, parts: Sequence[str], version: int | str |
     tasks, root = _plan(scan, name), storage.normalize(table.location())
     paths = {storage.normalize(task.file.file_path): task for task in tasks}
     if not paths:
-        raise ValueError(f"Iceberg table {name!r} has no rows in snapshot {snapshot.snapshot_id}; pass another")
+        raise ValueError(
+            f"Iceberg table {name!r} has no rows in snapshot {snapshot.snapshot_id}; pass another snapshot"
+        )
     _check_files(table, name, root, scan.projection(), paths)
     try:
         states = path_states(sorted(paths))
@@ -71,9 +74,7 @@ def list_iceberg(spark: SparkSession, parts: Sequence[str], version: int | str |
         schema=StructType.fromJson({"type": "struct", "fields": [_without_ids(field) for field in fields]}),
         files=tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states),
         folder_columns={},
-        deleted={
-            path.removeprefix(prefix): rows for path, rows in _deleted_rows(table, name, paths).items()
-        },
+        deleted={path.removeprefix(prefix): rows for path, rows in _deleted_rows(table, name, paths).items()},
         file_schema=StructType.fromJson({"type": "struct", "fields": fields}),
     )
 
@@ -114,8 +115,8 @@ def _plan(scan: Any, name: str) -> list[Any]:
         if "equality deletes" not in str(error):
             raise
         raise ValueError(
-            f"Iceberg table {name!r} has equality deletes, which only a query engine applies; rewrite its files "
-            "(CALL system.rewrite_data_files), or use fit(df)"
+            f"Iceberg table {name!r} has equality deletes, which only a query engine applies; rewrite its "
+            "files (CALL system.rewrite_data_files), or use fit(df)"
         ) from None
 
 
@@ -127,19 +128,21 @@ def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str,
         )
     formats = {str(task.file.file_format).rpartition(".")[2] for task in paths.values()} - {"PARQUET"}
     if formats:
-        raise ValueError(f"Iceberg table {name!r} has files in the format {min(formats)}, not Parquet; use fit(df)")
-    if defaults := [field.name for field in schema.fields if getattr(field, "initial_default", None) is not None]:
         raise ValueError(
-            f"column {defaults[0]!r} of Iceberg table {name!r} has a default for rows in older files; rewrite the "
-            "files, or use fit(df)"
+            f"Iceberg table {name!r} has files in the format {min(formats)}, not Parquet; use fit(df)"
+        )
+    if defaults := [field.name for field in schema.fields if field.initial_default is not None]:
+        raise ValueError(
+            f"column {defaults[0]!r} of Iceberg table {name!r} has a default for rows in older files; rewrite "
+            "the files, or use fit(df)"
         )
     if "schema.name-mapping.default" in table.properties:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ringspark-footer") as pool:
             for path, has_ids in zip(paths, pool.map(_has_ids, paths), strict=True):
                 if not has_ids:
                     raise ValueError(
-                        f"Iceberg table {name!r} has the imported file {path!r}, which has no field IDs; rewrite "
-                        "the table's files, or use fit(df)"
+                        f"Iceberg table {name!r} has the imported file {path!r}, which has no field IDs; "
+                        "rewrite the table's files, or use fit(df)"
                     )
 
 
@@ -187,7 +190,7 @@ def _spark_field(field: Any) -> dict[str, Any]:
 
 
 def _spark_type(iceberg_type: Any) -> Any:
-    """Returns Spark's type as JSON. Spark cannot read the few other types, and refuses them if they are used."""
+    """Returns Spark's type as JSON. No column type accepts binary, so other types are refused if used."""
     if iceberg_type.is_struct:
         return {"type": "struct", "fields": [_spark_field(field) for field in iceberg_type.fields]}
     text = str(iceberg_type)
@@ -197,7 +200,9 @@ def _spark_type(iceberg_type: Any) -> Any:
     if text.startswith("map<"):
         key, value = _spark_type(iceberg_type.key_type), _spark_type(iceberg_type.value_type)
         return {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": True}
-    return text.replace(" ", "") if text.startswith("decimal") else _TYPES.get(text, "binary")
+    if text.startswith("decimal"):
+        return text.replace(" ", "")
+    return text if text in _SAME_TYPES else _OTHER_TYPES.get(text, "binary")
 
 
 def _without_ids(node: Any) -> Any:

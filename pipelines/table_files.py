@@ -52,8 +52,8 @@ class RowsDifferError(InPlaceError):
 class FileColumn:
     """Name of a column in an external table's files, and Spark types to which its values are cast, in order.
 
-    Shards that only refer to the rows of a table have one for each column that they do not store. A column with
-    a field ID may have another name in each file.
+    Shards that only refer to the rows of a table have one for each column that they do not store. A column
+    with a field ID may have another name in each file.
     """
 
     name: str

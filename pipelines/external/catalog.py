@@ -24,7 +24,7 @@ def list_table(spark: SparkSession, name: str, version: int | str | None = None)
 
     Args:
         name: Name of the table, such as "catalog.schema.table".
-        version: As for `list_delta`; for an Iceberg table, the ID of a snapshot instead of a version's number.
+        version: As for `list_delta`; an Iceberg table has IDs of snapshots instead of version numbers.
 
     Raises:
         ValueError: No catalog has the table, or it is a view, or its format or version cannot be read.
@@ -38,17 +38,20 @@ def list_table(spark: SparkSession, name: str, version: int | str | None = None)
     provider, kind = details.get("provider", ""), details.get("type", "view").lower()
     if kind not in ("managed", "external"):
         raise ValueError(
-            f"{name!r} is a {kind.replace('_', ' ')}, which has no files of its own; use fit(spark.table({name!r}))"
+            f"{name!r} is a {kind.replace('_', ' ')}, which has no files of its own; use "
+            f"fit(spark.table({name!r}))"
         )
     if provider == "delta":
         return list_delta(spark, details["location"], version)
     if provider != "parquet":
         raise ValueError(
-            f"table {name!r} has the format {provider or 'unknown'!r}, and only Parquet, Delta and Iceberg tables "
-            f"are read in place; use fit(spark.table({name!r}))"
+            f"table {name!r} has the format {provider or 'unknown'!r}, and only Parquet, Delta and Iceberg "
+            f"tables are read in place; use fit(spark.table({name!r}))"
         )
     if version is not None:
-        raise ValueError(f"table {name!r} has Parquet files, which have no versions, got version={version!r}")
+        raise ValueError(
+            f"table {name!r} has Parquet files, which have no versions, got version={version!r}; leave it out"
+        )
     return None
 
 
@@ -72,20 +75,18 @@ def _describe(spark: SparkSession, parts: list[str]) -> dict[str, str] | None:
 def _list_iceberg(
     spark: SparkSession, name: str, parts: list[str], version: int | str | None, in_spark: bool
 ) -> Listing:
-    where = "" if in_spark else "Spark's catalogs do not have it, and "
+    found = f"{name!r} is an Iceberg table" if in_spark else f"Spark's catalogs have no table {name!r}"
     try:
         import pyiceberg  # noqa: F401
     except ImportError:
         raise ValueError(
-            f"there is no table {name!r}: {where}Iceberg tables need the package pyiceberg; pip install "
-            "'ringspark[iceberg]', or check the name"
-            if not in_spark
-            else f"table {name!r} is an Iceberg table, which needs pyiceberg; pip install 'ringspark[iceberg]'"
+            f"{found}, and Iceberg tables need the package pyiceberg; check the name, or pip install "
+            "'ringspark[iceberg]'"
         ) from None
     listing: Listing | None = import_module(_ICEBERG).list_iceberg(spark, parts, version)
     if listing is None:
         raise ValueError(
-            f"there is no table {name!r}: {where}pyiceberg finds no such table; check the name, and pyiceberg's "
+            f"{found}, and pyiceberg finds no Iceberg table of this name; check the name, and pyiceberg's "
             f"configuration of the catalog {parts[0]!r} (such as PYICEBERG_CATALOG__{parts[0].upper()}__URI)"
         )
     return listing

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Features whose effect on the rows is known. The variant type has none on columns of other types.
 _FEATURES = {
-    "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview", "v2Checkpoint",
-    "vacuumProtocolCheck", "variantType", "variantType-preview",
+    "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview",
+    "v2Checkpoint", "vacuumProtocolCheck", "variantType", "variantType-preview",
 }  # fmt: skip
 _MAPPING, _PHYSICAL, _ID = (f"delta.columnMapping.{key}" for key in ("mode", "physicalName", "id"))
 
@@ -109,7 +109,7 @@ def parse_time(spark: SparkSession, text: str) -> datetime:
     row = spark.range(1).select(F.unix_micros(F.expr(f"try_cast({json.dumps(text)} AS timestamp)"))).first()
     if row is None or row[0] is None:
         raise ValueError(
-            f"version must be a number or a time such as '2026-11-27 12:00:00', got {text!r}; pass one of these"
+            f"version must be a number or a time such as '2026-11-27 12:00:00', got {text!r}; pass one of them"
         )
     return datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=row[0])
 
@@ -120,7 +120,9 @@ def _check_time(root: str, table: Any, moment: datetime) -> None:
     Commits have the times of their log files. With in-commit timestamps, they have others.
     """
     if table.metadata().configuration.get("delta.enableInCommitTimestamps") == "true":
-        raise ValueError(f"Delta table {root!r} keeps the times of versions in its log; pass a version's number")
+        raise ValueError(
+            f"Delta table {root!r} keeps the times of its versions in its log; pass a version's number"
+        )
     log = storage.join(root, "_delta_log", f"{table.version():020}.json")
     committed = storage.newest_change(log) if storage.exists(log) else None
     if committed is not None and committed > moment.timestamp():
@@ -136,8 +138,8 @@ def _check_features(root: str, table: Any) -> None:
         unknown.append("typeWidening")
     if unknown:
         raise ValueError(
-            f"Delta table {root!r} uses the feature {unknown[0]!r}, so its files may not hold its rows as they "
-            "are; write it with write_shards"
+            f"Delta table {root!r} uses the feature {unknown[0]!r}, so its files may not hold its rows as "
+            "they are; write it with write_shards"
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -52,13 +53,12 @@ class Listing:
     schema: StructType
     files: tuple[FileState, ...]
     folder_columns: Mapping[str, Any]
-    deleted: Mapping[str, Int64Array] = field(default_factory=dict)
+    deleted: Mapping[str, Int64Array] = dataclasses.field(default_factory=dict)
     file_schema: StructType | None = None
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
         paths = [
-            escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
-            for path, _, _ in self.files
+            escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path))) for path, _, _ in self.files
         ]
         return spark.read.parquet(*paths).select(*map(quote, columns))
 
