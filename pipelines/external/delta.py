@@ -109,7 +109,7 @@ def parse_time(spark: SparkSession, text: str) -> datetime:
     row = spark.range(1).select(F.unix_micros(F.expr(f"try_cast({json.dumps(text)} AS timestamp)"))).first()
     if row is None or row[0] is None:
         raise ValueError(
-            f"version must be a number or a time such as '2026-11-27 12:00:00', got {text!r}; pass one of them"
+            f"version must be a number or a time such as '2026-11-27 12:00:00', got {text!r}; pass one"
         )
     return datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=row[0])
 

@@ -1,8 +1,8 @@
 """Makes a DataFrame of exactly the rows of a listing, as a scan of the table's files.
 
 Without a connector, Spark knows neither the deleted rows of Delta and Iceberg tables nor their column names.
-So the scan gets the listed files and their schema. Python functions filter the deleted rows, and add the values
-of partition columns. In-place training reads such a scan like any other.
+So the scan gets the listed files and their schema. Python functions filter the deleted rows, and add the
+values of partition columns. In-place training reads such a scan like any other.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _B85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
 
-# The bytes of a deletion vector that Spark wrote (delta-kernel-rs, kernel/tests/data/table-with-dv-small, Apache
-# License 2.0): rows 0 and 9.
+# The bytes of a deletion vector that Spark wrote (kernel/tests/data/table-with-dv-small of delta-kernel-rs):
+# rows 0 and 9.
 OF_SPARK = bytes.fromhex("d1d33964 0100000000000000 00000000 3a300000 01000000 00000100 10000000 00000900")
 
 
@@ -44,8 +44,8 @@ def encode_vector(rows: Sequence[int]) -> bytes:
 def delete_delta_rows(root: Path, storage: str, deletes: dict[str, tuple[bytes, int]]) -> None:
     """Adds a version in which rows of files are deleted by vectors.
 
-    `storage` is "i" (in the log), "u" (a file in the table's folder) or "p" (an absolute path). `deletes` holds
-    the vector and its number of rows for each path in the log.
+    `storage` is "i" (in the log), "u" (a file in the table's folder) or "p" (an absolute path). `deletes`
+    holds the vector and its number of rows for each path in the log.
     """
     log = root / "_delta_log"
     last = max(int(path.stem) for path in log.glob("*.json"))
@@ -113,13 +113,12 @@ def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality:
 
     uri = f"{table.location()}/data/deletes-{uuid.uuid4()}.parquet"
     path = uri.removeprefix("file://")
-    schema = pa.schema(
-        [field("file_path", pa.string(), 2147483546), field("pos", pa.int64(), 2147483545)]
-    )
+    schema = pa.schema([field("file_path", pa.string(), 2147483546), field("pos", pa.int64(), 2147483545)])
     pairs = [{"file_path": file, "pos": row} for file, numbers in rows.items() for row in numbers]
     pq.write_table(pa.Table.from_pylist(pairs, schema), path)
     nothing: dict[str, Any] = dict.fromkeys(("split_offsets", "sort_order_id", "key_metadata"))
-    maps = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts", "lower_bounds", "upper_bounds")
+    maps = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts")
+    bounds = ("lower_bounds", "upper_bounds")
     file = DataFile.from_args(
         content=DataFileContent.EQUALITY_DELETES if equality else DataFileContent.POSITION_DELETES,
         file_path=uri,
@@ -130,7 +129,7 @@ def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality:
         spec_id=0,
         equality_ids=[1] if equality else None,
         **nothing,
-        **{name: {} for name in maps},
+        **{name: {} for name in (*maps, *bounds)},
     )
     with table.transaction() as transaction:
         producer = Deletes(operation=Operation.OVERWRITE, transaction=transaction, io=table.io)

@@ -56,9 +56,7 @@ def test_deleted_rows_are_left_out(spark: Any, tmp_path: Path, storage: str) -> 
     _write(root, rows=70_000, first=10)
     small, large = sorted(_paths(root), key=lambda path: (root / path).stat().st_size)
     gone = [0, 7, 65_535, 65_536, 69_999]
-    delete_delta_rows(
-        root, storage, {small: (OF_SPARK, 2), large: (encode_vector(gone), len(gone))}
-    )
+    delete_delta_rows(root, storage, {small: (OF_SPARK, 2), large: (encode_vector(gone), len(gone))})
     listing = list_delta(spark, str(root))
     assert {path: rows.tolist() for path, rows in listing.deleted.items()} == {small: [0, 9], large: gone}
     found = _read(spark, root)
@@ -145,7 +143,9 @@ def test_a_time_means_the_newest_version_at_that_time(spark: Any, tmp_path: Path
             ("2100-01-01", 2),
         ):
             assert list_delta(spark, str(tmp_path), text).source.version == version
-        with pytest.raises(ValueError, match=r"no version as old as .*; its oldest is 0, of 2026-05-01 12:00"):
+        with pytest.raises(
+            ValueError, match=r"no version as old as .*; its oldest is 0, of 2026-05-01 12:00"
+        ):
             list_delta(spark, str(tmp_path), "2026-05-01 13:59:59")
         with pytest.raises(ValueError, match=r"a number or a time such as .*, got 'newest'"):
             list_delta(spark, str(tmp_path), "newest")
