@@ -141,7 +141,7 @@ def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str,
             for path, has_ids in zip(paths, pool.map(_has_ids, paths), strict=True):
                 if not has_ids:
                     raise ValueError(
-                        f"Iceberg table {name!r} has the imported file {path!r} without field IDs; "
+                        f"Iceberg table {name!r} has the file {path!r} without field IDs; "
                         "rewrite the table's files, or use fit(df)"
                     )
 

@@ -174,7 +174,7 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     assert list_table(spark, NAME, "2100-01-01") == list_table(spark, NAME)
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     table.add_files([_without_ids(file)])
-    refuses("has the imported file .*other.parquet', without field IDs")
+    refuses("has the file .*other.parquet', without field IDs")
     table.overwrite(_rows(0, 9))
     delete_iceberg_rows(table, {file: [1]}, equality=True)
     refuses("has equality deletes, .* rewrite its files")
