@@ -43,7 +43,7 @@ from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.external.catalog import list_table
+from ringspark.pipelines.external.catalog import find_table
 from ringspark.pipelines.external.delta import list_delta
 from ringspark.pipelines.external.listing import Listing, read_parquet
 from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
@@ -138,10 +138,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         the ID of a snapshot or a time.
         """
         spark = active_session()
-        listing = list_table(spark, name, self._version(spark, version))
-        if listing is None:
-            return self.copy({self.data: "inPlace"}).fit(spark.table(name))
-        return self._fit_listing(spark, listing)
+        found = find_table(spark, name, self._version(spark, version))
+        if isinstance(found, Listing):
+            return self._fit_listing(spark, found)
+        return self.copy({self.data: "inPlace"}).fit(found)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""

@@ -133,7 +133,7 @@ def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str,
         )
     if defaults := [field.name for field in schema.fields if field.initial_default is not None]:
         raise ValueError(
-            f"column {defaults[0]!r} of Iceberg table {name!r} has a default for rows in older files; rewrite "
+            f"column {defaults[0]!r} of Iceberg table {name!r} has a default value in older files; rewrite "
             "the files, or use fit(df)"
         )
     if "schema.name-mapping.default" in table.properties:

@@ -11,16 +11,16 @@ from ringspark.pipelines.external.delta import list_delta
 from ringspark.pipelines.external.listing import Listing
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _ICEBERG = "ringspark.extras.iceberg"
 _DETAILS = "# Detailed Table Information"
 
 
-def list_table(spark: SparkSession, name: str, version: int | str | None = None) -> Listing | None:
-    """Lists the files of a version of a Delta or Iceberg table; returns None for a Parquet table.
+def find_table(spark: SparkSession, name: str, version: int | str | None = None) -> Listing | DataFrame:
+    """Lists the files of a version of a Delta or Iceberg table; returns a DataFrame of a Parquet table.
 
-    Spark reads a Parquet table by its name. An Iceberg table is found by pyiceberg, under the same name.
+    An Iceberg table is found by pyiceberg, under the same name.
 
     Args:
         name: Name of the table, such as "catalog.schema.table".
@@ -38,8 +38,7 @@ def list_table(spark: SparkSession, name: str, version: int | str | None = None)
     provider, kind = details.get("provider", ""), details.get("type", "view").lower()
     if kind not in ("managed", "external"):
         raise ValueError(
-            f"{name!r} is a {kind.replace('_', ' ')}, which has no files of its own; use "
-            f"fit(spark.table({name!r}))"
+            f"{name!r} is a {kind.replace('_', ' ')}, which has no files; use fit(spark.table({name!r}))"
         )
     if provider == "delta":
         return list_delta(spark, details["location"], version)
@@ -52,24 +51,27 @@ def list_table(spark: SparkSession, name: str, version: int | str | None = None)
         raise ValueError(
             f"table {name!r} has Parquet files, which have no versions, got version={version!r}; leave it out"
         )
-    return None
+    return spark.table(_quote(parts))
 
 
 def _describe(spark: SparkSession, parts: list[str]) -> dict[str, str] | None:
     """Returns what Spark's catalog says about a table, by lower-case key; None if it has no such table."""
     from pyspark.errors import AnalysisException
 
-    quoted = ".".join(map(quote, parts))
     try:
-        if not spark.catalog.tableExists(quoted):
+        if not spark.catalog.tableExists(_quote(parts)):
             return None
     except AnalysisException:  # Spark has no such catalog
         return None
-    rows = spark.sql(f"DESCRIBE TABLE EXTENDED {quoted}").collect()
+    rows = spark.sql(f"DESCRIBE TABLE EXTENDED {_quote(parts)}").collect()
     keys = [row[0] for row in rows]
     # A temporary view has no details. Before them, there may be columns of any name.
     details = rows[keys.index(_DETAILS) + 1 :] if _DETAILS in keys else []
     return {row[0].lower(): row[1].lower() if row[0] == "Provider" else row[1] for row in details}
+
+
+def _quote(parts: list[str]) -> str:
+    return ".".join(map(quote, parts))
 
 
 def _list_iceberg(

@@ -138,8 +138,8 @@ def _check_features(root: str, table: Any) -> None:
         unknown.append("typeWidening")
     if unknown:
         raise ValueError(
-            f"Delta table {root!r} uses the feature {unknown[0]!r}, so its files may not hold its rows as "
-            "they are; write it with write_shards"
+            f"Delta table {root!r} uses the feature {unknown[0]!r}, which ringspark cannot read exactly; write "
+            "it with write_shards"
         )
 
 

@@ -14,7 +14,8 @@ from lake_tables import delete_iceberg_rows
 from ringspark.estimators import TorchRegressor
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
-from ringspark.pipelines.external.catalog import list_table
+from ringspark.pipelines.external.catalog import find_table
+from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 
 pytest.importorskip("pyiceberg")
@@ -90,8 +91,8 @@ def _newer_rows(first: int, rows: int) -> Any:
 
 
 def _read(spark: Any, version: int | str | None = None) -> list[Any]:
-    listing = list_table(spark, NAME, version)
-    assert listing is not None
+    listing = find_table(spark, NAME, version)
+    assert isinstance(listing, Listing)
     with reads_field_ids(spark, listing):
         return sorted(read_listing(spark, listing).toArrow().to_pylist(), key=repr)
 
@@ -126,8 +127,8 @@ def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tm
     assert len(files) > 2  # one per bucket
     delete_iceberg_rows(table, {files[0]: [0, 1], files[-1]: [2]})
     delete_iceberg_rows(table, {files[-1]: [0, 2]})
-    listing = list_table(spark, NAME)
-    assert listing is not None
+    listing = find_table(spark, NAME)
+    assert isinstance(listing, Listing)
     assert sorted(map(len, listing.deleted.values())) == [2, 2]
     found = _read(spark)
     assert len(found) == 156
@@ -160,7 +161,7 @@ def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tm
 def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path: Path) -> None:
     def refuses(sentence: str, name: str = NAME, version: int | str | None = None) -> None:
         with pytest.raises(ValueError, match=sentence):
-            list_table(spark, name, version)
+            find_table(spark, name, version)
 
     refuses("no table 'lake.db.sales', and pyiceberg finds no Iceberg table .*PYICEBERG_CATALOG__LAKE__URI")
     refuses("no table 'lak.db.sales', and pyiceberg .* catalog 'lak'", "lak.db.sales")
@@ -171,7 +172,7 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     table.append(_rows(0, 9))
     refuses(r"has no snapshot 7; its newest ones are \[\d+\]", version=7)
     refuses("has no snapshot '2020-01-01'", version="2020-01-01")
-    assert list_table(spark, NAME, "2100-01-01") == list_table(spark, NAME)
+    assert find_table(spark, NAME, "2100-01-01") == find_table(spark, NAME)
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     table.add_files([_without_ids(file)])
     refuses("has the file .*other.parquet', without field IDs")
@@ -192,22 +193,22 @@ def _without_ids(uri: str) -> str:
 
 def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) -> None:
     spark.range(96).selectExpr("id", "array(id / 96, 1D) as extent").createOrReplaceTempView("some rows")
-    spark.sql(f"CREATE TABLE `of ids` USING parquet LOCATION '{tmp_path}/t' AS SELECT * FROM `some rows`")
+    spark.sql(f"CREATE TABLE of_ids USING parquet LOCATION '{tmp_path}/t' AS SELECT * FROM `some rows`")
     spark.sql(f"CREATE TABLE in_json USING json LOCATION '{tmp_path}/j' AS SELECT * FROM `some rows`")
-    spark.sql("CREATE VIEW seen AS SELECT * FROM `of ids`")
+    spark.sql("CREATE VIEW seen AS SELECT * FROM of_ids")
     try:
-        model = _linear(tmp_path).fitOnTable("spark_catalog.default.`of ids`")
+        model = _linear(tmp_path).fitOnTable("spark_catalog.default.`of_ids`")
         assert list(model.summary.history.rows) == [96, 96]
         for name, version, sentence in (
-            ("of ids", 3, "has Parquet files, which have no versions, got version=3"),
+            ("of_ids", 3, "has Parquet files, which have no versions, got version=3"),
             ("in_json", None, "has the format 'json', and only Parquet, Delta and Iceberg tables"),
             ("seen", None, r"'seen' is a view, .* use fit\(spark.table\('seen'\)\)"),
             ("some rows", None, "'some rows' is a view"),
         ):
             with pytest.raises(ValueError, match=sentence):
-                list_table(spark, name, version)
+                find_table(spark, name, version)
     finally:
         spark.sql("DROP VIEW seen")
-        spark.sql("DROP TABLE `of ids`")
+        spark.sql("DROP TABLE of_ids")
         spark.sql("DROP TABLE in_json")
         spark.catalog.dropTempView("some rows")
