@@ -117,7 +117,7 @@ def parse_time(spark: SparkSession, text: str) -> datetime:
 def _check_time(root: str, table: Any, moment: datetime) -> None:
     """Raises ValueError if the version is newer than the time: `deltalake` takes the first one then.
 
-    Commits have the times of their log files. With in-commit timestamps, they have others.
+    The time of a commit is the time of its log file, unless the table has in-commit timestamps.
     """
     if table.metadata().configuration.get("delta.enableInCommitTimestamps") == "true":
         raise ValueError(
@@ -138,8 +138,8 @@ def _check_features(root: str, table: Any) -> None:
         unknown.append("typeWidening")
     if unknown:
         raise ValueError(
-            f"Delta table {root!r} uses the feature {unknown[0]!r}, which ringspark cannot read exactly; write "
-            "it with write_shards"
+            f"Delta table {root!r} uses the feature {unknown[0]!r}, which ringspark cannot read exactly; "
+            "write it with write_shards"
         )
 
 
