@@ -93,9 +93,15 @@ class RowSource:
 
     def check_apart(self, spark: SparkSession, output: str) -> None:
         """Raises ValueError if writing to `output` would remove these rows."""
+        from ringspark.pipelines.external.catalog import find_table
+        from ringspark.pipelines.external.listing import Listing
+
         kind, uri = self.location
         uris = [uri]
-        if kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
+        found = find_table(spark, uri, self.version) if kind == "table" and self.inPlace else None
+        if isinstance(found, Listing):
+            uris = [found.source.uri]
+        elif kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
             # Spark finds the files of a table, or of a pattern such as "/data/2024-*".
             uris = [unquote(file) for file in self.read(spark).inputFiles()]
         for each in uris:
