@@ -89,11 +89,13 @@ def _store(root: Path, storage: str, vector: bytes) -> dict[str, Any]:
 
 
 def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality: bool = False) -> None:
-    """Commits a snapshot with a file of position deletes, or of equality deletes."""
+    """Commits a snapshot with files of position deletes, or of equality deletes, of the newest partition spec.
+
+    `rows` holds the deleted row numbers for each data file.
+    """
     from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestWriterV2
     from pyiceberg.table.snapshots import Operation
     from pyiceberg.table.update.snapshot import _FastAppendFiles
-    from pyiceberg.typedef import Record
 
     class DeleteWriter(ManifestWriterV2):
         def content(self) -> ManifestContent:
@@ -111,28 +113,32 @@ def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality:
     def field(name: str, kind: Any, number: int) -> Any:
         return pa.field(name, kind, False, {"PARQUET:field_id": str(number)})
 
-    uri = f"{table.location()}/data/deletes-{uuid.uuid4()}.parquet"
-    path = uri.removeprefix("file://")
     schema = pa.schema([field("file_path", pa.string(), 2147483546), field("pos", pa.int64(), 2147483545)])
-    pairs = [{"file_path": file, "pos": row} for file, numbers in rows.items() for row in numbers]
-    pq.write_table(pa.Table.from_pylist(pairs, schema), path)
     nothing: dict[str, Any] = dict.fromkeys(("split_offsets", "sort_order_id", "key_metadata"))
     maps = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts")
     bounds = ("lower_bounds", "upper_bounds")
-    file = DataFile.from_args(
-        content=DataFileContent.EQUALITY_DELETES if equality else DataFileContent.POSITION_DELETES,
-        file_path=uri,
-        file_format=FileFormat.PARQUET,
-        partition=Record(),
-        record_count=len(pairs),
-        file_size_in_bytes=os.path.getsize(path),
-        spec_id=0,
-        equality_ids=[1] if equality else None,
-        **nothing,
-        **{name: {} for name in (*maps, *bounds)},
-    )
+    data = {task.file.file_path: task.file for task in table.scan().plan_files()}
+    files = []
+    for of, numbers in rows.items():
+        uri = f"{table.location()}/data/deletes-{uuid.uuid4()}.parquet"
+        path = uri.removeprefix("file://")
+        pq.write_table(pa.Table.from_pylist([{"file_path": of, "pos": row} for row in numbers], schema), path)
+        file = DataFile.from_args(
+            content=DataFileContent.EQUALITY_DELETES if equality else DataFileContent.POSITION_DELETES,
+            file_path=uri,
+            file_format=FileFormat.PARQUET,
+            partition=data[of].partition,
+            record_count=len(numbers),
+            file_size_in_bytes=os.path.getsize(path),
+            equality_ids=[1] if equality else None,
+            **nothing,
+            **{name: {} for name in (*maps, *bounds)},
+        )
+        file.spec_id = data[of].spec_id
+        files.append(file)
     with table.transaction() as transaction:
         producer = Deletes(operation=Operation.OVERWRITE, transaction=transaction, io=table.io)
-        producer.append_data_file(file)
+        for file in files:
+            producer.append_data_file(file)
         producer.commit()
     table.refresh()
