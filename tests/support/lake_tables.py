@@ -89,9 +89,9 @@ def _store(root: Path, storage: str, vector: bytes) -> dict[str, Any]:
 
 
 def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality: bool = False) -> None:
-    """Commits a snapshot with files of position deletes, or of equality deletes, of the newest partition spec.
+    """Commits a snapshot with files of position deletes, or of equality deletes.
 
-    `rows` holds the deleted row numbers for each data file.
+    `rows` holds the deleted row numbers for each data file. All files have the newest partition spec.
     """
     from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestWriterV2
     from pyiceberg.table.snapshots import Operation
