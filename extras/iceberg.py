@@ -68,6 +68,8 @@ def list_iceberg(
             "because the snapshot has expired; pass a newer one"
         ) from None
     fields = [_spark_field(field) for field in scan.projection().fields]
+    # Spark takes the type of a column from the wrong one if a file has another column of its name.
+    stored = [field | {"name": f"parquet field {field['metadata'][FIELD_ID]}"} for field in fields]
     prefix = f"{root}/"
     return Listing(
         source=TableSource(uri=root, format="iceberg", version=snapshot.snapshot_id),
@@ -75,7 +77,7 @@ def list_iceberg(
         files=tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states),
         folder_columns={},
         deleted={path.removeprefix(prefix): rows for path, rows in _deleted_rows(table, name, paths).items()},
-        file_schema=StructType.fromJson({"type": "struct", "fields": fields}),
+        file_schema=StructType.fromJson({"type": "struct", "fields": stored}),
     )
 
 

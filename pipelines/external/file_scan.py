@@ -83,7 +83,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
         column = expression and _follow(expression[1], above, relation[1])
         if column and column.name in stored:
             field_id = df.schema[name].metadata.get(FIELD_ID) if has_ids else None
-            found[name] = replace(column, field_id=field_id)
+            found[name] = column if field_id is None else replace(column, name=name, field_id=field_id)
     return FileScan(columns=found, num_bytes=size_range(cost)[0])
 
 

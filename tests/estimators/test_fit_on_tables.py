@@ -261,21 +261,23 @@ def test_deleted_rows_mapped_columns_and_odd_folders_are_those_of_a_copy(spark: 
     (first, *_) = pa.table(deltalake.DeltaTable(str(root)).get_add_actions()).column("path").to_pylist()
     delete_delta_rows(root, "u", {first: (encode_vector(range(0, 90, 7)), 13)})
     columns = {"region": Vocabulary()}
-    settings: dict[str, Any] = {"inputCols": ["size", "region"], "columns": columns, "model": WithRegion()}
+
+    def with_region(**params: Any) -> TorchRegressor:
+        found = _linear(tmp_path, inputCols=["size", "region"], model=WithRegion(), cache="none", **params)
+        found.clear(found.featuresCol)
+        return found
+
     frame = read_listing(spark, list_delta(spark, str(root))).select("id", "size", "region")
-    shards = write_shards(frame, str(tmp_path / "shards"), columns=columns).uri
-    copied = _linear(tmp_path, **(settings | {"columns": None})).fitOnShards(shards)
+    copied = with_region().fitOnShards(write_shards(frame, str(tmp_path / "shards"), columns=columns).uri)
     # The version is pinned: another write during the training changes nothing.
-    changes = Changes(str(root), vacuums=False)
-    model = _linear(tmp_path, **settings, callbacks=[changes], cache="none").fitOnDelta(str(root))
+    writes, removes = (Changes(str(root), vacuums=vacuums) for vacuums in (False, True))
+    model = with_region(columns=columns, callbacks=[writes]).fitOnDelta(str(root))
     assert list(model.summary.history.rows) == [187, 187]
     assert _same(model, copied)
-    assert _same(_linear(tmp_path, **settings).fitOnDelta(str(root), version=1), copied)
+    assert _same(with_region(columns=columns).fitOnDelta(str(root), version=1), copied)
     # If the files are removed, the training ends.
     with pytest.raises(WorkerError, match=r"FileNotFoundError.* do not change a table"):
-        _linear(tmp_path, **settings, callbacks=[Changes(str(root), vacuums=True)], cache="none").fitOnDelta(
-            str(root), version=1
-        )
+        with_region(columns=columns, callbacks=[removes]).fitOnDelta(str(root), version=1)
 
 
 def test_what_is_no_delta_table_is_refused(tmp_path: Path) -> None:

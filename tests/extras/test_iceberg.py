@@ -168,7 +168,7 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     assert find_table(spark, NAME, "2100-01-01") == find_table(spark, NAME)
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     table.add_files([_without_ids(file)])
-    refuses("has the file .*other.parquet', without field IDs")
+    refuses("has the file .*other.parquet' without field IDs")
     table.overwrite(_rows(0, 9))
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     delete_iceberg_rows(table, {file: [1]}, equality=True)
@@ -186,9 +186,9 @@ def _without_ids(uri: str) -> str:
 
 
 def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) -> None:
-    spark.range(96).selectExpr("id", "array(id / 96, 1D) as extent").createOrReplaceTempView("some rows")
-    spark.sql(f"CREATE TABLE of_ids USING parquet LOCATION '{tmp_path}/t' AS SELECT * FROM `some rows`")
-    spark.sql(f"CREATE TABLE in_json USING json LOCATION '{tmp_path}/j' AS SELECT * FROM `some rows`")
+    spark.range(96).selectExpr("id", "array(id / 96, 1D) as extent").createOrReplaceTempView("some_rows")
+    spark.sql(f"CREATE TABLE of_ids USING parquet LOCATION '{tmp_path}/t' AS SELECT * FROM `some_rows`")
+    spark.sql(f"CREATE TABLE in_json USING json LOCATION '{tmp_path}/j' AS SELECT * FROM `some_rows`")
     spark.sql("CREATE VIEW seen AS SELECT * FROM of_ids")
     try:
         model = _linear(tmp_path).fitOnTable("spark_catalog.default.`of_ids`")
@@ -197,7 +197,7 @@ def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) 
             ("of_ids", 3, "has Parquet files, which have no versions, got version=3"),
             ("in_json", None, "has the format 'json', and only Parquet, Delta and Iceberg tables"),
             ("seen", None, r"'seen' is a view, .* use fit\(spark.table\('seen'\)\)"),
-            ("some rows", None, "'some rows' is a view"),
+            ("some_rows", None, "'some_rows' is a view"),
         ):
             with pytest.raises(ValueError, match=sentence):
                 find_table(spark, name, version)
@@ -205,4 +205,4 @@ def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) 
         spark.sql("DROP VIEW seen")
         spark.sql("DROP TABLE of_ids")
         spark.sql("DROP TABLE in_json")
-        spark.catalog.dropTempView("some rows")
+        spark.catalog.dropTempView("some_rows")
