@@ -244,14 +244,16 @@ class Changes(Callback):
     """Replaces the rows of a Delta table in the first epoch; with `vacuums`, also removes its old files."""
 
     def __init__(self, root: str, vacuums: bool) -> None:
-        self._root, self._vacuums = root, vacuums
+        self._root, self._vacuums, self._done = root, vacuums, False
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        if state.epoch == 0:
-            _write_delta(self._root, 0, 10, mode="overwrite")
-        if state.epoch == 0 and self._vacuums:
+        if self._done:
+            return
+        self._done = True
+        _write_delta(self._root, 0, 10, mode="overwrite")
+        if self._vacuums:
             table = deltalake.DeltaTable(self._root)
-            table.vacuum(0, dry_run=False, enforce_retention_duration=False)
+            assert table.vacuum(0, dry_run=False, enforce_retention_duration=False)
 
 
 @pytest.mark.slow
@@ -273,6 +275,7 @@ def test_deleted_rows_mapped_columns_and_odd_folders_are_those_of_a_copy(spark: 
     writes, removes = (Changes(str(root), vacuums=vacuums) for vacuums in (False, True))
     model = with_region(columns=columns, callbacks=[writes]).fitOnDelta(str(root))
     assert list(model.summary.history.rows) == [187, 187]
+    assert deltalake.DeltaTable(str(root)).version() == 2
     assert _same(model, copied)
     assert _same(with_region(columns=columns).fitOnDelta(str(root), version=1), copied)
     # If the files are removed, the training ends.

@@ -95,16 +95,17 @@ def _scan(table: Any, **settings: Any) -> list[Any]:
 
 
 def _linear(folder: Path, **params: Any) -> TorchRegressor:
-    return TorchRegressor(
-        model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-        featuresCol="extent",
-        labelCol="id",
-        epochs=2,
-        batchSize=24,
-        learningRate=1e-4,
-        showProgress=False,
-        **{"storageUri": str(folder), **params},
-    )
+    settings: dict[str, Any] = {
+        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+        "featuresCol": "extent",
+        "labelCol": "id",
+        "epochs": 2,
+        "batchSize": 24,
+        "learningRate": 1e-4,
+        "showProgress": False,
+        "storageUri": str(folder),
+    }
+    return TorchRegressor(**(settings | params))
 
 
 def _weights(model: Any) -> list[Any]:
