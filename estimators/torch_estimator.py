@@ -141,7 +141,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         found = find_table(spark, name, self._version(spark, version))
         if isinstance(found, Listing):
             return self._fit_listing(spark, found)
-        return self.copy({self.data: "inPlace"}).fit(found)
+        return self.copy({self.data: "inPlace"})._fit(found)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""
@@ -162,7 +162,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         estimator = self.copy({self.data: "inPlace"})
         estimator._source = listing.source
         with reads_field_ids(spark, listing):
-            return estimator.fit(read_listing(spark, listing))
+            return estimator._fit(read_listing(spark, listing))
 
     def _version(self, spark: SparkSession, given: int | str | None) -> int | str | None:
         """Returns the version to read: the given one, else the one that the run began with."""

@@ -232,7 +232,7 @@ def _find_name(column: FileColumn, schema: Any, path: str) -> str:
         found = [name for name in names if name == column.name] or [n for n in names if n.lower() == low]
     if len(found) != 1:
         raise RowsDifferError(f"{path!r} has {len(found)} columns {column.name!r}, and one is needed")
-    return found[0]
+    return str(found[0])
 
 
 def _depth(data_type: Any) -> int:

@@ -82,7 +82,7 @@ def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:
 
 def _keeps(deleted: Mapping[str, Int64Array]) -> Any:
     """Returns the Spark function (file, row number) -> whether the row is not deleted."""
-    from pyspark.sql.functions import pandas_udf
+    from pyspark.sql.pandas.functions import pandas_udf
 
     def keeps(uris: pd.Series, rows: pd.Series) -> pd.Series:
         kept = np.ones(len(rows), dtype=bool)
@@ -102,7 +102,7 @@ def _keeps(deleted: Mapping[str, Int64Array]) -> Any:
 
 def _value(files: Sequence[str], values: Any, problem: str) -> Any:
     """Returns the Spark function file -> text of the file's value in a partition column."""
-    from pyspark.sql.functions import pandas_udf
+    from pyspark.sql.pandas.functions import pandas_udf
 
     texts = dict(zip(files, values.cast(pa.string()).to_pylist(), strict=True)) if not problem else {}
 
