@@ -87,6 +87,7 @@ class CheckedFit:
             seed=config.seed if fraction is not None else 0,
             drops_invalid=estimator.getHandleInvalid() != "error",
             kinds=json.dumps({name: kind.to_json() for name, kind in sorted(kinds.items())}),
+            place=estimator.getData(),
             root=run_uri or estimator._storage_root(spark),
             # Only if the gang takes every slot: other processes would load torch and not use it.
             imports=PRELOADED if slots == config.num_workers else (),

@@ -13,6 +13,7 @@ run/
   logs/           rank-<k>.txt: beginning and end of each rank's output
   environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
   table.json      what the network gets of each column, if the fit was given no network
+  source.json     the version of the Delta or Iceberg table that the run reads
   data.json       columns, statistics and sizes of the shards
   history.json    the epochs so far
   progress.json   the present step
@@ -44,6 +45,7 @@ HEARTBEAT = "heartbeat"
 LOGS = "logs"
 ENVIRONMENT = "environment.json"
 TABLE = "table.json"
+SOURCE = "source.json"
 DATA = "data.json"
 HISTORY = "history.json"
 PROGRESS = "progress.json"

@@ -25,7 +25,7 @@ from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shards import ShardStates, run_shards
-from ringspark.estimators.run.tables import check_table, pinned_version, table_rows
+from ringspark.estimators.run.tables import check_pinned, keep_source, pinned_source
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
@@ -34,21 +34,22 @@ from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
-from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit, wants_table
+from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.check.driver import CheckedTraining
 from ringspark.estimators.training.settings.choices import Task
-from ringspark.estimators.training.settings.data import READER
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.external.catalog import find_table
 from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import Listing, list_parquet
-from ringspark.pipelines.readers import check_table_reader
+from ringspark.pipelines.external.listing import Listing, read_parquet
+from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
+from ringspark.pipelines.table_files import TableSource
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -63,6 +64,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def __init__(self, **params: Any) -> None:
         super().__init__()
         self._surroundings: dict[str, str] = {}
+        self._source: TableSource | None = None
         set_params(self, params)
 
     def copy(self: E, extra: Any = None) -> E:
@@ -114,24 +116,33 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.
 
-        The files must not change during the training. Only an estimator without a model copies the rows,
-        like `fit`, because the default network for a table needs computed columns. Raises errors like
-        `fitOnShards`.
+        This is `fit` with data="inPlace", so the files must not change during the training. Only an estimator
+        without a model copies the rows. Raises errors like `fitOnShards`.
         """
         spark = active_session()
-        if wants_table(self):
-            return self._fit(spark.read.parquet(resolve(spark, uri)))
-        return self._fit_on_table(spark, list_parquet(spark, uri))
+        return self.copy({self.data: "inPlace"})._fit(read_parquet(spark, uri))
 
-    def fitOnDelta(self, uri: str, version: int | None = None) -> M:
+    def fitOnDelta(self, uri: str, version: int | str | None = None) -> M:
         """Trains on one version of a Delta table, by default the newest, without a copy of its files.
 
-        A resume reads the first start's version. Tables with deletion vectors or column mapping are refused.
+        A text is a time, such as "2026-11-27 12:00:00", and means the newest version at that time. A resume
+        reads the first start's version. This is `fit` with data="inPlace".
         """
         spark = active_session()
-        if version is None:
-            version = pinned_version(self._run_uri(spark))
-        return self._fit_on_table(spark, list_delta(spark, uri, version))
+        return self._fit_listing(spark, list_delta(spark, uri, self._version(spark, version)))
+
+    def fitOnTable(self, name: str, version: int | str | None = None) -> M:
+        """Trains on a table of a catalog, such as "catalog.schema.table", without a copy of its files.
+
+        The table is in a catalog of Spark, and its format is Parquet or Delta, or it is an Iceberg table in a
+        catalog of pyiceberg's configuration. `version` is as for `fitOnDelta`; for an Iceberg table, it is
+        the ID of a snapshot or a time.
+        """
+        spark = active_session()
+        found = find_table(spark, name, self._version(spark, version))
+        if isinstance(found, Listing):
+            return self._fit_listing(spark, found)
+        return self.copy({self.data: "inPlace"})._fit(found)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""
@@ -147,18 +158,17 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(prepared, fit, SharedShards({fit.data: prepared.dataset}, [fit.data]))
 
-    def _fit_on_table(self, spark: SparkSession, listing: Listing) -> M:
-        estimator, reader = with_initial_model(self), self.getParam(READER.name)
-        if not self.isSet(reader):
-            # Petastorm, the default reader if it is installed, reads only shards.
-            estimator = estimator.copy({reader: "arrow"})
-        check_table_reader(estimator.getOrDefault(reader), listing.source)
-        fit = CheckedFit.of(estimator, spark.createDataFrame([], listing.schema))
-        check_table(fit.data)
-        choose_daemon(spark, fit.config.use_gpu)
-        run = estimator._run_folder(fit.data.root)
-        with run.guarded(), table_rows(spark, listing, fit.data, run) as (manifest, key):
-            return cast(M, estimator._train_on(spark, run, fit, manifest, key))
+    def _fit_listing(self, spark: SparkSession, listing: Listing) -> M:
+        check_pinned(self._run_uri(spark), listing.source)
+        estimator = self.copy({self.data: "inPlace"})
+        estimator._source = listing.source
+        with reads_field_ids(spark, listing):
+            return estimator._fit(read_listing(spark, listing))
+
+    def _version(self, spark: SparkSession, given: int | str | None) -> int | str | None:
+        """Returns the version to read: the given one, else the one that the run began with."""
+        known = pinned_source(self._run_uri(spark)) if given is None else None
+        return given if known is None else known.version
 
     def _train(self, prepared: PreparedFit, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = prepared.dataset.sparkSession, self._run_folder(fit.data.root)
@@ -166,6 +176,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             if run.is_given:
                 stack.enter_context(run.guarded())
                 prepared.keep_plan(run.uri)
+                keep_source(run.uri, self._source)
                 manifest, key = run_shards(prepared.dataset, fit.data, run)
             else:
                 # The shards stay until the run has ended.

@@ -28,8 +28,8 @@ class RowSource:
         shards: Folder that `write_shards` wrote.
         options: Options of Spark's reader, such as `header` for CSV.
         where: SQL condition that the rows must meet.
-        inPlace: Whether the workers read the Parquet or Delta files without copying them to shards.
-        version: Version of the Delta table; None for the newest version.
+        inPlace: Whether the workers read the files of a table without copying them to shards.
+        version: Version of a Delta table, or snapshot of an Iceberg table; None for the newest version.
     """
 
     table: str | None = None
@@ -67,15 +67,15 @@ class RowSource:
             storage.refuse_secrets(uri)
         if not trains and (kind == "shards" or self.inPlace):
             return f"cannot be {'shards' if kind == 'shards' else 'read inPlace'}, since Spark reads the rows"
-        if self.inPlace and kind not in ("parquet", "delta"):
-            return f"can be read inPlace only from parquet or delta, got {kind}"
+        if self.inPlace and kind not in ("parquet", "delta", "table"):
+            return f"can be read inPlace only from parquet, delta or table, got {kind}"
         if kind == "shards" or self.inPlace:
             unused = [name for name in ("where", "options") if getattr(self, name)]
             if unused:
                 subject = "shards are" if kind == "shards" else "rows with inPlace are"
                 return f"cannot have {unused[0]!r}, because {subject} read without Spark; remove it"
-        if self.version is not None and kind != "delta":
-            return "can have a version only with delta"
+        if self.version is not None and kind not in ("delta", "table"):
+            return "can have a version only with delta or table"
         return ""
 
     def read(self, spark: SparkSession) -> DataFrame:
@@ -93,9 +93,15 @@ class RowSource:
 
     def check_apart(self, spark: SparkSession, output: str) -> None:
         """Raises ValueError if writing to `output` would remove these rows."""
+        from ringspark.pipelines.external.catalog import find_table
+        from ringspark.pipelines.external.listing import Listing
+
         kind, uri = self.location
         uris = [uri]
-        if kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
+        found = find_table(spark, uri, self.version) if kind == "table" and self.inPlace else None
+        if isinstance(found, Listing):
+            uris = [found.source.uri]
+        elif kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
             # Spark finds the files of a table, or of a pattern such as "/data/2024-*".
             uris = [unquote(file) for file in self.read(spark).inputFiles()]
         for each in uris:
@@ -104,9 +110,9 @@ class RowSource:
     def to_json(self) -> dict[str, Any]:
         kind, uri = self.location
         found: dict[str, Any] = {kind: uri, "where": self.where, "options": dict(self.options)}
-        if kind in ("parquet", "delta"):
+        if kind in ("parquet", "delta", "table"):
             found["inPlace"] = self.inPlace
-        if kind == "delta":
+        if kind in ("delta", "table"):
             found["version"] = self.version
         return found
 

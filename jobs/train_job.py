@@ -146,8 +146,8 @@ def _wants_table(file: JobFile, job: TrainJob, estimator: Any) -> bool:
 
     if estimator._task == "any" or not wants_table(estimator):
         return False
-    if job.data.shards is not None or (job.data.inPlace and job.data.delta is not None):
-        rows = "shards" if job.data.shards is not None else "Delta tables with inPlace"
+    if job.data.shards is not None or (job.data.inPlace and job.data.parquet is None):
+        rows = "shards" if job.data.shards is not None else "tables with inPlace"
         raise file.error(
             ("data",),
             f"data: with {rows}, set params.model, because a network for a table is made from rows Spark "
@@ -329,7 +329,7 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
     kind, uri = job.data.location
     if kind == "shards":
         ShardManifest.load(resolve(spark, uri)).verify_files()
-    elif kind != "delta" or not job.data.inPlace:  # a Delta table in place needs no Delta package in Spark
+    elif kind == "parquet" or not job.data.inPlace:  # other tables in place need no connector in Spark
         alone = estimator.copy()
         for param in (alone.runUri, alone.resume):
             alone.clear(param)
@@ -367,9 +367,10 @@ def _fit(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Tran
     if kind == "shards":
         return estimator.fitOnShards(uri)
     if job.data.inPlace:
-        return (
-            estimator.fitOnParquet(uri) if kind == "parquet" else estimator.fitOnDelta(uri, job.data.version)
-        )
+        if kind == "parquet":
+            return estimator.fitOnParquet(uri)
+        fit = estimator.fitOnDelta if kind == "delta" else estimator.fitOnTable
+        return fit(uri, job.data.version)
     return estimator.fit(_add_features(spark, job.data, features))
 
 

@@ -23,7 +23,14 @@ from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.notebook_table import notebook_table
-from ringspark.pipelines.table_files import TABLE_REMEDY, TableFile, TableSource, changed_problem
+from ringspark.pipelines.table_files import (
+    TABLE_REMEDY,
+    FileColumn,
+    TableFile,
+    TableSource,
+    changed_problem,
+    list_files,
+)
 from ringspark.pipelines.typed_json import added, record, versioned
 
 FORMAT_VERSION = 3
@@ -103,6 +110,7 @@ class ShardManifest:
         stats: Statistics by split, then by column name.
         skipped_rows: Number of rows that were left out because they held a null.
         table: External table that the files belong to; None for shards of `write_shards`.
+        file_columns: If the shards refer to rows of an external table, where its files hold these columns.
     """
 
     uri: str
@@ -111,6 +119,7 @@ class ShardManifest:
     stats: dict[str, dict[str, ColumnStats]] = field(default_factory=dict)
     skipped_rows: int = 0
     table: TableSource | None = added(None)  # noqa: RUF009
+    file_columns: dict[str, FileColumn] | None = added(None)  # noqa: RUF009
     format_version: int = FORMAT_VERSION
 
     @property
@@ -286,7 +295,9 @@ class ShardManifest:
         return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
-        table = {} if self.table is None else {"table": asdict(self.table)}
+        table: dict[str, Any] = {} if self.table is None else {"table": asdict(self.table)}
+        if self.file_columns is not None:
+            table["file_columns"] = {name: asdict(column) for name, column in self.file_columns.items()}
         return json.dumps(
             {
                 "format_version": self.format_version,
@@ -321,7 +332,8 @@ class ShardManifest:
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             remedy = "write the shards again with write_shards(..., overwrite=True)"
-            remedy = remedy if self.table is None else TABLE_REMEDY
+            is_table = self.table is not None or self.file_columns is not None
+            remedy = TABLE_REMEDY if is_table else remedy
             raise ValueError(f"{'; '.join(problems[:3])}{more}; {remedy}")
 
     def _footer_problem(self, file: ShardFile) -> str | None:
@@ -339,6 +351,11 @@ class ShardManifest:
         except (OSError, pa.ArrowException) as error:
             return f"shard file {uri!r} cannot be read ({error})"
         problem = row_group_problem(file, metadata)
+        if problem is None and self.file_columns is not None:
+            try:
+                return changed_problem(sorted(list_files(uri)))
+            except OSError as error:
+                return f"a file of the table cannot be reached ({error})"
         return None if problem is None else f"shard file {uri!r} {problem}"
 
     def _digest_problem(self, file: ShardFile) -> str | None:

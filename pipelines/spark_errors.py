@@ -15,6 +15,9 @@ _TASK_ERROR = re.compile(rf"RuntimeError: {MARK}(.*)")
 _RAISED = re.compile(
     rf"(?:\[USER_RAISED_EXCEPTION\]|RuntimeException:) {MARK}(.*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
+_UNREAD_FILE = re.compile(
+    r"Encountered error while reading file (\S+?)\.?\s+(.*?)(?:Details:|SQLSTATE: \w+)?\s*$", re.MULTILINE
+)
 _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|torch)")
 
 
@@ -24,7 +27,7 @@ def explain_worker_errors() -> Iterator[None]:
 
     Raises:
         RuntimeError: A worker lacks a package, or a task failed inside `report_task_errors`.
-        ValueError: An expression in the plan refused a row.
+        ValueError: An expression in the plan refused a row, or Spark cannot read a file.
     """
     try:
         yield
@@ -34,6 +37,12 @@ def explain_worker_errors() -> Iterator[None]:
             raise RuntimeError(failed[1].strip()) from None
         if (raised := _RAISED.search(str(error))) is not None:
             raise ValueError(raised[1]) from None
+        if (unread := _UNREAD_FILE.search(str(error))) is not None:
+            reason = f" ({unread[2].strip(' .')})" if unread[2].strip(" .") else ""
+            raise ValueError(
+                f"Spark cannot read the file {unread[1]}{reason}; remove it, or write it again with the same "
+                "column types as the other files"
+            ) from None
         missing = _MISSING_MODULE.search(str(error))
         if missing is None:
             raise

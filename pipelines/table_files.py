@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import unquote
 
+import pyarrow.parquet as pq
+
+from ringspark.pipelines import storage
 from ringspark.pipelines.reuse.source_files import FileState, path_states
 
 TABLE_REMEDY = "do not change a table while it is read; train again, or train on shards from write_shards"
 
 Number = bool | int | float
+
+FILE, ROW, NUM_BYTES = "__ringspark_file", "__ringspark_row", "__ringspark_bytes"
+"""Columns of a reference to a row: its file and the file's state, its number there, and its bytes in a shard.
+
+The bytes decide the size of row groups, which a later copy of the references must not change.
+"""
 
 
 class Window(NamedTuple):
@@ -28,6 +38,27 @@ class TableSource:
     uri: str
     format: str = "parquet"
     version: int | None = None
+
+
+class InPlaceError(ValueError):
+    """The rows of a DataFrame cannot be read from the files below it."""
+
+
+class RowsDifferError(InPlaceError):
+    """A file cannot be read as Spark reads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileColumn:
+    """Name of a column in an external table's files, and Spark types to which its values are cast, in order.
+
+    Shards that only refer to the rows of a table have one for each column that they do not store. A column
+    with a field ID may have another name in each file.
+    """
+
+    name: str
+    casts: tuple[str, ...] = ()
+    field_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +93,26 @@ class TableFile:
             for step in (size if size and rows >= 2 * size else max(1, rows),)
             for start in range(0, max(1, rows), step)
         )
+
+
+def describe_file(uri: str) -> str:
+    """Returns the value of `FILE` for a percent-encoded URI, as in Spark's `_metadata.file_path`."""
+    ((path, num_bytes, state),) = path_states([storage.normalize(unquote(uri))])
+    return f"{num_bytes} {state}\n{path}"
+
+
+def parse_file(text: str) -> FileState:
+    """Returns the file and its state from a value of `FILE`."""
+    state, _, path = text.partition("\n")
+    num_bytes, _, marks = state.partition(" ")
+    return path, int(num_bytes), marks
+
+
+def list_files(uri: str) -> set[FileState]:
+    """Returns the files to which a shard of references refers, as they were when it was written."""
+    with storage.store_errors(uri), storage.open_file(uri) as source:
+        batches = pq.ParquetFile(source, read_dictionary=[FILE]).iter_batches(columns=[FILE])
+        return {parse_file(text) for batch in batches for text in batch.column(0).unique().to_pylist()}
 
 
 def changed_problem(files: Sequence[FileState]) -> str | None:

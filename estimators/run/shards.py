@@ -97,6 +97,8 @@ class ShardStates:
         touched = [file for file in self._manifest.files if known.get(file.path) != now.get(file.path)]
         if touched:
             replace(self._manifest, files=tuple(touched)).verify()
+        elif self._manifest.file_columns is not None:
+            self._manifest.verify_files()  # also compares the table's files
 
     def _states(self) -> dict[str, str]:
         """Returns path -> text that changes with the file; empty if the store has no such text."""

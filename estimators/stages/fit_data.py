@@ -16,15 +16,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.expressions import all_of
 from ringspark.estimators.columns.inputs import ModelInput, bind
+from ringspark.estimators.training.settings.choices import DataPlace
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
-from ringspark.pipelines.kinds import kind_from_json
+from ringspark.pipelines.external.file_scan import FileScan, find_scan
+from ringspark.pipelines.kinds import HashBuckets, TableRow, Vocabulary, kind_from_json
+from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.spark_paths import to_spark_uri
+from ringspark.pipelines.table_files import InPlaceError
 
 _logger = logging.getLogger(__name__)
+
+AUTO_BYTES = 1 << 30
+"""Least bytes of the files that data="auto" reads in place; a copy of fewer takes little time and space."""
+
+# Computed columns of these types are stored next to references, because a row takes at most 8 bytes.
+_SMALL = {Vocabulary.tag, HashBuckets.tag}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,7 @@ class FitData:
     Attributes:
         seed: Seed of the random hold-out; 0 without a hold-out, so that fits of all seeds share their shards.
         kinds: Column types by column, as JSON text of the setting `columns`.
+        place: The setting `data`: whether the rows are copied, or read from the files below the DataFrame.
         root: Parent of the folder with the shards, or the run's folder that the user named.
         imports: Modules that Spark's Python workers import during the write, because the training needs them.
     """
@@ -45,10 +57,51 @@ class FitData:
     drops_invalid: bool = False
     root: str
     kinds: str = "{}"
+    place: DataPlace = "copy"
     imports: tuple[str, ...] = field(default=(), compare=False)
 
     def write(self, dataset: DataFrame, uri: str) -> ShardManifest:
-        """Writes the shards; a failure leaves nothing in `uri`."""
+        """Writes the shards, or references to the rows; a failure leaves nothing in `uri`."""
+        if self.place == "copy":
+            return self._write(dataset, uri, None)
+        try:
+            scan = find_scan(dataset, self.columns)
+            self._check_scan(scan, dataset.schema)
+            manifest = self._write(dataset, uri, scan)
+        except InPlaceError as error:
+            if self.place == "inPlace" and not self._is_plain_table:
+                raise ValueError(
+                    f"data='inPlace' cannot read the rows from the files below the DataFrame: {error}; set "
+                    "data='copy'"
+                ) from error
+            _logger.warning("data=%r copies the rows: %s", self.place, error)
+            return self._write(dataset, uri, None)
+        if self.place == "auto":
+            _logger.warning(
+                "data='auto' reads the rows in place, from files of %d MiB", scan.num_bytes / 2**20
+            )
+        return manifest
+
+    @property
+    def _is_plain_table(self) -> bool:
+        return any(kind["kind"] == TableRow.tag for kind in json.loads(self.kinds).values())
+
+    def _check_scan(self, scan: FileScan, schema: StructType) -> None:
+        """Raises InPlaceError if too much of the rows is not in the files."""
+        if self._is_plain_table:
+            raise InPlaceError("the network for a table needs columns that Spark computes")
+        if self.place == "auto" and scan.num_bytes < AUTO_BYTES:
+            raise InPlaceError(f"the files are smaller than {AUTO_BYTES >> 30} GiB")
+        kinds = json.loads(self.kinds)
+        computed = [name for name in self.columns if name not in scan.columns]
+        for name in computed:
+            is_number = schema[name].dataType.simpleString().partition("(")[0] in {*SPARK_DTYPES, "decimal"}
+            if kinds.get(name, {}).get("kind") not in _SMALL and not is_number:
+                raise InPlaceError(f"they have no column {name!r}, which Spark computes for each row")
+        if len(computed) == len(self.columns):
+            raise InPlaceError(f"Spark computes all columns, {computed}")
+
+    def _write(self, dataset: DataFrame, uri: str, scan: FileScan | None) -> ShardManifest:
         kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
         if self.drops_invalid:
             chosen = {
@@ -73,9 +126,10 @@ class FitData:
                 validation_fraction=self.validation_fraction,
                 seed=self.seed,
                 imports=self.imports,
+                references=scan,
             )
         except ValueError as error:
-            if "to write_shards" not in str(error):
+            if isinstance(error, InPlaceError) or "to write_shards" not in str(error):
                 raise
             raise ValueError(f"{error}; for fit, set the estimator's Param columns to this dict") from None
 

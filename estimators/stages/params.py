@@ -128,6 +128,9 @@ class _TrainingParams(
     localSteps, getLocalSteps, setLocalSteps = declared_earlier("localSteps")
     consistency, getConsistency, setConsistency = declared_earlier("consistency")
 
+    # The last one, because it hides the module of this name.
+    data, getData, setData = declared(data.DATA)
+
     def getColumns(self) -> dict[str, Kind]:
         """Gets `columns`: the chosen column types by name."""
         given = value_of(self, data.COLUMNS) or {}

@@ -14,13 +14,25 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.kinds import Binary, HashBuckets, Kind, Scalar, Sparse, Tokens, Vector, Vocabulary
+from ringspark.pipelines.kinds import (
+    Binary,
+    HashBuckets,
+    Image,
+    Kind,
+    Scalar,
+    Sparse,
+    Struct,
+    Tokens,
+    Vector,
+    Vocabulary,
+)
 from ringspark.pipelines.kinds.base import is_list, number_type
+from ringspark.pipelines.kinds.image_decoding import image_bytes
 from ringspark.pipelines.nulls import fill_nulls
 from ringspark.pipelines.rows import Rows
 
 # Column types that let Spark convert values; `convert_like_spark` does the same without Spark.
-_CONVERTED = (Scalar, Vector, Sparse, Vocabulary, HashBuckets, Tokens)
+_CONVERTED = (Scalar, Vector, Sparse, Struct, Vocabulary, HashBuckets, Tokens, Image)
 
 
 def check_kind(name: str, kind: Kind) -> None:
@@ -33,10 +45,19 @@ def check_kind(name: str, kind: Kind) -> None:
 
 def decode_column(values: Any, kind: Kind) -> Rows:
     """Returns the rows of a file's column, given as one Arrow array without nulls, or raises ValueError."""
+    return kind.decode(encode_column(values, kind))
+
+
+def encode_column(values: Any, kind: Kind) -> list[Any]:
+    """Returns the arrays that `write_shards` would store for a file's column, or raises ValueError."""
     values = convert_like_spark(values, kind)
-    # The bytes of images were checked one by one when the table was measured.
-    stored = [values.cast(pa.binary())] if isinstance(kind, Binary) else kind.encode(values).arrays
-    return kind.decode(stored)
+    if isinstance(kind, Binary):
+        # The bytes were checked one by one when the rows were measured.
+        return [values.cast(pa.binary())]
+    values, problems = kind.read(values)
+    if problems:
+        raise ValueError(next(iter(problems.values())))
+    return kind.encode(values).arrays
 
 
 def convert_like_spark(values: Any, kind: Kind) -> Any:
@@ -50,6 +71,10 @@ def convert_like_spark(values: Any, kind: Kind) -> Any:
         values = values.cast(pa.list_(values.type.value_type))
     if isinstance(kind, Vector | Sparse):
         return _vectors(values, kind.dtype)
+    if isinstance(kind, Struct):
+        return _struct_numbers(values, kind)
+    if isinstance(kind, Image) and pa.types.is_struct(values.type):
+        return pa.array(map(image_bytes, values.to_pylist()), pa.binary())
     if isinstance(kind, HashBuckets):
         present = hash_buckets(values.drop_null(), kind.num_buckets, kind.seed)
         ids = np.zeros(len(values), dtype=np.int64)
@@ -60,6 +85,9 @@ def convert_like_spark(values: Any, kind: Kind) -> Any:
     dtype = getattr(kind, "dtype", "")
     if _is_any_list(values.type) or pa.types.is_unsigned_integer(values.type):
         return values.cast(_with_leaf(values.type, dtype)) if dtype else values
+    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    if isinstance(kind, Scalar) and dtype and is_number and values.type != number_type(dtype):
+        return values.cast(number_type(dtype), safe=False)  # Spark reads the file by a wider type
     return values
 
 
@@ -100,6 +128,21 @@ def _doubles(decimals: Any) -> Any:
     unscaled = words[decimals.offset : decimals.offset + len(decimals), 0]
     numbers = unscaled.astype(np.float64) / 10.0**decimals.type.scale
     return pa.array(numbers, mask=decimals.is_null().to_numpy(zero_copy_only=False))
+
+
+def _struct_numbers(values: Any, kind: Struct) -> Any:
+    """Returns the lists of numbers that `Struct.select` computes."""
+    columns = []
+    for path in kind.fields:
+        (number,) = Scalar().encode(convert_like_spark(pc.struct_field(values, list(path)), Scalar())).arrays
+        # A safe cast, so whole numbers that float64 does not hold raise an error, as in Spark.
+        columns.append(number.cast(number_type(kind.dtype)))
+    nulls = np.stack([column.is_null().to_numpy(zero_copy_only=False) for column in columns], axis=1)
+    filled = [fill_nulls(column).to_numpy(zero_copy_only=False) for column in columns]
+    leaf = pa.array(np.stack(filled, axis=1).reshape(-1), number_type(kind.dtype), mask=nulls.reshape(-1))
+    offsets = pa.array(np.arange(len(values) + 1, dtype=np.int32) * len(columns))
+    mask = values.is_null() if values.null_count else None
+    return pa.ListArray.from_arrays(offsets, leaf, mask=mask)
 
 
 def _vectors(values: Any, dtype: str) -> Any:

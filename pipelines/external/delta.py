@@ -1,38 +1,58 @@
-"""Lists the files of a version of a Delta table, using the package `deltalake`."""
+"""Lists the files of a version of a Delta table, using the package `deltalake`.
+
+The package decodes deletion vectors and resolves partition values. A table with a feature that changes how
+files are read, and that is not known here, is refused.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.listing import Listing
+from ringspark.pipelines.external.file_scan import FIELD_ID
+from ringspark.pipelines.external.listing import Int64Array, Listing
 from ringspark.pipelines.reuse.source_files import path_states
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
+
+# Features whose effect on the rows is known. The variant type has none on columns of other types.
+_FEATURES = {
+    "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview",
+    "v2Checkpoint", "vacuumProtocolCheck", "variantType", "variantType-preview",
+}  # fmt: skip
+_MAPPING, _PHYSICAL, _ID = (f"delta.columnMapping.{key}" for key in ("mode", "physicalName", "id"))
 
 
-def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Listing:
-    """Lists the files of a version of a Delta table; the newest version by default.
+def list_delta(spark: SparkSession, uri: str, version: int | str | None = None) -> Listing:
+    """Lists the files of a version of a Delta table.
+
+    Args:
+        version: Number of the version, or a time such as "2026-11-27 12:00:00" in Spark's time zone, which
+            means the newest version at that time. None is the newest version.
 
     Raises:
-        ValueError: The table or the version does not exist, a file was removed, the table has deletion
-            vectors or column mapping, or `deltalake` is not installed.
+        ValueError: The table or the version does not exist, a file was removed, the table has a feature that
+            cannot be read exactly, or `deltalake` is not installed.
     """
     from pyspark.sql.types import StructType
 
     root = storage.normalize(resolve(spark, uri))
-    table = _open_table(root, version)
+    table = _open_table(spark, root, version)
     _check_features(root, table)
     actions = pa.table(table.get_add_actions(flatten=True)).sort_by("path")
     names = [unquote(name) for name in actions.column("path").to_pylist()]
-    if outside := [name for name in names if "://" in name or name.startswith("/")]:
+    if outside := [name for name in names if "://" in name or name.startswith(("/", "file:"))]:
         raise ValueError(
             f"Delta table {root!r} has the file {outside[0]!r} of another table (a shallow clone); write it "
             "with write_shards"
@@ -46,27 +66,30 @@ def list_delta(spark: SparkSession, uri: str, version: int | None = None) -> Lis
         ) from None
     if not names:
         raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}; pass another")
-    schema = table.schema().to_json()
+    schema = StructType.fromJson(json.loads(table.schema().to_json()))
+    folders, settings = table.metadata().partition_columns, table.metadata().configuration
     return Listing(
         source=TableSource(uri=root, format="delta", version=table.version()),
-        schema=StructType.fromJson(json.loads(schema) if isinstance(schema, str) else schema),
+        schema=schema,
         files=tuple((name, size, marks) for name, (_, size, marks) in zip(names, states, strict=True)),
-        folder_columns={
-            name: actions.column(f"partition.{name}").combine_chunks()
-            for name in table.metadata().partition_columns
-        },
+        folder_columns={name: actions.column(f"partition.{name}").combine_chunks() for name in folders},
+        deleted=_deleted_rows(root, table, names),
+        file_schema=_file_schema(schema, folders, settings.get(_MAPPING, "none")),
     )
 
 
-def _open_table(root: str, version: int | None) -> Any:
+def _open_table(spark: SparkSession, root: str, version: int | str | None) -> Any:
     try:
         from deltalake import DeltaTable
     except ImportError:
         raise ValueError("Delta tables need the package deltalake; pip install 'ringspark[delta]'") from None
     if storage.is_local(root) and not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
+    moment = parse_time(spark, version) if isinstance(version, str) else None
     try:
-        return DeltaTable(root, version=version)
+        table = DeltaTable(root, version=None if isinstance(version, str) else version)
+        if moment is not None:
+            table.load_as_version(moment)
     except Exception as error:  # deltalake raises many classes
         which = "" if version is None else f" of version {version}"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -74,23 +97,90 @@ def _open_table(root: str, version: int | None) -> Any:
             f"{root!r} cannot be read as a Delta table{which} ({reason}); pass the folder that holds "
             "_delta_log, and a version of its history"
         ) from error
+    if moment is not None:
+        _check_time(root, table, moment)
+    return table
+
+
+def parse_time(spark: SparkSession, text: str) -> datetime:
+    """Returns the moment that a text means in Spark's time zone, or raises ValueError."""
+    from pyspark.sql import functions as F
+
+    row = spark.range(1).select(F.unix_micros(F.expr(f"try_cast({json.dumps(text)} AS timestamp)"))).first()
+    if row is None or row[0] is None:
+        raise ValueError(
+            f"version must be a number or a time such as '2026-11-27 12:00:00', got {text!r}; pass one"
+        )
+    return datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=row[0])
+
+
+def _check_time(root: str, table: Any, moment: datetime) -> None:
+    """Raises ValueError if the version is newer than the time: `deltalake` takes the first one then.
+
+    The time of a commit is the time of its log file, unless the table has in-commit timestamps.
+    """
+    if table.metadata().configuration.get("delta.enableInCommitTimestamps") == "true":
+        raise ValueError(
+            f"Delta table {root!r} keeps the times of its versions in its log; pass a version's number"
+        )
+    log = storage.join(root, "_delta_log", f"{table.version():020}.json")
+    committed = storage.newest_change(log) if storage.exists(log) else None
+    if committed is not None and committed > moment.timestamp():
+        raise ValueError(
+            f"Delta table {root!r} has no version as old as {moment}; its oldest is {table.version()}, of "
+            f"{datetime.fromtimestamp(committed, timezone.utc)}; pass a later time"
+        )
 
 
 def _check_features(root: str, table: Any) -> None:
-    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    if mapping != "none":
+    unknown = sorted(set(table.protocol().reader_features or ()) - _FEATURES)
+    if '"delta.typeChanges"' in table.schema().to_json():
+        unknown.append("typeWidening")
+    if unknown:
         raise ValueError(
-            f"Delta table {root!r} uses column mapping (mode {mapping!r}), so its files have other column "
-            "names; write it with write_shards"
+            f"Delta table {root!r} uses the feature {unknown[0]!r}, which ringspark cannot read exactly; "
+            "write it with write_shards"
         )
+
+
+def _deleted_rows(root: str, table: Any, names: Sequence[str]) -> dict[str, Int64Array]:
     if "deletionVectors" not in (table.protocol().reader_features or ()):
-        return
+        return {}
+    base, deleted = unquote(table.table_uri).rstrip("/") + "/", {}
     try:
-        holds_deleted = pa.table(table.deletion_vectors()).num_rows > 0
-    except Exception:  # deltalake cannot read an existing deletion vector
-        holds_deleted = True
-    if holds_deleted:
+        vectors = pa.table(table.deletion_vectors())
+        for file, kept in zip(vectors.column("filepath"), vectors.column("selection_vector"), strict=True):
+            # A vector may end after the last deleted row.
+            keeps = kept.values.to_numpy(zero_copy_only=False)
+            deleted[unquote(file.as_py()).removeprefix(base)] = np.flatnonzero(~keeps)
+    except Exception as error:  # deltalake raises many classes, and old ones lack the method
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"Delta table {root!r} has deletion vectors, so its files hold deleted rows; rewrite them "
-            "(REORG TABLE ... APPLY (PURGE)), or write the table with write_shards"
-        )
+            f"the deletion vectors of Delta table {root!r} cannot be read ({reason}); update deltalake, or "
+            "rewrite the files (REORG TABLE ... APPLY (PURGE))"
+        ) from error
+    if strange := deleted.keys() - set(names):
+        raise ValueError(f"deltalake reports deleted rows of {min(strange)!r}, which {root!r} does not list")
+    return {name: rows for name, rows in deleted.items() if len(rows)}
+
+
+def _file_schema(schema: StructType, folders: Sequence[str], mode: str) -> StructType | None:
+    """Returns the schema of the files, whose names and field IDs column mapping keeps in the metadata."""
+    if mode == "none":
+        return None
+
+    def rename(node: Any) -> Any:
+        if isinstance(node, list):
+            return [rename(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        metadata = node.get("metadata", {})
+        node = {key: rename(value) for key, value in node.items() if key != "metadata"}
+        if "name" in node:
+            ids = {FIELD_ID: metadata[_ID]} if mode == "id" else {}
+            node |= {"name": metadata.get(_PHYSICAL, node["name"]), "metadata": ids}
+        return node
+
+    files = type(schema)([field for field in schema.fields if field.name not in folders])
+    renamed: StructType = type(schema).fromJson(rename(files.jsonValue()))
+    return renamed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ringspark.pipelines import storage
@@ -20,6 +23,8 @@ from ringspark.pipelines.table_files import TableSource
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructField, StructType
+
+Int64Array = npt.NDArray[np.int64]
 
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 
@@ -39,46 +44,63 @@ class Listing:
         files: (path relative to the table, number of bytes, state) of every non-empty file, sorted by path. A
             state, such as the modification time, changes if the file is replaced.
         folder_columns: For each partition column, an Arrow array with its value for each file.
+        deleted: For each file with deleted rows, their row numbers in the file, as a sorted int64 array.
+        file_schema: The columns without partition columns, with their names in the files, or with the field
+            IDs by which Spark finds them there; None if the files have the names of `schema`.
     """
 
     source: TableSource
     schema: StructType
     files: tuple[FileState, ...]
     folder_columns: Mapping[str, Any]
+    deleted: Mapping[str, Int64Array] = dataclasses.field(default_factory=dict)
+    file_schema: StructType | None = None
 
     def frame(self, spark: SparkSession, columns: Sequence[str]) -> DataFrame:
         paths = [
-            _escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path)))
-            for path, _, _ in self.files
+            escape_glob(to_spark_uri(spark, storage.join(self.source.uri, path))) for path, _, _ in self.files
         ]
         return spark.read.parquet(*paths).select(*map(quote, columns))
 
 
-def list_parquet(spark: SparkSession, uri: str) -> Listing:
-    """Lists a folder of Parquet files, or one file.
+def read_parquet(spark: SparkSession, uri: str) -> DataFrame:
+    """Returns a DataFrame of a folder of Parquet files, or of one file. Spark reads their schema.
 
     Raises:
         ValueError: There is no such folder, it holds no Parquet files, or it is a table of another format.
     """
-    resolved = resolve(spark, uri)
-    root = storage.normalize(resolved)
+    root = storage.normalize(resolve(spark, uri))
     if not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds Parquet files")
     for name in storage.list_names(root):
         if name in _OTHER_FORMATS:
             raise ValueError(f"{root!r} is {_OTHER_FORMATS[name]}")
-    no_files = f"{root!r} holds no Parquet files; pass a folder with files, or with folders named 'key=value'"
     try:
-        frame = spark.read.parquet(_escape_glob(to_spark_uri(spark, root)))
-        schema, names = frame.schema, frame.inputFiles()
+        frame = spark.read.parquet(escape_glob(to_spark_uri(spark, root)))
+        is_empty = not frame.inputFiles()
     except Exception as error:  # Spark raises many classes
         if "UNABLE_TO_INFER_SCHEMA" in str(error) or "Unable to infer schema" in str(error):
-            raise ValueError(no_files) from None
+            raise _no_files(root) from None
         # The first line may be py4j's, about one of its variables.
         lines = [line.strip(": ") for line in str(error).splitlines() if not line.startswith("An error")]
         reason = next(filter(None, lines), type(error).__name__)
         raise ValueError(f"Spark cannot read {root!r} as Parquet ({reason}); pass another folder") from error
-    paths = sorted({storage.normalize(unquote(name)) for name in names})
+    if is_empty:
+        raise _no_files(root)
+    return frame
+
+
+def _no_files(root: str) -> ValueError:
+    return ValueError(
+        f"{root!r} holds no Parquet files; pass a folder with files, or with folders named 'key=value'"
+    )
+
+
+def list_parquet(spark: SparkSession, uri: str) -> Listing:
+    """Lists a folder of Parquet files, or one file; raises like `read_parquet`."""
+    frame = read_parquet(spark, uri)
+    root, schema = storage.normalize(resolve(spark, uri)), frame.schema
+    paths = sorted({storage.normalize(unquote(name)) for name in frame.inputFiles()})
     if paths != [root]:  # Spark lists summaries such as "_metadata", which hold no rows
         paths = [path for path in paths if not _is_hidden(path.rpartition("/")[2])]
     else:
@@ -90,7 +112,7 @@ def list_parquet(spark: SparkSession, uri: str) -> Listing:
         )
     states = [state for state in path_states(paths) if state[1]]  # Spark skips empty files
     if not states:
-        raise ValueError(no_files)
+        raise _no_files(root)
     files = tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states)
     return Listing(
         source=TableSource(uri=root),
@@ -105,7 +127,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def _escape_glob(path: str) -> str:
+def escape_glob(path: str) -> str:
     return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
 
 

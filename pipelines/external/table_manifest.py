@@ -76,6 +76,11 @@ def table_manifest(
         ValueError: A column cannot be trained on or holds nulls, files have different columns, or row groups
             are too large.
     """
+    if listing.deleted or listing.file_schema is not None:
+        raise ValueError(
+            f"the table {listing.source.uri!r} has deleted rows or other column names than its files; use "
+            "fitOnDelta or fitOnTable"
+        )
     found = _columns(spark, listing, columns, kinds or {}, validation_col)
     in_files = [column for column in found if column.name not in listing.folder_columns]
     if not in_files:

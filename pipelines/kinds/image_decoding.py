@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,12 @@ def spark_image(source: Any) -> Any:
 
     header = F.to_json(F.struct(*(source.getField(name).alias(name) for name in SPARK_FIELDS[:-1])))
     return F.concat(F.encode(F.concat(header, F.lit("\n")), "UTF-8"), source.getField("data"))
+
+
+def image_bytes(image: Mapping[str, Any]) -> bytes:
+    """Returns an image struct as `spark_image` returns it."""
+    header = {name: image[name] for name in SPARK_FIELDS[:-1] if image[name] is not None}
+    return b"\n".join((json.dumps(header).encode(), image["data"]))
 
 
 def describe_problem(data: bytes, error: Exception) -> str:

@@ -16,7 +16,7 @@ from ringspark.pipelines.manifest import row_group_problem
 from ringspark.pipelines.readers.base import ShardReader
 from ringspark.pipelines.readers.prefetch import closed_check
 from ringspark.pipelines.readers.range_file import RangeFile, Tails
-from ringspark.pipelines.table_files import changed_problem
+from ringspark.pipelines.table_files import FILE, changed_problem
 
 # The streams of a shuffled epoch alternate between many files, and opening a file takes about a millisecond.
 _OPEN_FILES = 64
@@ -82,7 +82,13 @@ class ArrowReader(ShardReader):
             )
             # In a store, one request fetches all adjacent columns of a row group.
             stack.enter_context(source)
-            file = pq.ParquetFile(source, pre_buffer=not is_local, coerce_int96_timestamp_unit="us")
+            file = pq.ParquetFile(
+                source,
+                pre_buffer=not is_local,
+                coerce_int96_timestamp_unit="us",
+                # The same text in most rows takes longer to copy than to read a row that it names.
+                read_dictionary=None if self.manifest.file_columns is None else [FILE],
+            )
             problem = row_group_problem(shard_file, file.metadata)
             if problem is not None:
                 raise ValueError(f"it {problem}")

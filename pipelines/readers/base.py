@@ -26,6 +26,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
 from ringspark.pipelines.external.conversion import decode_column
+from ringspark.pipelines.external.referenced_rows import ReferencedRows
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import (
@@ -40,10 +41,11 @@ from ringspark.pipelines.readers.blocks import (
     unpack,
 )
 from ringspark.pipelines.readers.cache import RowGroupCache
-from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
+from ringspark.pipelines.readers.prefetch import closed_check, prefetch, prefetch_bundles
+from ringspark.pipelines.readers.range_file import RangeFile, Tails
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import cut
-from ringspark.pipelines.table_files import TABLE_REMEDY, Window
+from ringspark.pipelines.table_files import FILE, ROW, TABLE_REMEDY, Window
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -157,7 +159,10 @@ class ShardReader(ABC):
     def stored_names(self) -> list[str]:
         if self.manifest.table is not None:
             return [column.name for column in self.columns if column.name not in self._folder_values]
-        return [name for column in self.columns for name in column.kind.stored(column.name)]
+        referenced = self.manifest.file_columns or {}
+        stored = [c for c in self.columns if c.name not in referenced]
+        names = [FILE, ROW] if len(stored) < len(self.columns) else []
+        return names + [name for column in stored for name in column.kind.stored(column.name)]
 
     def read_row_groups(self, indexes: Sequence[int]) -> Iterator[RowGroup]:
         """Yields the columns of row groups, in the order of `indexes`.
@@ -205,7 +210,7 @@ class ShardReader(ABC):
             remedy = "check the connection to the store and resume"
         elif isinstance(error, PermissionError):
             remedy = "check the credentials of this process and their permissions"
-        elif self.manifest.table is not None:
+        elif self.manifest.table is not None or self.manifest.file_columns is not None:
             remedy = TABLE_REMEDY
         elif isinstance(error, FileNotFoundError):
             remedy = "load the manifest again if the shards were replaced, otherwise write them again"
@@ -222,10 +227,16 @@ class ShardReader(ABC):
         while done < len(indexes):
             try:
                 self._check_file(indexes[done])
-                with closing(self.read_tables(indexes[done:])) as tables:  # type: ignore[type-var]
+                with (
+                    closing(self.read_tables(indexes[done:])) as tables,  # type: ignore[type-var]
+                    closing(self._new_rows()) as referenced,
+                ):
                     for table in tables:
                         if table.num_rows != (rows := self._row_groups[indexes[done]]):
                             raise ValueError(f"it has {table.num_rows} rows, but the manifest says {rows}")
+                        table = referenced.resolve(table)
+                        if done == len(indexes) - 1:
+                            referenced.check()  # before the last table, because no call follows it
                         yield table
                         done += 1
                         retries.attempts = 1  # a long epoch may have many interruptions
@@ -235,6 +246,16 @@ class ShardReader(ABC):
                 uri, _ = self.locate(indexes[done])
                 if not retries.again(uri, error):
                     raise self.read_error(indexes[done], error, retries.attempts) from error
+
+    def _new_rows(self) -> ReferencedRows:
+        tails = Tails()
+
+        def open_file(uri: str, num_bytes: int) -> Any:
+            return (
+                pa.OSFile(uri) if storage.is_local(uri) else RangeFile(uri, num_bytes, tails, closed_check())
+            )
+
+        return ReferencedRows(self.columns, self.manifest.file_columns or {}, open_file)
 
     def _check_file(self, index: int) -> None:
         file, _ = self._located[index]

@@ -169,7 +169,7 @@ def explain(df: DataFrame) -> tuple[str, str]:
 def judge(extended: str, cost: str) -> PlanFingerprint:
     """Creates a fingerprint from the two texts that `explain` returns."""
     analysed, optimised, physical = (
-        _section(extended, title)
+        section(extended, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
     )
     lines = _without_view(analysed.splitlines()[1:])
@@ -185,7 +185,7 @@ def judge(extended: str, cost: str) -> PlanFingerprint:
     if refusal is not None:
         return PlanFingerprint(text=text, refusal=refusal)
     sources = (*formats, *_FOLDERS.findall(physical))
-    return PlanFingerprint(text=text, sources=sources, size_range=_size_range(cost))
+    return PlanFingerprint(text=text, sources=sources, size_range=size_range(cost))
 
 
 def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | None:
@@ -219,7 +219,7 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
     return None
 
 
-def _section(text: str, title: str) -> str:
+def section(text: str, title: str) -> str:
     match = re.search(rf"^== {title} ==\n(.*?)(?=^== \w|\Z)", text, re.MULTILINE | re.DOTALL)
     return match[1].strip("\n") if match else ""
 
@@ -251,7 +251,7 @@ def _renumber(lines: Sequence[str]) -> list[str]:
     return numbered
 
 
-def _size_range(cost: str) -> tuple[float, float]:
+def size_range(cost: str) -> tuple[float, float]:
     """Returns the smallest and largest possible bytes of all relations.
 
     Two relations of equal size count as one table that is read twice.

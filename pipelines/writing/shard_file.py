@@ -10,12 +10,14 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.kinds.base import is_list, numbers, one_chunk
 from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.spark_errors import report_task_errors
+from ringspark.pipelines.table_files import NUM_BYTES, ROW
 
 ROW_GROUP_BYTES = 4 << 20
 """Target size of a row group, in bytes.
@@ -71,7 +73,10 @@ class ShardFileWriter:
             return
         self._buffer.append(batch)
         self._buffered_rows += batch.num_rows
-        self._buffered_bytes += sum(map(_num_bytes, arrays))
+        if NUM_BYTES in self._stored_types:
+            self._buffered_bytes += int(pc.sum(arrays[-1]).as_py())
+        else:
+            self._buffered_bytes += sum(map(num_bytes, arrays))
         if self._buffered_rows >= self._group_rows():
             with self._report_errors():
                 self._flush(keep_remainder=True)
@@ -121,7 +126,7 @@ class ShardFileWriter:
         table = pa.Table.from_batches(self._buffer)
         group_rows, start = self._group_rows(), 0
         while table.num_rows - start >= group_rows or (not keep_remainder and start < table.num_rows):
-            group = table.slice(start, group_rows)
+            group = self._prepare(table.slice(start, group_rows))
             if self._parquet is None:
                 self._open(group)
             self._parquet.write_table(group, row_group_size=group_rows)
@@ -132,18 +137,25 @@ class ShardFileWriter:
         # These views keep at most the last batch in memory.
         self._buffer, self._buffered_rows = table.slice(start).to_batches() if rest else [], rest
 
+    def _prepare(self, group: Any) -> Any:
+        """Returns the columns to write of a row group."""
+        return group
+
     def _open(self, first_group: Any) -> None:
         self._file = _DigestFile(storage.open_file(self._uri, "wb"))
-        repeated = [name for name in self._schema.names if _repeats(first_group[name])]
+        schema = first_group.schema
+        repeated = [name for name in schema.names if _repeats(first_group[name])]
         codecs = {
             name: self._compression if name in repeated else _codec(first_group[name], self._compression)
-            for name in self._schema.names
+            for name in schema.names
         }
         self._parquet = pq.ParquetWriter(
             self._file,
-            self._schema,
+            schema,
             compression=codecs | {f"{name}.list.element": codec for name, codec in codecs.items()},
             use_dictionary=repeated,
+            # Ascending numbers take a few bits each.
+            column_encoding={ROW: "DELTA_BINARY_PACKED"} if ROW in schema.names else None,
             # The manifest holds better statistics.
             write_statistics=False,
         )
@@ -183,7 +195,7 @@ def _schema(stored_types: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
     )
 
 
-def _num_bytes(values: Any) -> int:
+def num_bytes(values: Any) -> int:
     """Returns the bytes of the values themselves, so that equal rows give equal row groups.
 
     The size of an Arrow buffer may be larger.
@@ -212,6 +224,8 @@ def _codec(column: Any, codec: str) -> str:
 
 
 def _repeats(column: Any) -> bool:
+    if pa.types.is_string(column.type):
+        return True  # the files of references
     if not pa.types.is_integer(column.type):
         return False
     values = numbers(one_chunk(column))

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -27,6 +27,8 @@ from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
+from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, RowsDifferError
+from ringspark.pipelines.writing.references import RowReferences
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 HandleInvalid = Literal["error", "skip", "keep"]
@@ -52,6 +54,7 @@ class WritePlan:
             the number of the row's partition.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
+        references: How the shards refer to rows of files, or None; the last columns are then `REFERENCES`.
     """
 
     uri: str
@@ -64,6 +67,7 @@ class WritePlan:
     compression: str = "zstd"
     only_measures: bool = False
     imports: tuple[str, ...] = ()
+    references: RowReferences | None = None
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
@@ -78,18 +82,33 @@ class WritePlan:
     def stored_types(self) -> dict[str, Any]:
         stored: dict[str, Any] = {}
         for column in self.stored_columns:
-            stored |= column.kind.stored(column.name)
-        return stored
+            if self.references is None or column.name not in self.references.columns:
+                stored |= column.kind.stored(column.name)
+        return stored if self.references is None else stored | {NUM_BYTES: pa.int64()}
+
+    def new_writer(self, task: int, split: Split) -> ShardFileWriter:
+        """Returns the writer of new rows; `new_file` returns the writer of rows from such files."""
+        if self.references is None:
+            return self.new_file(task, split)
+        return self.references.new_writer(
+            self.uri,
+            self._new_path(task, split),
+            self.columns,
+            row_group_rows=self.row_group_rows,
+            compression=self.compression,
+        )
 
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
-        path = f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
         return ShardFileWriter(
             self.uri,
-            path,
+            self._new_path(task, split),
             self.stored_types,
             row_group_rows=self.row_group_rows,
             compression=self.compression,
         )
+
+    def _new_path(self, task: int, split: Split) -> str:
+        return f"{self.folder}/part-{task:05d}-{uuid.uuid4().hex[:12]}-{split}.parquet"
 
 
 def write_structs(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
@@ -127,7 +146,12 @@ def _import(names: Sequence[str]) -> None:
 def _pieces(batch: Any, columns: Sequence[Column]) -> Iterator[Any]:
     # Decoded images are much larger than compressed ones.
     images = sum(column.kind.held_bytes for column in columns if isinstance(column.kind, Image))
-    row_bytes = images + batch.nbytes // max(1, batch.num_rows)
+    references = sum(
+        array.nbytes
+        for column, array in zip(columns, batch.columns, strict=False)
+        if column.name in (FILE, ROW)
+    )
+    row_bytes = images + (batch.nbytes - references) // max(1, batch.num_rows)
     rows = max(1, PIECE_BYTES // max(1, row_bytes))
     for start in range(0, batch.num_rows, rows):
         yield batch.slice(start, rows)
@@ -149,7 +173,7 @@ class PartitionWriter:
             for column, handling in zip(plan.columns, plan.handle_invalid, strict=True)
             if handling == "keep"
         }
-        self._writers = {split: plan.new_file(self._number, split) for split in SPLITS}
+        self._writers = {split: plan.new_writer(self._number, split) for split in SPLITS}
         self._stats = {
             split: [
                 StatsCollector(is_scalar=isinstance(column.kind, Scalar)) for column in plan.stored_columns
@@ -169,6 +193,7 @@ class PartitionWriter:
         self._unread: list[tuple[int, str]] = [(0, "")] * len(plan.columns)
         self._shapes: list[tuple[Shape, Shape] | None] = [None] * len(plan.columns)
         self._problem: str | None = None
+        self._differs = False
         # Set when the driver will refuse the data: the task stops writing but counts for the message.
         self._refused = plan.only_measures
 
@@ -206,9 +231,10 @@ class PartitionWriter:
                 self._partitions[split] += _runs(partitions[rows] if self._plan.merges else partitions)
 
     def finish(self) -> dict[str, Any]:
-        files = []
-        if not self._refused:
-            files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
+        files: list[Any] = []
+        with self._report_difference():
+            if not self._refused:
+                files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
         return {
             "files": [file.to_json() for file in files],
             "partitions": self._partitions,
@@ -224,6 +250,7 @@ class PartitionWriter:
             "unread": self._unread,
             "shapes": self._shapes,
             "problem": self._problem,
+            "differs": self._differs,
         }
 
     def discard(self) -> None:
@@ -312,8 +339,17 @@ class PartitionWriter:
                 present = pc.invert(arrays[mask][0])
                 measured = [array.filter(present) for array in stored]
             collector.add(len(stored[0]), column.kind.measure(measured))
-        if not self._refused:
-            self._writers[split].add([array for group in arrays for array in group])
+        with self._report_difference():
+            if not self._refused:
+                self._writers[split].add([array for group in arrays for array in group])
+
+    @contextmanager
+    def _report_difference(self) -> Iterator[None]:
+        try:
+            yield
+        except RowsDifferError as error:
+            self._differs = True
+            self._refuse(str(error))
 
     def _refuse(self, problem: str | None) -> None:
         self._problem = self._problem or problem

@@ -32,8 +32,10 @@ from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
+from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, RowRange, copy_files, plan_even_files
+from ringspark.pipelines.writing.references import REFERENCES, RowReferences
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_structs
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
@@ -70,6 +72,7 @@ def write_shards(
     seed: int = 0,
     overwrite: bool = False,
     imports: Sequence[str] = (),
+    references: RowReferences | None = None,
 ) -> ShardManifest:
     """Writes all columns of `df` as shards and commits their manifest. Runs on the driver.
 
@@ -100,11 +103,14 @@ def write_shards(
             complete.
         imports: Modules that the Python workers import during the write, because a later stage needs them.
             Missing modules are skipped.
+        references: From `find_scan`: columns that stay in the Parquet files below `df`. The shards then refer
+            to the rows of these files, which must not change as long as the shards are read.
 
     Returns:
         The committed manifest.
 
     Raises:
+        InPlaceError: The files below `df` hold other values than `df`.
         ValueError: A column has an unsupported type, or holds nulls or arrays of several lengths. Or there
             are no training rows, or `uri` cannot be written, or it holds shards already. No files are left
             behind.
@@ -130,6 +136,8 @@ def write_shards(
         raise ValueError("there is no column to write; select at least one besides validation_col")
     found = columns_from_spark(StructType(stored), columns)
     check_masks([column.name for column in found])
+    if references is not None:
+        found += REFERENCES
     resolved = resolve(df.sparkSession, uri)
     plan = WritePlan(
         uri=storage.normalize(resolved),
@@ -140,6 +148,7 @@ def write_shards(
         row_group_rows=row_group_rows,
         compression=compression,
         imports=tuple(imports),
+        references=references,
     )
     check_names([name for column in plan.stored_columns for name in column.kind.stored(column.name)])
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
@@ -174,6 +183,8 @@ def _write(
             _check_reports(plan, reports, validation_col)
             files = _even(df.sparkSession, plan, reports, num_files)
         manifest = join_reports(plan, reports, files)
+        if plan.references is not None:
+            manifest = _without_references(manifest, dict(plan.references.columns))
         commit(manifest, overwrite)
     except storage.BrokenOffError:
         raise  # its files belong to the manifest that the message names
@@ -181,6 +192,14 @@ def _write(
         discard(plan.uri, plan.folder, is_new)
         raise
     return manifest
+
+
+def _without_references(manifest: ShardManifest, file_columns: dict[str, FileColumn]) -> ShardManifest:
+    """Removes the references from the columns, because they are in no batch."""
+    columns = manifest.columns[: -len(REFERENCES)]
+    names = [column.name for column in columns]
+    stats = {split: {name: found[name] for name in names} for split, found in manifest.stats.items()}
+    return replace(manifest, columns=columns, stats=stats, file_columns=file_columns)
 
 
 def _handling(
@@ -232,15 +251,17 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
+    columns = [column for column in plan.columns if column.name in types]
     made = {
         f"{_MADE}{index}": column.kind.select(F.col(quote(column.name)), types[column.name])
-        for index, column in enumerate(plan.columns)
+        for index, column in enumerate(columns)
         if type(column.kind) is not Scalar or column.source.startswith("decimal")
     }
-    names = [f"{_MADE}{index}" for index in range(len(plan.columns))]
+    names = [f"{_MADE}{index}" for index in range(len(columns))]
     texts = [
-        name if name in made else quote(column.name) for name, column in zip(names, plan.columns, strict=True)
+        name if name in made else quote(column.name) for name, column in zip(names, columns, strict=True)
     ]
+    texts += plan.references.place() if plan.references is not None else ()
     if chosen is not None:
         made[_CHOSEN] = chosen
         texts.append(_CHOSEN)
@@ -268,7 +289,7 @@ def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: s
             )
     for report in reports:
         if report["problem"] is not None:
-            raise ValueError(report["problem"])
+            raise (InPlaceError if report["differs"] else ValueError)(report["problem"])
     if validation_col is not None:
         indicator = ColumnStats()
         for report in reports:

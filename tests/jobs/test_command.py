@@ -315,7 +315,7 @@ evaluation:
 
 @pytest.mark.parametrize(
     ("source", "what"),
-    [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "Delta tables with inPlace")],
+    [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "tables with inPlace")],
 )
 def test_rows_that_spark_does_not_read_need_a_model(
     tmp_path: Path, source: str, what: str, capsys: pytest.CaptureFixture[str]

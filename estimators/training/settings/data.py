@@ -8,6 +8,7 @@ from typing import Any, get_args
 from ringspark.estimators.options.base import ValueRange, at_least, listed, one_of
 from ringspark.estimators.training.settings.choices import (
     Cache,
+    DataPlace,
     HandleInvalid,
     InferencePrecision,
     WeightOffload,
@@ -170,6 +171,14 @@ STORAGE_URI = Setting[str | None](
     words="folder for shards and runs that all workers reach; unset: temporary folder (local master only)",
     convert=without_secrets,
     without_effect=(lambda given: given["runUri"] is not None, "runUri holds the shards and the run"),
+)
+DATA = Setting[DataPlace](
+    name="data",
+    words="'copy' writes shards of the rows; 'inPlace' reads the Parquet files below the DataFrame; "
+    "'auto' does so for tables above 1 GiB if it can",
+    default="copy",
+    accepts=one_of(get_args(DataPlace)),
+    is_for_writing=True,
 )
 READER = Setting(
     name="reader",

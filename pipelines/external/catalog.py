@@ -1,0 +1,94 @@
+"""Finds a table by its name, in Spark's catalogs and in those that are configured for pyiceberg."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ringspark.pipelines.columns import quote
+from ringspark.pipelines.external.delta import list_delta
+from ringspark.pipelines.external.listing import Listing
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_ICEBERG = "ringspark.extras.iceberg"
+_DETAILS = "# Detailed Table Information"
+
+
+def find_table(spark: SparkSession, name: str, version: int | str | None = None) -> Listing | DataFrame:
+    """Lists the files of a version of a Delta or Iceberg table; returns a DataFrame of a Parquet table.
+
+    An Iceberg table is found by pyiceberg, under the same name.
+
+    Args:
+        name: Name of the table, such as "catalog.schema.table".
+        version: As for `list_delta`; an Iceberg table has IDs of snapshots instead of version numbers.
+
+    Raises:
+        ValueError: No catalog has the table, or it is a view, or its format or version cannot be read.
+    """
+    parts = [part.strip("`") for part in re.findall(r"`[^`]+`|[^.`]+", name)]
+    if not parts or "" in parts:
+        raise ValueError(f"a table needs a name such as 'catalog.schema.table', got {name!r}")
+    details = _describe(spark, parts)
+    if details is None or details.get("provider") == "iceberg":
+        return _list_iceberg(spark, name, parts, version, in_spark=details is not None)
+    provider, kind = details.get("provider", ""), details.get("type", "view").lower()
+    if kind not in ("managed", "external"):
+        raise ValueError(
+            f"{name!r} is a {kind.replace('_', ' ')}, which has no files; use fit(spark.table({name!r}))"
+        )
+    if provider == "delta":
+        return list_delta(spark, details["location"], version)
+    if provider != "parquet":
+        raise ValueError(
+            f"table {name!r} has the format {provider or 'unknown'!r}, and only Parquet, Delta and Iceberg "
+            f"tables are read in place; use fit(spark.table({name!r}))"
+        )
+    if version is not None:
+        raise ValueError(
+            f"table {name!r} has Parquet files, which have no versions, got version={version!r}; leave it out"
+        )
+    return spark.table(_quote(parts))
+
+
+def _describe(spark: SparkSession, parts: list[str]) -> dict[str, str] | None:
+    """Returns what Spark's catalog says about a table, by lower-case key; None if it has no such table."""
+    from pyspark.errors import AnalysisException
+
+    try:
+        if not spark.catalog.tableExists(_quote(parts)):
+            return None
+    except AnalysisException:  # Spark has no such catalog
+        return None
+    rows = spark.sql(f"DESCRIBE TABLE EXTENDED {_quote(parts)}").collect()
+    keys = [row[0] for row in rows]
+    # A temporary view has no details. Before them, there may be columns of any name.
+    details = rows[keys.index(_DETAILS) + 1 :] if _DETAILS in keys else []
+    return {row[0].lower(): row[1].lower() if row[0] == "Provider" else row[1] for row in details}
+
+
+def _quote(parts: list[str]) -> str:
+    return ".".join(map(quote, parts))
+
+
+def _list_iceberg(
+    spark: SparkSession, name: str, parts: list[str], version: int | str | None, in_spark: bool
+) -> Listing:
+    found = f"{name!r} is an Iceberg table" if in_spark else f"Spark's catalogs have no table {name!r}"
+    try:
+        import pyiceberg  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            f"{found}, and Iceberg tables need the package pyiceberg; check the name, or pip install "
+            "'ringspark[iceberg]'"
+        ) from None
+    listing: Listing | None = import_module(_ICEBERG).list_iceberg(spark, parts, version)
+    if listing is None:
+        raise ValueError(
+            f"{found}, and pyiceberg finds no Iceberg table of this name; check the name, and pyiceberg's "
+            f"configuration of the catalog {parts[0]!r} (such as PYICEBERG_CATALOG__{parts[0].upper()}__URI)"
+        )
+    return listing

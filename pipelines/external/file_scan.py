@@ -1,0 +1,117 @@
+"""Finds out whether the rows of a DataFrame are rows of Parquet files, and in which of the files' columns.
+
+Everything is read from the plan that Spark prints, with Spark Classic and Spark Connect alike. The text only
+decides what is tried: the tasks that list the rows also compare each value with the file's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ringspark.pipelines.columns import Column, quote
+from ringspark.pipelines.external.reference_file import ReferenceFileWriter
+from ringspark.pipelines.reuse.plan_fingerprint import explain, section, size_range
+from ringspark.pipelines.table_files import FileColumn, InPlaceError
+from ringspark.pipelines.writing.shard_file import ShardFileWriter
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+# These keep the rows of a file in their order. "Repartition n, false" is `coalesce`.
+_OPERATORS = ("Project", "Filter", "Relation", "ArrowEvalPython", "BatchEvalPython")
+_MARK = "ringspark_column_"
+FIELD_ID, READS_FIELD_IDS = "parquet.field.id", "spark.sql.parquet.fieldId.read.enabled"
+"""Key of Spark's metadata of a column, and the setting by which Spark finds columns by it."""
+_RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[(.*)\] parquet$")
+_ATTRIBUTE = re.compile(r"[^()\[\]#]+#(\d+)L?")
+_CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boolean)\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileScan:
+    """The columns that are in the files, by the DataFrame's names, and Spark's size of the table in bytes."""
+
+    columns: dict[str, FileColumn]
+    num_bytes: float = 0.0
+
+    def place(self) -> tuple[str, str]:
+        """Returns SQL for the URI of a row's file, and for the row's number in it."""
+        return "_metadata.file_path", "_metadata.row_index"
+
+    def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
+        return ReferenceFileWriter(uri, path, columns, self.columns, **settings)
+
+
+def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
+    """Returns which of the columns `names` the Parquet files below a DataFrame hold.
+
+    Computed columns and partition columns are missing from the result.
+
+    Raises:
+        InPlaceError: The plan does more than to choose columns and rows of one scan of Parquet files.
+    """
+    from pyspark.sql import functions as F
+
+    chosen = [F.col(quote(name)).alias(f"{_MARK}{index}") for index, name in enumerate(names)]
+    try:
+        extended, cost = explain(df.select(*chosen, *FileScan(columns={}).place()))
+    except Exception as error:  # Spark raises many classes
+        raise InPlaceError(
+            "Spark does not report from which file each row comes, because the DataFrame is not a scan of "
+            "files or mixes several"
+        ) from error
+    lines = [line.lstrip(" :+-") for line in section(extended, "Optimized Logical Plan").splitlines()]
+    for line in lines:
+        if not line.startswith(_OPERATORS) and not re.fullmatch(r"Repartition \d+, false", line):
+            operator = re.split(r"\W", line, maxsplit=1)[0] or line[:40]
+            raise InPlaceError(f"its plan has {operator!r}")
+    relation = _RELATION.match(lines[-1])
+    if relation is None:
+        raise InPlaceError(f"it reads {lines[-1].rpartition('] ')[2] or 'no files'!r}, not Parquet files")
+    above, stored = "\n".join(lines[:-1]), _top_level_names(section(extended, "Physical Plan"))
+    found, has_ids = {}, df.sparkSession.conf.get(READS_FIELD_IDS, "false") == "true"
+    for index, name in enumerate(names):
+        # The mark ends the expression; the start is a bracket, or the mark of the column before it.
+        before = rf"{_MARK}{index - 1}#\d+L?, " if index else r"^Project \["
+        expression = re.search(rf"{before}(.*?) AS {_MARK}{index}#", above, re.MULTILINE)
+        column = expression and _follow(expression[1], above, relation[1])
+        if column and column.name in stored:
+            field_id = df.schema[name].metadata.get(FIELD_ID) if has_ids else None
+            found[name] = column if field_id is None else replace(column, name=name, field_id=field_id)
+    return FileScan(columns=found, num_bytes=size_range(cost)[0])
+
+
+def _follow(expression: str, above: str, relation: str) -> FileColumn | None:
+    """Returns the file's column that an expression only renames or casts; None if it computes something."""
+    casts: list[str] = []
+    while True:
+        if cast := _CAST.fullmatch(expression):
+            casts.append(cast[2])
+            expression = cast[1]
+            continue
+        attribute = _ATTRIBUTE.fullmatch(expression)
+        if attribute is None:
+            return None
+        if re.search(rf"(?:^|,){re.escape(expression)}(?:,|$)", relation):
+            return FileColumn(name=expression.rpartition("#")[0], casts=tuple(reversed(casts)))
+        # Spark gives an attribute of the scan the name of the column, and a renamed column a new number.
+        named = re.search(rf"(?:\[|, )([^\[,]+?) AS [^()\[\]]*?#{attribute[1]}L?(?:,|\])", above)
+        if named is None:
+            return None
+        expression = named[1]
+
+
+def _top_level_names(physical: str) -> set[str]:
+    """Returns the columns that Spark reads from the files, which it prints as `ReadSchema: struct<a:int>`."""
+    names: set[str] = set()
+    for schema in re.findall(r"ReadSchema: struct<(.*)>", physical):
+        depth, start = 0, 0
+        for at, mark in enumerate(f"{schema},"):
+            depth += (mark in "<(") - (mark in ">)")
+            if mark == "," and not depth:
+                names.add(schema[start:at].partition(":")[0])
+                start = at + 1
+    return names

@@ -1,0 +1,119 @@
+"""Makes a DataFrame of exactly the rows of a listing, as a scan of the table's files.
+
+Without a connector, Spark knows neither the deleted rows of Delta and Iceberg tables nor their column names.
+So the scan gets the listed files and their schema. Python functions filter the deleted rows, and add the
+values of partition columns. In-place training reads such a scan like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from ringspark.pipelines import storage
+from ringspark.pipelines.columns import quote
+from ringspark.pipelines.external.file_scan import FIELD_ID, READS_FIELD_IDS
+from ringspark.pipelines.external.listing import Int64Array, Listing, escape_glob
+from ringspark.pipelines.spark_paths import to_spark_uri
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_ZONED = ("UTC", "Etc/UTC", "GMT", "Z")
+
+
+def read_listing(spark: SparkSession, listing: Listing) -> DataFrame:
+    """Returns the rows of a table at the moment of its listing. Runs on the driver."""
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import StructType
+
+    root, path = listing.source.uri, F.col("_metadata.file_path")
+    files = [storage.join(root, name) for name, _, _ in listing.files]
+    fields = [field for field in listing.schema.fields if field.name not in listing.folder_columns]
+    stored = listing.file_schema or StructType(fields)
+    frame = spark.read.schema(stored).parquet(*(escape_glob(to_spark_uri(spark, file)) for file in files))
+    if listing.deleted:
+        deleted = {storage.join(root, name): rows for name, rows in listing.deleted.items()}
+        frame = frame.where(_keeps(deleted)(path, F.col("_metadata.row_index")))
+    columns = {}
+    for field, in_file in zip(fields, stored.fields, strict=True):
+        column = F.col(quote(in_file.name))
+        same = field.dataType.simpleString() == in_file.dataType.simpleString()
+        columns[field.name] = column if same else column.cast(field.dataType)  # renames fields of structs
+    for name, values in listing.folder_columns.items():
+        problem = _zone_problem(spark, name, values)
+        columns[name] = _value(files, values, problem)(path).cast(listing.schema[name].dataType)
+    return frame.select(*(columns[name].alias(name) for name in listing.schema.names))
+
+
+@contextmanager
+def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
+    """Context in which Spark finds columns by field IDs, if the listing has some."""
+    if listing.file_schema is None or not any(FIELD_ID in field.metadata for field in listing.file_schema):
+        yield
+        return
+    before = spark.conf.get(READS_FIELD_IDS)
+    spark.conf.set(READS_FIELD_IDS, "true")
+    try:
+        yield
+    finally:
+        spark.conf.set(READS_FIELD_IDS, str(before))
+
+
+def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:
+    """Returns what is wrong with timestamps of a partition column; "" if nothing is.
+
+    `deltalake` reads the timestamps in a Delta log as UTC, but Spark reads them in the session's time zone.
+    """
+    zone = str(spark.conf.get("spark.sql.session.timeZone"))
+    if not pa.types.is_timestamp(values.type) or values.type.tz is None or zone in _ZONED:
+        return ""
+    return (
+        f"the table is partitioned by the timestamp {name!r}, which Spark reads in the time zone {zone}; set "
+        "spark.sql.session.timeZone to UTC"
+    )
+
+
+def _keeps(deleted: Mapping[str, Int64Array]) -> Any:
+    """Returns the Spark function (file, row number) -> whether the row is not deleted."""
+    from pyspark.sql.pandas.functions import pandas_udf
+
+    def keeps(uris: pd.Series, rows: pd.Series) -> pd.Series:
+        kept = np.ones(len(rows), dtype=bool)
+        for uri in uris.unique():
+            gone = deleted.get(_plain(uri))
+            if gone is not None:
+                chosen = (uris == uri).to_numpy()
+                numbers = rows.to_numpy()[chosen]
+                # A number is in the sorted array if it equals the first one that is not smaller.
+                at = np.minimum(np.searchsorted(gone, numbers), len(gone) - 1)
+                kept[chosen] = gone[at] != numbers
+        return pd.Series(kept)
+
+    make: Any = pandas_udf
+    return make(keeps, "boolean")
+
+
+def _value(files: Sequence[str], values: Any, problem: str) -> Any:
+    """Returns the Spark function file -> text of the file's value in a partition column."""
+    from pyspark.sql.pandas.functions import pandas_udf
+
+    texts = dict(zip(files, values.cast(pa.string()).to_pylist(), strict=True)) if not problem else {}
+
+    def value(uris: pd.Series) -> pd.Series:
+        if problem:
+            raise OSError(problem)  # reaches the driver as one sentence
+        return uris.map({uri: texts[_plain(uri)] for uri in uris.unique()})
+
+    make: Any = pandas_udf
+    return make(value, "string")
+
+
+def _plain(uri: str) -> str:
+    return storage.normalize(unquote(uri))

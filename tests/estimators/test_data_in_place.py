@@ -1,0 +1,357 @@
+"""`data="inPlace"`: shards of references give the batches and weights of shards with copies of the rows."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.linalg import Vectors
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import functions as F
+
+from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators.stages import fit_data
+from ringspark.estimators.stages.fit_data import FitData
+from ringspark.models import ModelSpec
+from ringspark.pipelines import Binary, HashBuckets, Image, Ragged, ShardManifest, Vocabulary, open_reader
+from ringspark.pipelines.kinds import Kind
+
+pytestmark = pytest.mark.spark
+
+ROWS = 9_000
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns a folder with a file per region. The arrays are so long that one file fills several groups."""
+    root, number = str(tmp_path_factory.mktemp("in_place") / "table"), F.col("id")
+    spark.range(0, ROWS, 1, 1).select(
+        number,
+        F.transform(F.sequence(F.lit(0), F.lit(127)), lambda i: F.sin(number * 128 + i)).alias("wave"),
+        F.when(number % 11 > 0, number / 7).alias("holes"),
+        F.array(F.when(number % 13 > 0, number).cast("double"), F.lit(1.0)).alias("pair"),
+        F.slice(F.array(*map(F.lit, range(1, 6))), 1, (number % 5 + 1).cast("int")).alias("ragged"),
+        F.concat(F.lit("é "), number % 5).alias("word"),
+        F.struct(
+            (number / 3).cast("float").alias("a, b"), number.cast("short").alias("c"), (number > 9).alias("d")
+        ).alias("plain"),
+        F.struct(
+            F.struct(F.date_from_unix_date(number.cast("int")).alias("day")).alias("inner"),
+            F.timestamp_micros(number * 1_000_003).alias("time"),
+            (number / 3).cast("decimal(9,3)").alias("price"),
+        ).alias("nested"),
+        (number / 7).cast("decimal(15,7)").alias("decimal"),
+        F.date_from_unix_date(number.cast("int")).alias("day"),
+        F.timestamp_micros(number * 1_000_003).alias("time"),
+        number.cast("int").alias("narrow"),
+        (number % 4 == 0).cast("int").alias("held out"),
+        F.when(number % 3 > 0, "r 1").otherwise("r 2").alias("region"),
+    ).write.partitionBy("region").option("parquet.block.size", 1 << 20).parquet(root)
+    return root
+
+
+def _manifests(frame: Any, folder: Path, kinds: dict[str, Kind], **settings: Any) -> list[ShardManifest]:
+    """Returns the manifests of a copy and of references."""
+    names = [name for name in frame.columns if name != settings.get("validation_col")]
+    data = FitData(
+        columns=tuple(names),
+        kinds=fit_data.json.dumps({name: kind.to_json() for name, kind in kinds.items()}),
+        root=str(folder),
+        **settings,
+    )
+    return [replace(data, place=place).write(frame, str(folder / place)) for place in ("copy", "inPlace")]
+
+
+def _same(left: Any, right: Any) -> bool:
+    return left.keys() == right.keys() and all(
+        values.dtype == right[name].dtype and np.array_equal(values, right[name], equal_nan=True)
+        for name, values in left.items()
+    )
+
+
+def _check_batches(copy: ShardManifest, in_place: ShardManifest, engine: str = "arrow") -> None:
+    assert in_place.file_columns
+    assert copy.columns == in_place.columns
+    assert copy.stats == in_place.stats
+    assert copy.skipped_rows == in_place.skipped_rows
+    for split in ("train", "validation"):
+        ours, theirs = in_place.select(split), copy.select(split)  # type: ignore[arg-type]
+        assert ours.row_groups == theirs.row_groups
+        for shard, num_shards in ((0, 1), (1, 2)):
+            batches = [
+                open_reader(m, None, shard, num_shards, 100, 3, engine=engine).batches(1)
+                for m in (ours, theirs)
+            ]
+            assert all(_same(a, b) for a, b in zip(*batches, strict=True))
+
+
+KINDS: dict[str, Kind] = {"word": Vocabulary(), "ragged": Ragged(), "region": HashBuckets(7)}
+
+Change = Callable[[Any], Any]
+CASES: dict[str, tuple[Change, dict[str, Any]]] = {
+    "all columns": (lambda df: df.drop("holes", "pair"), {}),
+    "nulls and a fraction": (lambda df: df, {"drops_invalid": True, "validation_fraction": 0.3, "seed": 5}),
+    "an indicator in the files": (lambda df: df.drop("holes", "pair"), {"validation_col": "held out"}),
+    "renamed, cast, filtered": (
+        lambda df: df.select(
+            F.col("wave").alias("a b, c"),
+            F.col("narrow").cast("double").alias("wave"),
+            F.col("day").alias("narrow"),
+            F.col("id").cast("float").alias("f"),
+            (F.col("id") * 2 > 5_000).alias("computed"),
+        ).where((F.col("wave") % 10 < 9) & F.col("computed")),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "," not in case else []) for case in CASES]
+)
+def test_batches_are_those_of_a_copy(spark: Any, table: str, tmp_path: Path, case: str) -> None:
+    change, settings = CASES[case]
+    frame = change(spark.read.parquet(table)).coalesce(1)
+    kinds = {name: kind for name, kind in KINDS.items() if name in frame.columns}
+    copy, in_place = _manifests(frame, tmp_path, kinds, **settings)
+    assert max(len(file.row_groups) for file in copy.files) > 1
+    _check_batches(copy, in_place, "petastorm" if case == "nulls and a fraction" else "arrow")
+    numbers = sum(file.num_bytes for file in in_place.files)
+    assert numbers < sum(file.num_bytes for file in copy.files) / 20
+
+
+def test_many_small_partitions_are_merged_as_in_a_copy(spark: Any, table: str, tmp_path: Path) -> None:
+    frame = spark.read.parquet(table).select("id", "wave")
+    spark.conf.set("spark.sql.files.maxPartitionBytes", 1 << 19)
+    try:
+        copy, in_place = _manifests(frame, tmp_path, {})
+    finally:
+        spark.conf.unset("spark.sql.files.maxPartitionBytes")
+    _check_batches(copy, in_place)
+
+
+@pytest.mark.slow
+def test_images_vectors_and_bytes_are_those_of_a_copy(spark: Any, tmp_path: Path) -> None:
+    from PIL import Image as Pillow
+
+    def png(number: int) -> bytes:
+        buffer = io.BytesIO()
+        Pillow.fromarray(np.full((4, 6, 3), number, np.uint8)).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    def raw(number: int) -> Any:
+        return ("file:x", 2, 2, 3, 16, bytes([number] * 12))
+
+    rows = [
+        (
+            n,
+            png(n),
+            png(n) if n % 5 else b"broken",
+            raw(n),
+            Vectors.dense([n, 0.5]),
+            Vectors.sparse(4, [n % 4], [n]),
+        )
+        for n in range(60)
+    ]
+    schema = "origin string, height int, width int, nChannels int, mode int, data binary"
+    frame = spark.createDataFrame(rows, ["id", "png", "some", "raw", "dense", "sparse"]).withColumn(
+        "raw", F.col("raw").cast(f"struct<{schema.replace(' ', ':').replace(',:', ',')}>")
+    )
+    frame.coalesce(1).write.parquet(f"{tmp_path}/t")
+    kinds = {
+        "png": Binary("image", (4, 6, 3)), "some": Image(3, 3), "raw": Image(2, 2)
+    }  # fmt: skip
+    copy, in_place = _manifests(spark.read.parquet(f"{tmp_path}/t"), tmp_path, kinds, drops_invalid=True)
+    assert in_place.skipped_rows == 12
+    assert in_place.file_columns is not None
+    assert in_place.file_columns.keys() == set(frame.columns)
+    _check_batches(copy, in_place)
+
+
+def _linear(tmp_path: Path, **params: Any) -> TorchRegressor:
+    settings: dict[str, Any] = {
+        "model": ModelSpec("linear", {"in_features": 128, "out_features": 1}),
+        "featuresCol": "wave",
+        "labelCol": "narrow",
+        "epochs": 2,
+        "batchSize": 600,
+        "learningRate": 0.01,
+        "storageUri": str(tmp_path),
+        "showProgress": False,
+    }
+    return TorchRegressor(**(settings | params))
+
+
+def _weights(model: Any) -> list[Any]:
+    return [values.tolist() for values in model.module().state_dict().values()]
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Collects whether each write of shards wrote references."""
+    found: list[bool] = []
+    write = fit_data.write_shards
+
+    def record(*args: Any, **settings: Any) -> ShardManifest:
+        found.append(settings["references"] is not None)
+        return write(*args, **settings)
+
+    monkeypatch.setattr(fit_data, "write_shards", record)
+    return found
+
+
+def test_a_pipeline_trains_the_same_weights(
+    spark: Any, table: str, tmp_path: Path, places: list[bool]
+) -> None:
+    frame = spark.read.parquet(table)
+    settings = {"weightCol": "id", "validationFraction": 0.2, "keep": "best"}
+    models = [
+        Pipeline(stages=[_linear(tmp_path, data=place, **settings)]).fit(frame).stages[0]
+        for place in ("copy", "inPlace")
+    ]
+    assert places == [False, True]
+    assert _weights(models[0]) == _weights(models[1])
+    assert models[0].summary.history.equals(models[1].summary.history) or (
+        models[0].summary.history.validation_loss.equals(models[1].summary.history.validation_loss)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", [CrossValidator, TrainValidationSplit])
+def test_a_tuner_chooses_the_same_rows_and_model(
+    spark: Any, table: str, tmp_path: Path, places: list[bool], tuner: Any
+) -> None:
+    frame = spark.read.parquet(table).select("wave", "narrow")
+    found = []
+    for place in ("copy", "inPlace"):
+        estimator = _linear(tmp_path, data=place)
+        grid = ParamGridBuilder().addGrid(estimator.learningRate, [0.01, 0.001]).build()
+        folds = {"numFolds": 2} if tuner is CrossValidator else {}
+        tuned = tuner(
+            estimator=estimator,
+            estimatorParamMaps=grid,
+            evaluator=RegressionEvaluator(labelCol="narrow"),
+            seed=1,
+            **folds,
+        ).fit(frame)
+        metrics = tuned.avgMetrics if tuner is CrossValidator else tuned.validationMetrics
+        found.append((metrics, _weights(tuned.bestModel)))
+    assert found[0] == found[1]
+    assert places == sorted(places)
+    assert places.count(True) == places.count(False)
+
+
+class Fails(Callback):
+    """Raises in step 20 as long as a file exists."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 20:
+            with suppress(FileNotFoundError):
+                self._path.unlink()
+                raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_its_rows_and_refuses_changed_files(
+    spark: Any, tmp_path: Path, table: str
+) -> None:
+    root = str(tmp_path / "table")
+    spark.read.parquet(table).select("wave", "narrow").coalesce(1).write.parquet(root)
+    frame = spark.read.parquet(root).where("narrow % 3 = 0")
+    alone = _linear(tmp_path, data="copy", epochs=6).fit(frame)
+    (tmp_path / "fails").touch()
+    settings: dict[str, Any] = {
+        "data": "inPlace",
+        "epochs": 6,
+        "numWorkers": 2,
+        "collective": "torch",
+        "storageUri": None,
+        "runUri": str(tmp_path / "run"),
+        "checkpointEverySteps": 9,
+        "callbacks": [Fails(tmp_path / "fails")],
+    }
+    with pytest.raises(WorkerError, match=r"on purpose.*resume=True"):
+        _linear(tmp_path, **settings).fit(frame)
+    resumed = _linear(tmp_path, **settings, resume=True).fit(frame)
+    assert resumed.summary.resumed_steps == (18,)
+    assert np.allclose(_weights(resumed)[0], _weights(alone)[0], rtol=1e-5, atol=1e-5)
+    manifest = ShardManifest.load(tmp_path / "run" / "shards")
+    assert manifest.file_columns
+    with pytest.raises(ValueError, match="train rows: 3000 -> 4500"):
+        _linear(tmp_path, **settings, resume=True).fit(spark.read.parquet(root).where("narrow % 2 = 0"))
+
+    (tmp_path / "fails").touch()
+    settings["runUri"] = str(tmp_path / "other")
+    with pytest.raises(WorkerError):
+        _linear(tmp_path, **settings).fit(frame)
+    (file,) = (tmp_path / "table").glob("*.parquet")
+    pq.write_table(pq.read_table(file), file)
+    file.with_name(f".{file.name}.crc").unlink()  # Hadoop's checksum
+    with pytest.raises(ValueError, match=r"\.parquet' has changed since the training listed its table"):
+        _linear(tmp_path, **settings, resume=True).fit(spark.read.parquet(root).where("narrow % 3 = 0"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda df: df.withColumn("wave", F.reverse("wave")),
+            "they have no column 'wave', which Spark computes",
+        ),
+        (lambda df: df.join(df.select("id"), "id"), "its plan has 'Join'|does not report from which file"),
+        (lambda df: df.union(df), "does not report from which file each row comes"),
+        (lambda df: df.orderBy("id"), "its plan has 'Sort'"),
+        (lambda df: df.sparkSession.range(9).selectExpr("id", "array(1.0D) wave"), "not a scan of files"),
+    ],
+)
+def test_rows_that_are_not_those_of_files_are_refused(
+    spark: Any, table: str, tmp_path: Path, change: Change, reason: str
+) -> None:
+    frame = change(spark.read.parquet(table).select("id", "wave"))
+    with pytest.raises(ValueError, match=rf"data='inPlace' cannot .*({reason}).*; set data='copy'"):
+        FitData(columns=("id", "wave"), root="", place="inPlace").write(frame, str(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
+
+
+def test_values_that_arrow_reads_otherwise_are_refused(spark: Any, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"day": pa.array([-200_000, 3], pa.date32())}), tmp_path / "a.parquet")
+    data = FitData(columns=("day",), root="", place="inPlace")
+    spark.conf.set("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY")
+    try:
+        frame = spark.read.parquet(str(tmp_path / "a.parquet"))
+        with pytest.raises(
+            ValueError, match=r"column 'day' has other values in the files .*; set data='copy'"
+        ):
+            data.write(frame, str(tmp_path / "s"))
+    finally:
+        spark.conf.unset("spark.sql.parquet.datetimeRebaseModeInRead")
+
+
+def test_auto_says_whether_it_copies(
+    spark: Any, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = spark.read.parquet(table).select("id", "wave")
+    data = FitData(columns=("id", "wave"), root="", place="auto")
+    with caplog.at_level(logging.WARNING):
+        assert data.write(frame, str(tmp_path / "small")).file_columns is None
+        monkeypatch.setattr(fit_data, "AUTO_BYTES", 1)
+        assert data.write(frame, str(tmp_path / "large")).file_columns
+        assert data.write(frame.orderBy("id"), str(tmp_path / "sorted")).file_columns is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "data='auto' copies the rows: the files are smaller than 1 GiB",
+        "data='auto' reads the rows in place, from files of 9 MiB",
+        "data='auto' copies the rows: its plan has 'Sort'",
+    ]

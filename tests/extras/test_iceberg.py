@@ -1,0 +1,209 @@
+"""Tables of catalogs: a listed Iceberg table has the rows of pyiceberg's own scan, and a fit uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from lake_tables import delete_iceberg_rows
+
+from ringspark.estimators import TorchRegressor
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+from ringspark.pipelines.external.catalog import find_table
+from ringspark.pipelines.external.listing import Listing
+from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
+
+pytest.importorskip("pyiceberg")
+
+pytestmark = [pytest.mark.spark, pytest.mark.extras]
+
+NAME = "lake.db.sales"
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from pyiceberg.catalog import load_catalog
+
+    warehouse = tmp_path / "ware house"
+    warehouse.mkdir()
+    # pyiceberg reads its configuration once, when it is imported.
+    monkeypatch.setattr(
+        "pyiceberg.catalog._ENV_CONFIG.config",
+        {"catalog": {"lake": {"uri": f"sqlite:///{tmp_path}/c.db", "warehouse": f"file://{warehouse}"}}},
+    )
+    found = load_catalog("lake")
+    found.create_namespace("db")
+    yield found
+    found.close()
+
+
+def _rows(first: int, rows: int, size: str = "size") -> Any:
+    ids = range(first, first + rows)
+    return pa.table(
+        {
+            "id": pa.array(ids, pa.int64()),
+            size: [[i / 7, 1.0] for i in ids],
+            "place": [{"x": i, "y": f"c{i % 3}"} for i in ids],
+            "day": pa.array(ids, pa.int32()).cast(pa.date32()),
+            "time": pa.array(ids, pa.timestamp("us", "UTC")),
+            "clock": pa.array(ids, pa.timestamp("us")),
+            "price": pa.array(ids, pa.decimal128(15, 2)),
+            "narrow": pa.array([i // 40 for i in ids], pa.int32()),
+        }
+    )
+
+
+def _table(catalog: Any) -> Any:
+    """Returns a table with renamed, widened and added columns, and with partitions."""
+    from pyiceberg.transforms import IdentityTransform
+    from pyiceberg.types import DoubleType, LongType
+
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    table.append(_rows(0, 60))
+    with table.update_schema() as update:
+        update.rename_column("size", "extent")
+        update.rename_column("place.y", "city")
+        update.update_column("narrow", LongType())
+    with table.update_schema() as update:
+        update.add_column("size", DoubleType())
+    with table.update_spec() as spec:
+        spec.add_field("narrow", IdentityTransform())
+    return table
+
+
+def _newer_rows(first: int, rows: int) -> Any:
+    old = _rows(first, rows, "extent")
+    place = pa.array([{"x": i, "city": f"c{i % 3}"} for i in range(first, first + rows)])
+    wide = old.set_column(2, "place", place).append_column("size", pa.array([0.5] * rows))
+    return wide.set_column(7, "narrow", old["narrow"].cast(pa.int64()))
+
+
+def _read(spark: Any, version: int | str | None = None) -> list[Any]:
+    listing = find_table(spark, NAME, version)
+    assert isinstance(listing, Listing)
+    with reads_field_ids(spark, listing):
+        return sorted(read_listing(spark, listing).toArrow().to_pylist(), key=repr)
+
+
+def _scan(table: Any, **settings: Any) -> list[Any]:
+    return sorted(table.scan(**settings).to_arrow().to_pylist(), key=repr)
+
+
+def _linear(folder: Path, **params: Any) -> TorchRegressor:
+    settings: dict[str, Any] = {
+        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
+        "featuresCol": "extent",
+        "labelCol": "id",
+        "epochs": 2,
+        "batchSize": 24,
+        "learningRate": 1e-4,
+        "showProgress": False,
+        "storageUri": str(folder),
+    }
+    return TorchRegressor(**(settings | params))
+
+
+def _weights(model: Any) -> list[Any]:
+    return [values.tolist() for values in model.module().state_dict().values()]
+
+
+@pytest.mark.slow
+def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tmp_path: Path) -> None:
+    table = _table(catalog)
+    first = table.current_snapshot().snapshot_id
+    table.append(_newer_rows(60, 100))
+    files = [task.file.file_path for task in table.scan().plan_files() if task.file.spec_id]
+    assert len(files) == 3  # one per partition
+    delete_iceberg_rows(table, {files[0]: [0, 1], files[-1]: [2]})
+    delete_iceberg_rows(table, {files[-1]: [0, 2]})
+    listing = find_table(spark, NAME)
+    assert isinstance(listing, Listing)
+    assert sorted(map(len, listing.deleted.values())) == [2, 2]
+    found = _read(spark)
+    assert len(found) == 156
+    assert found == _scan(table)
+    # A snapshot has the names of its time.
+    assert _read(spark, first) == _scan(table, snapshot_id=first)
+    assert "place" in _read(spark, first)[0]
+
+    torch.manual_seed(0)
+    run = {"runUri": str(tmp_path / "run"), "storageUri": None}
+    with reads_field_ids(spark, listing):
+        frame = read_listing(spark, listing).select("id", "extent")
+        shards = write_shards(frame, str(tmp_path / "shards")).uri
+    copied = _linear(tmp_path / "runs").fitOnShards(shards)
+    in_place = _linear(tmp_path, **run).fitOnTable(NAME)
+    assert list(in_place.summary.history.rows) == [156, 156]
+    assert _weights(in_place) == _weights(copied)
+    assert spark.conf.get("spark.sql.parquet.fieldId.read.enabled") == "false"
+
+    # The run resumes with its own snapshot.
+    table.append(_newer_rows(160, 5))
+    assert _weights(_linear(tmp_path, **run, resume=True).fitOnTable(NAME)) == _weights(in_place)
+    with pytest.raises(ValueError, match=rf"version {listing.source.version} -> .* version {first}"):
+        _linear(tmp_path, **run, resume=True).fitOnTable(NAME, first)
+    # Spark reads null for an added column in older files, and a fit refuses nulls.
+    with pytest.raises(ValueError, match="'size' has nulls in 60 of 161 rows"):
+        _linear(tmp_path / "runs", labelCol="size").fitOnTable(NAME)
+
+
+def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path: Path) -> None:
+    def refuses(sentence: str, name: str = NAME, version: int | str | None = None) -> None:
+        with pytest.raises(ValueError, match=sentence):
+            find_table(spark, name, version)
+
+    refuses("no table 'lake.db.sales', and pyiceberg finds no Iceberg table .*PYICEBERG_CATALOG__LAKE__URI")
+    refuses("no table 'lak.db.sales', and pyiceberg .* catalog 'lak'", "lak.db.sales")
+    refuses("no table 'sales', and pyiceberg", "sales")
+    refuses("needs a name such as 'catalog.schema.table', got ''", "")
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    refuses("has no rows yet")
+    table.append(_rows(0, 9))
+    refuses(r"has no snapshot 7; its newest ones are \[\d+\]", version=7)
+    refuses("has no snapshot '2020-01-01'", version="2020-01-01")
+    assert find_table(spark, NAME, "2100-01-01") == find_table(spark, NAME)
+    (file,) = [task.file.file_path for task in table.scan().plan_files()]
+    table.add_files([_without_ids(file)])
+    refuses("has the file .*other.parquet' without field IDs")
+    table.overwrite(_rows(0, 9))
+    (file,) = [task.file.file_path for task in table.scan().plan_files()]
+    delete_iceberg_rows(table, {file: [1]}, equality=True)
+    refuses("has equality deletes, .* rewrite its files")
+
+
+def _without_ids(uri: str) -> str:
+    import pyarrow.parquet as pq
+
+    path = Path(uri.removeprefix("file://"))
+    table = pq.read_table(path)
+    bare = pa.table({name: pa.array(table[name].to_pylist()) for name in ("id", "day")})
+    pq.write_table(bare, path.with_name("other.parquet"))
+    return uri.replace(path.name, "other.parquet")
+
+
+def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) -> None:
+    spark.range(96).selectExpr("id", "array(id / 96, 1D) as extent").createOrReplaceTempView("some_rows")
+    spark.sql(f"CREATE TABLE of_ids USING parquet LOCATION '{tmp_path}/t' AS SELECT * FROM `some_rows`")
+    spark.sql(f"CREATE TABLE in_json USING json LOCATION '{tmp_path}/j' AS SELECT * FROM `some_rows`")
+    spark.sql("CREATE VIEW seen AS SELECT * FROM of_ids")
+    try:
+        model = _linear(tmp_path).fitOnTable("spark_catalog.default.`of_ids`")
+        assert list(model.summary.history.rows) == [96, 96]
+        for name, version, sentence in (
+            ("of_ids", 3, "has Parquet files, which have no versions, got version=3"),
+            ("in_json", None, "has the format 'json', and only Parquet, Delta and Iceberg tables"),
+            ("seen", None, r"'seen' is a view, .* use fit\(spark.table\('seen'\)\)"),
+            ("some_rows", None, "'some_rows' is a view"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                find_table(spark, name, version)
+    finally:
+        spark.sql("DROP VIEW seen")
+        spark.sql("DROP TABLE of_ids")
+        spark.sql("DROP TABLE in_json")
+        spark.catalog.dropTempView("some_rows")
