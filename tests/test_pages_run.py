@@ -19,6 +19,7 @@ NOT_RUN: dict[str, int] = {
     "clusters.md": 1,
     "dataloader.md": 1,
     "design.md": 6,
+    "inference.md": 1,
     "migrating.md": 4,
     "search.md": 1,
     "serving.md": 2,
