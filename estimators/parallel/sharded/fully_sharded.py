@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -45,7 +47,11 @@ class FullySharded:
             )
         if not is_deferred(module):
             share_weights(module, mesh)
-        units = [] if ranks.size == 1 else shard_units(module, _device_mesh(mesh, settings.device))
+        units = []
+        if ranks.size > 1:
+            device_mesh = _device_mesh(mesh, settings.device)
+            mesh.world.on_leave(partial(_forget, device_mesh))
+            units = shard_units(module, device_mesh)
         if is_deferred(module):
             send_initial_weights(module, mesh, settings.device)
         optimizer = make_optimizer(module)
@@ -67,10 +73,14 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
     """
     from torch.distributed.device_mesh import DeviceMesh
 
+    # torch caches the result of an operator on DTensors, such as its mesh and this rank's shape, by the ranks
+    # and names of the mesh, but not by this rank. A reused Python worker may have another rank than before, so
+    # each mesh has names of its own.
+    copies_name, parts_name = (f"{name}_{uuid4().hex}" for name in ("copies", "parts"))
     kind, sizes = device.type, [mesh.sizes[axis] for axis in AXES]
     ranks = torch.arange(mesh.world.size).reshape(sizes)
     if not mesh.cuts_network and mesh.sizes["shard"] == 1:
-        return DeviceMesh(kind, ranks.flatten())
+        return DeviceMesh(kind, ranks.flatten(), mesh_dim_names=(parts_name,))
     apart = [AXES.index(axis) for axis in ("pipeline", "tensor")]
     rows = [AXES.index(axis) for axis in ("data", "expert", "sequence")]
     parts = AXES.index("shard")
@@ -78,8 +88,19 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
         math.prod(sizes[axis] for axis in apart), math.prod(sizes[axis] for axis in rows), sizes[parts]
     )
     if mesh.sizes["shard"] == 1:
-        return DeviceMesh(kind, ranks.flatten(1), mesh_dim_names=("apart", "parts"))["parts"]
-    return DeviceMesh(kind, ranks, mesh_dim_names=("apart", "copies", "parts"))["copies", "parts"]
+        return DeviceMesh(kind, ranks.flatten(1), mesh_dim_names=("apart", parts_name))[parts_name]
+    names = ("apart", copies_name, parts_name)
+    return DeviceMesh(kind, ranks, mesh_dim_names=names)[copies_name, parts_name]
+
+
+def _forget(device_mesh: Any) -> None:
+    """Frees torch's caches of the mesh. They would hold its process groups, and keep Gloo's port open."""
+    # Private names. Without them the port stays open until the Python worker ends; the training is the same.
+    with suppress(ImportError, AttributeError):
+        device_mesh._get_root_mesh()._pg_registry.clear()
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
