@@ -367,10 +367,16 @@ def check_writable(uri: str) -> None:
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
     try:
         existed = exists(uri)
-        make_dirs(uri)
-        # write_atomic would wait for the disk, which a probe does not need.
-        with open_file(probe, "wb") as file:
-            file.write(b"ringspark")
+        for attempt in range(4):
+            make_dirs(uri)
+            try:
+                # write_atomic would wait for the disk, which a probe does not need.
+                with open_file(probe, "wb") as file:
+                    file.write(b"ringspark")
+                break
+            except FileNotFoundError:  # another writer's check has removed the empty folder
+                if attempt == 3:
+                    raise
         if read_bytes(probe) != b"ringspark":
             raise OSError("the test file had other content when it was read")
         remove(probe)

@@ -281,3 +281,20 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_check_removes_can_still_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other writer removes the empty folder between the creation of the folder and of the test file."""
+    removed, real = [], storage.open_file
+
+    def after_removal(uri: str, mode: str = "rb") -> Any:
+        if len(removed) < 2:
+            storage.remove_if_empty(str(tmp_path / "new"))
+            removed.append(uri)
+        return real(uri, mode)
+
+    monkeypatch.setattr(storage, "open_file", after_removal)
+    storage.check_writable(str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()

@@ -49,9 +49,8 @@ class FullySharded:
             share_weights(module, mesh)
         units = []
         if ranks.size > 1:
-            device_mesh = _device_mesh(mesh, settings.device)
-            mesh.world.on_leave(partial(_forget, device_mesh))
-            units = shard_units(module, device_mesh)
+            mesh.world.on_leave(_clear_caches)
+            units = shard_units(module, _device_mesh(mesh, settings.device))
         if is_deferred(module):
             send_initial_weights(module, mesh, settings.device)
         optimizer = make_optimizer(module)
@@ -73,9 +72,8 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    # torch caches the result of an operator on DTensors, such as its mesh and this rank's shape, by the ranks
-    # and names of the mesh, but not by this rank. A reused Python worker may have another rank than before, so
-    # each mesh has names of its own.
+    # torch caches results of operators on DTensors, such as this rank's shape, by the ranks and names of the
+    # mesh, but not by this rank. A reused Python worker may have another rank now, so names are never reused.
     copies_name, parts_name = (f"{name}_{uuid4().hex}" for name in ("copies", "parts"))
     kind, sizes = device.type, [mesh.sizes[axis] for axis in AXES]
     ranks = torch.arange(mesh.world.size).reshape(sizes)
@@ -93,11 +91,9 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
     return DeviceMesh(kind, ranks, mesh_dim_names=names)[copies_name, parts_name]
 
 
-def _forget(device_mesh: Any) -> None:
-    """Frees torch's caches of the mesh. They would hold its process groups, and keep Gloo's port open."""
-    # Private names. Without them the port stays open until the Python worker ends; the training is the same.
-    with suppress(ImportError, AttributeError):
-        device_mesh._get_root_mesh()._pg_registry.clear()
+def _clear_caches() -> None:
+    """Frees what torch caches by the names of this gang's mesh, which no later mesh has."""
+    with suppress(ImportError):  # a private name; without it, only memory is lost
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
