@@ -96,7 +96,7 @@ def _clear_caches() -> None:
     with suppress(ImportError):  # a private name; without it, only memory is lost
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def shard_units(module: nn.Module, device_mesh: Any) -> list[nn.Module]:
