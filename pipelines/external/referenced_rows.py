@@ -87,7 +87,7 @@ class ReferencedRows:
         """
         encoded = files.dictionary_encode()
         numbers = encoded.indices.to_numpy(zero_copy_only=False)
-        starts = np.flatnonzero(np.diff(numbers, prepend=-1)) if len(numbers) else np.zeros(0, np.int64)
+        starts = _starts(numbers) if len(encoded.dictionary) > 1 else np.zeros(min(1, len(rows)), np.int64)
         parts = []
         for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=True):
             file = self._open(encoded.dictionary[int(numbers[start])].as_py())
@@ -170,13 +170,9 @@ class _TableFile:
         """Returns an Arrow array per column."""
         if len(rows) and not 0 <= rows.min() <= rows.max() < self._starts[-1]:
             raise ValueError(f"it has {self._starts[-1]} rows, but a reference names row {rows.max()}")
-        groups = np.searchsorted(self._starts, rows, side="right") - 1
-        cuts = np.flatnonzero(np.diff(groups)) + 1
         parts: list[Any] = []
         whole: list[tuple[int, int, Int64Array]] = []
-        for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True):
-            group = int(groups[first])
-            local = rows[first:last] - self._starts[group]
+        for group, local in self._by_group(rows):
             size = int(self._starts[group + 1] - self._starts[group])
             span = int(local.max() - local.min()) + 1
             if size <= _PAGE_ROWS or span * 10 >= size * 7 or not self._splits[group]:
@@ -194,6 +190,22 @@ class _TableFile:
             parts.append(self._read_whole(whole))
         table = pa.concat_tables(parts)
         return [one_chunk(table.column(name)) for name in self._names]
+
+    def _by_group(self, rows: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+        """Yields row groups and the rows in each, in the order of `rows`."""
+        if _is_run(rows):
+            first, last = np.searchsorted(self._starts, rows[[0, -1]], side="right") - 1
+            groups = np.arange(first, last + 1)
+            cuts = self._starts[first + 1 : last + 1] - rows[0]
+        else:
+            numbers = np.searchsorted(self._starts, rows, side="right") - 1
+            cuts = np.flatnonzero(np.diff(numbers)) + 1
+            groups = numbers[[0, *cuts]]
+        for group, start, stop in zip(
+            groups.tolist(), [0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True
+        ):
+            if start < stop:
+                yield group, rows[start:stop] - self._starts[group]
 
     def _read_whole(self, wanted: Sequence[tuple[int, int, Int64Array]]) -> Any:
         names = list(dict.fromkeys(self._names))
@@ -216,8 +228,17 @@ class _TableFile:
             at = stop
 
 
+def _starts(numbers: Any) -> Any:
+    """Returns where runs of equal numbers start."""
+    return np.flatnonzero(np.diff(numbers, prepend=-1)) if len(numbers) else np.zeros(0, np.int64)
+
+
+def _is_run(rows: Int64Array) -> bool:
+    return bool(rows[-1] - rows[0] == len(rows) - 1 and (rows[1:] > rows[:-1]).all())
+
+
 def _take(table: Any, rows: Int64Array) -> Any:
-    if (np.diff(rows) == 1).all():
+    if _is_run(rows):
         return table.slice(rows[0], len(rows))  # a view
     return table.take(pa.array(rows))
 
