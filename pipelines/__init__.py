@@ -4,11 +4,13 @@
 of the rows, and `open_reader` reads them. Importing this package imports neither pyspark nor petastorm.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import Listing, list_parquet
-from ringspark.pipelines.external.table_manifest import table_manifest
+from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.kinds import (
     Array,
     Binary,
@@ -30,6 +32,10 @@ from ringspark.pipelines.reuse.cache_entries import CachedShards, list_cached, r
 from ringspark.pipelines.reuse.cached_shards import cached_shards
 from ringspark.pipelines.tokenizer_training import train_tokenizer
 from ringspark.pipelines.writing.shards import write_shards
+
+if TYPE_CHECKING:
+    from ringspark.extras.external_tables import list_parquet as list_parquet
+    from ringspark.extras.external_tables import table_manifest as table_manifest
 
 __all__ = [
     "READERS",
@@ -66,3 +72,11 @@ __all__ = [
     "train_tokenizer",
     "write_shards",
 ]
+
+_EXTERNAL_TABLES = "ringspark.extras.external_tables"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("list_parquet", "table_manifest"):
+        return getattr(import_module(_EXTERNAL_TABLES), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,33 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.kinds import (
-    Binary,
-    HashBuckets,
-    Image,
-    Kind,
-    Scalar,
-    Sparse,
-    Struct,
-    Tokens,
-    Vector,
-    Vocabulary,
-)
+from ringspark.pipelines.kinds import Binary, HashBuckets, Image, Kind, Scalar, Sparse, Struct, Vector
 from ringspark.pipelines.kinds.base import is_list, number_type
 from ringspark.pipelines.kinds.image_decoding import image_bytes
 from ringspark.pipelines.nulls import fill_nulls
 from ringspark.pipelines.rows import Rows
-
-# Column types that let Spark convert values; `convert_like_spark` does the same without Spark.
-_CONVERTED = (Scalar, Vector, Sparse, Struct, Vocabulary, HashBuckets, Tokens, Image)
-
-
-def check_kind(name: str, kind: Kind) -> None:
-    if type(kind).select is not Kind.select and not isinstance(kind, _CONVERTED):
-        raise ValueError(
-            f"column {name!r} has type {kind.tag}, which is computed when rows are written, but an external "
-            "table is read in place; use fit(df), or write_shards"
-        )
 
 
 def decode_column(values: Any, kind: Kind) -> Rows:

@@ -28,10 +28,9 @@ from cache_memory import MIB, Peaks
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from ringspark.extras.external_tables import list_parquet, table_manifest
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
-from ringspark.pipelines.external.listing import list_parquet
-from ringspark.pipelines.external.table_manifest import table_manifest
 
 BATCH_SIZE = 1024
 SHARDS = "shards of write_shards"

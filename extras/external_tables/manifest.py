@@ -18,17 +18,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ringspark.extras.external_tables.footers import Footer, read_footers
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
-from ringspark.pipelines.columns import Column, columns_from_spark
-from ringspark.pipelines.external.conversion import check_kind, convert_like_spark, decode_column
-from ringspark.pipelines.external.footers import Footer, read_footers
-from ringspark.pipelines.external.listing import Listing
-from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
+from ringspark.pipelines.columns import Column, columns_from_spark, quote
+from ringspark.pipelines.external.conversion import convert_like_spark, decode_column
+from ringspark.pipelines.external.listing import Listing, escape_glob
+from ringspark.pipelines.kinds import (
+    HashBuckets,
+    Image,
+    Kind,
+    Scalar,
+    Sparse,
+    Struct,
+    Tokens,
+    Vector,
+    Vocabulary,
+)
 from ringspark.pipelines.kinds.base import number_type
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors, report_task_errors
+from ringspark.pipelines.spark_paths import to_spark_uri
 from ringspark.pipelines.table_files import TableFile
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
@@ -47,6 +58,8 @@ parquet-mr and Arrow write pages of at most this many rows, so windows match pag
 MAX_UNSPLIT_BYTES = 2 << 30
 """Largest total size of the row groups in memory that cannot be split, over all readers, in bytes."""
 
+# Column types that let Spark convert values; `convert_like_spark` does the same without Spark.
+_CONVERTED = (Scalar, Vector, Sparse, Struct, Vocabulary, HashBuckets, Tokens, Image)
 # The streams of an epoch, with two row groups each (see `epoch_plan`).
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
@@ -95,7 +108,9 @@ def table_manifest(
     splits = _splits(listing, validation_col)
     if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
         seen = [file for file, split in zip(listing.files, splits, strict=True) if split == "train"]
-        frame = replace(listing, files=tuple(seen or listing.files)).frame(spark, [c.name for c in in_files])
+        root = listing.source.uri
+        paths = [to_spark_uri(spark, storage.join(root, path)) for path, _, _ in seen or listing.files]
+        frame = spark.read.parquet(*map(escape_glob, paths)).select(*(quote(c.name) for c in in_files))
         in_files = [learn(frame, column) for column in in_files]
     folders = {
         column.name: _FolderColumn.create(column, listing.folder_columns[column.name], rows, splits)
@@ -144,9 +159,17 @@ def _columns(
     chosen = {name: kind for name, kind in kinds.items() if name in names}
     found = columns_from_spark(StructType([listing.schema[name] for name in names]), chosen)
     for column in found:
-        check_kind(column.name, column.kind)
+        _check_kind(column.name, column.kind)
         _check_zone(spark, listing, column)
     return found
+
+
+def _check_kind(name: str, kind: Kind) -> None:
+    if type(kind).select is not Kind.select and not isinstance(kind, _CONVERTED):
+        raise ValueError(
+            f"column {name!r} has type {kind.tag}, which is computed when rows are written, but an external "
+            "table is read in place; use fit(df), or write_shards"
+        )
 
 
 def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:

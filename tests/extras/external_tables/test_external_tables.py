@@ -15,6 +15,8 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
+from ringspark.extras.external_tables import footers, list_parquet, table_manifest
+from ringspark.extras.external_tables import manifest as manifest_module
 from ringspark.pipelines import (
     HashBuckets,
     Padded,
@@ -25,12 +27,9 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
-from ringspark.pipelines.external import footers, table_manifest
 from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import list_parquet
-from ringspark.pipelines.external.table_manifest import table_manifest as manifest_of
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.extras]
 
 
 def _rows(first: int, rows: int) -> Any:
@@ -106,9 +105,9 @@ def test_every_row_comes_once_in_the_same_step_for_any_number_of_workers(
     spark: Any, tmp_path: Path, layout: Layout
 ) -> None:
     rows = layout(tmp_path)
-    manifest = manifest_of(spark, list_parquet(spark, str(tmp_path)), ["id", "half"])
+    manifest = table_manifest(spark, list_parquet(spark, str(tmp_path)), ["id", "half"])
     assert manifest.num_rows == manifest.stats["train"]["id"].rows == rows
-    assert max(manifest.row_groups) < 2 * table_manifest.WINDOW_ROWS
+    assert max(manifest.row_groups) < 2 * manifest_module.WINDOW_ROWS
     size = 7 if rows < 100 else 97
     steps = _steps(manifest, 1, size)
     assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(rows))
@@ -129,7 +128,7 @@ def test_every_row_comes_once_in_the_same_step_for_any_number_of_workers(
 def test_a_row_group_of_ten_million_rows_is_read_by_its_pages(spark: Any, tmp_path: Path) -> None:
     rows = 10_000_000
     pq.write_table(_rows(0, rows), tmp_path / "a.parquet", row_group_size=rows)
-    manifest = manifest_of(spark, list_parquet(spark, str(tmp_path)))
+    manifest = table_manifest(spark, list_parquet(spark, str(tmp_path)))
     assert manifest.row_groups == (20_000,) * 500
     alone = _steps(manifest, 1, batch_size=65_536)
     assert np.array_equal(np.sort(np.concatenate(alone)), np.arange(rows))
@@ -185,7 +184,7 @@ def _values(manifest: ShardManifest) -> dict[str, Any]:
 def test_every_kind_has_the_numbers_and_statistics_that_write_shards_stores(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_manifest, "WINDOW_ROWS", 60)
+    monkeypatch.setattr(manifest_module, "WINDOW_ROWS", 60)
     vectors = spark.createDataFrame(
         [
             (n, Vectors.dense([n / 3] * 8), Vectors.sparse(8, [n % 8], [1.0 * n]))
@@ -202,7 +201,7 @@ def test_every_kind_has_the_numbers_and_statistics_that_write_shards_stores(
     ).parquet(root)
     read = spark.read.parquet(root)
     wanted = write_shards(read, str(tmp_path / "shards"), columns=KINDS)
-    found = manifest_of(spark, list_parquet(spark, root), kinds=KINDS)
+    found = table_manifest(spark, list_parquet(spark, root), kinds=KINDS)
     assert found.columns == wanted.columns
     assert max(found.row_groups) < 120 <= max(max(file.row_groups) for file in found.files)
     left, right = _values(found), _values(wanted)
@@ -244,7 +243,7 @@ def test_what_pandas_writes_is_read_as_spark_reads_it(spark: Any, tmp_path: Path
     pq.write_table(table, tmp_path / "t" / "a.parquet", use_deprecated_int96_timestamps=True)
     kinds = {"category": Vocabulary(), "wide": HashBuckets(9)}
     assert "old" not in plain.column_names
-    found = manifest_of(spark, list_parquet(spark, str(tmp_path / "t")), kinds=kinds)
+    found = table_manifest(spark, list_parquet(spark, str(tmp_path / "t")), kinds=kinds)
     wanted = write_shards(spark.read.parquet(str(tmp_path / "t")), str(tmp_path / "s"), columns=kinds)
     assert found.columns == wanted.columns
     left, right = _values(found), _values(wanted)
@@ -256,7 +255,7 @@ def test_what_pandas_writes_is_read_as_spark_reads_it(spark: Any, tmp_path: Path
 def test_a_column_of_the_folders_holds_out_whole_files(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(0, 90, 1, 2).select("id", (F.col("id") % 3 == 0).cast("int").alias("held"))
     frame.write.partitionBy("held").parquet(str(tmp_path / "t"))
-    manifest = manifest_of(spark, list_parquet(spark, str(tmp_path / "t")), validation_col="held")
+    manifest = table_manifest(spark, list_parquet(spark, str(tmp_path / "t")), validation_col="held")
     assert [column.name for column in manifest.columns] == ["id"]
     ids = _values(manifest.select("validation"))["id"]
     assert ids.tolist() == list(range(0, 90, 3))
@@ -270,7 +269,7 @@ def test_a_vocabulary_counts_files_of_training_rows_alone(spark: Any, tmp_path: 
     )
     frame.write.partitionBy("held", "region").parquet(f"{tmp_path}/t")
     table, kinds = list_parquet(spark, f"{tmp_path}/t"), {"city": Vocabulary(), "region": Vocabulary()}
-    manifest = manifest_of(spark, table, ["id", "city", "region"], kinds, "held")
+    manifest = table_manifest(spark, table, ["id", "city", "region"], kinds, "held")
     assert manifest.column("city").kind.words == ("old",)
     assert manifest.column("region").kind.words == ("y",)
 
@@ -284,22 +283,31 @@ def test_timestamps_in_a_delta_log_are_refused_outside_utc(spark: Any, tmp_path:
     try:
         spark.conf.set("spark.sql.session.timeZone", "America/New_York")
         listing = list_delta(spark, str(tmp_path))
-        assert manifest_of(spark, listing, ["id"]).num_rows == 3
+        assert table_manifest(spark, listing, ["id"]).num_rows == 3
         with pytest.raises(ValueError, match=r"by the timestamp 'time', .* America/New_York; set spark.sql"):
-            manifest_of(spark, listing)
+            table_manifest(spark, listing)
         spark.conf.set("spark.sql.session.timeZone", "UTC")
-        assert manifest_of(spark, listing).range_of("time") == (0, 2_000_000)
+        assert table_manifest(spark, listing).range_of("time") == (0, 2_000_000)
     finally:
         spark.conf.set("spark.sql.session.timeZone", zone)
+
+
+def test_a_delta_table_with_deleted_rows_is_refused(spark: Any, tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    deltalake.write_deltalake(str(tmp_path), _rows(0, 3))
+    listing = list_delta(spark, str(tmp_path))
+    ((name, _, _),) = listing.files
+    with pytest.raises(ValueError, match=r"has deleted rows or .* use fitOnDelta"):
+        table_manifest(spark, replace(listing, deleted={name: np.array([1])}))
 
 
 def test_many_footers_are_read_by_a_job(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         pq.write_table(_rows(10 * number, 10 - number), tmp_path / f"{number}.parquet")
     listing = list_parquet(spark, str(tmp_path))
-    by_driver = manifest_of(spark, listing)
+    by_driver = table_manifest(spark, listing)
     monkeypatch.setattr(footers, "_ON_DRIVER", 4)
-    assert manifest_of(spark, listing) == by_driver
+    assert table_manifest(spark, listing) == by_driver
     assert by_driver.row_groups == (10, 9, 8, 7, 6)
 
 
@@ -323,7 +331,7 @@ def test_names_of_folders_and_files_are_those_that_spark_reads(spark: Any, tmp_p
     ] * 4  # fmt: skip
     names = [row.c for row in spark.read.parquet(root).collect()]
     assert sorted(listing.folder_columns["c"].to_pylist()) == sorted(names)
-    manifest = manifest_of(spark, listing, kinds={"c": Vocabulary(), "word": Vocabulary()})
+    manifest = table_manifest(spark, listing, kinds={"c": Vocabulary(), "word": Vocabulary()})
     kinds = {column.name: column.kind for column in manifest.columns}
     assert set(kinds["c"].words) == set(names)
     assert set(kinds["word"].words) == {"in brackets", "plain", "a", "hidden from nobody"}
@@ -337,8 +345,8 @@ def test_columns_that_spark_reads_as_other_types_than_arrow_are_refused(spark: A
     try:
         listing = list_parquet(spark, str(tmp_path))
         with pytest.raises(ValueError, match=r"'time' as timestamp\[ns\], but Spark reads it as bigint"):
-            manifest_of(spark, listing)
-        assert manifest_of(spark, listing, ["id"]).num_rows == 3
+            table_manifest(spark, listing)
+        assert table_manifest(spark, listing, ["id"]).num_rows == 3
     finally:
         spark.conf.unset("spark.sql.legacy.parquet.nanosAsLong")
 
@@ -363,22 +371,22 @@ def test_old_days_of_the_julian_calendar_are_refused(spark: Any, tmp_path: Path,
             spark.conf.unset(f"spark.sql.parquet.{name}")
     days.coalesce(1).write.parquet(f"{root}/new")
     for name, since in (("day", "dates before 1582-10-15"), ("time", "timestamps before 1900")):
-        manifest_of(spark, list_parquet(spark, f"{root}/new"), [name])
+        table_manifest(spark, list_parquet(spark, f"{root}/new"), [name])
         with pytest.raises(
             ValueError, match=rf"'{name}' holds {since}, .*/old/.* written in the Julian .*fit"
         ):
-            manifest_of(spark, list_parquet(spark, f"{root}/old"), [name])
+            table_manifest(spark, list_parquet(spark, f"{root}/old"), [name])
     # Dates that are equal in both calendars are read. A file without a calendar is read unless Spark
     # rebases.
-    manifest_of(spark, list_parquet(spark, f"{root}/old"), ["new", "clock"])
+    table_manifest(spark, list_parquet(spark, f"{root}/old"), ["new", "clock"])
     pq.write_table(pa.table({"day": pa.array([-200_000], pa.date32())}), f"{root}/other.parquet")
-    assert manifest_of(spark, list_parquet(spark, f"{root}/other.parquet")).stats["train"]["day"].minimum
+    assert table_manifest(spark, list_parquet(spark, f"{root}/other.parquet")).stats["train"]["day"].minimum
     spark.conf.set("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY")
     try:
         with pytest.raises(
             ValueError, match=r"Julian calendar .*\(spark.sql.parquet.datetimeRebaseModeInRead"
         ):
-            manifest_of(spark, list_parquet(spark, f"{root}/other.parquet"))
+            table_manifest(spark, list_parquet(spark, f"{root}/other.parquet"))
     finally:
         spark.conf.unset("spark.sql.parquet.datetimeRebaseModeInRead")
 
@@ -389,27 +397,29 @@ def test_long_rows_make_small_windows(spark: Any, tmp_path: Path, monkeypatch: p
         pa.table({"id": np.arange(300), "long": lists}), tmp_path / "a.parquet", write_page_index=True
     )
     kinds = {"long": Ragged()}
-    manifest = manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
-    assert max(manifest.row_groups) * 5_000 * 8 <= table_manifest.ROW_GROUP_BYTES
+    manifest = table_manifest(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
+    assert max(manifest.row_groups) * 5_000 * 8 <= manifest_module.ROW_GROUP_BYTES
     # Unsplit row groups count with their size in memory, even if the file is small.
     pq.write_table(pa.table({"id": np.arange(300), "long": lists}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 100_000
-    monkeypatch.setattr(table_manifest, "MAX_UNSPLIT_BYTES", 11 << 20)
+    monkeypatch.setattr(manifest_module, "MAX_UNSPLIT_BYTES", 11 << 20)
     with pytest.raises(ValueError, match=r"row group of 300 rows .*readers would hold 11 MiB"):
-        manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
+        table_manifest(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
     # Windows are sized for the mean row length; a few much longer rows are read unsplit.
     few = pa.table({"id": np.arange(30), "long": lists.slice(0, 30).to_pylist()})
     for name, table in (("a", few), ("b", pa.table({"id": np.arange(9_000), "long": [[1.0]] * 9_000}))):
         pq.write_table(table, tmp_path / f"{name}.parquet", write_page_index=True)
-    monkeypatch.setattr(table_manifest, "MAX_UNSPLIT_BYTES", 1 << 20)
-    monkeypatch.setattr(table_manifest, "ROW_GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(manifest_module, "MAX_UNSPLIT_BYTES", 1 << 20)
+    monkeypatch.setattr(manifest_module, "ROW_GROUP_BYTES", 1 << 20)
     with pytest.raises(ValueError, match=r"row group of 30 rows .*differ much in length"):
-        manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
+        table_manifest(spark, list_parquet(spark, str(tmp_path)), kinds=kinds)
     # Long texts are no such rows, because the reader holds only their hashes.
     texts = pa.table({"text": [f"{number:09d}" * 9_000 for number in range(30)]})
     (tmp_path / "texts").mkdir()
     pq.write_table(texts, tmp_path / "texts" / "a.parquet", write_page_index=True)
-    found = manifest_of(spark, list_parquet(spark, str(tmp_path / "texts")), kinds={"text": HashBuckets(9)})
+    found = table_manifest(
+        spark, list_parquet(spark, str(tmp_path / "texts")), kinds={"text": HashBuckets(9)}
+    )
     assert found.row_groups == (30,)
 
 
@@ -418,7 +428,7 @@ def test_a_manifest_is_saved_and_sees_every_change_of_a_file(spark: Any, tmp_pat
     plain = {"use_dictionary": False, "compression": "none", "write_statistics": False}
     for name in ("a", "b"):
         pq.write_table(_rows(0, 30), tmp_path / "t" / f"{name}.parquet", **plain)
-    manifest = manifest_of(spark, list_parquet(spark, str(tmp_path / "t")))
+    manifest = table_manifest(spark, list_parquet(spark, str(tmp_path / "t")))
     replace(manifest, uri=str(tmp_path / "m")).save()
     loaded = ShardManifest.load(tmp_path / "m")
     assert replace(loaded, uri=manifest.uri) == manifest
@@ -440,7 +450,7 @@ def test_a_manifest_is_saved_and_sees_every_change_of_a_file(spark: Any, tmp_pat
 def test_tables_that_cannot_be_read_as_they_are_are_refused(spark: Any, tmp_path: Path) -> None:
     def refused(sentence: str, **settings: Any) -> None:
         with pytest.raises(ValueError, match=sentence):
-            manifest_of(spark, list_parquet(spark, str(tmp_path)), **settings)
+            table_manifest(spark, list_parquet(spark, str(tmp_path)), **settings)
 
     refused("holds no Parquet files")
     pq.write_table(_rows(0, 9), tmp_path / "a.parquet")
@@ -466,7 +476,7 @@ def test_tables_that_cannot_be_read_as_they_are_are_refused(spark: Any, tmp_path
     for name in ("k=1", "k=__HIVE_DEFAULT_PARTITION__"):
         pq.write_table(_rows(0, 5), tmp_path / "d" / name / "a.parquet")
     with pytest.raises(ValueError, match="'k' has nulls in 5 of 10 rows"):
-        manifest_of(spark, list_parquet(spark, str(tmp_path / "d")))
+        table_manifest(spark, list_parquet(spark, str(tmp_path / "d")))
 
 
 def test_lists_without_a_page_index_are_read_whole_or_refused(
@@ -476,10 +486,10 @@ def test_lists_without_a_page_index_are_read_whole_or_refused(
         pa.array(np.arange(0, 1_001, 2), pa.int32()), pa.array(np.arange(1_000.0))
     )
     pq.write_table(pa.table({"id": np.arange(500), "half": lists}), tmp_path / "a.parquet")
-    monkeypatch.setattr(table_manifest, "WINDOW_ROWS", 100)
-    manifest = manifest_of(spark, list_parquet(spark, str(tmp_path)), kinds={"half": Ragged()})
+    monkeypatch.setattr(manifest_module, "WINDOW_ROWS", 100)
+    manifest = table_manifest(spark, list_parquet(spark, str(tmp_path)), kinds={"half": Ragged()})
     assert manifest.row_groups == (500,)
-    assert manifest_of(spark, list_parquet(spark, str(tmp_path)), ["id"]).row_groups == (100,) * 5
-    monkeypatch.setattr(table_manifest, "MAX_UNSPLIT_BYTES", 1_000)
+    assert table_manifest(spark, list_parquet(spark, str(tmp_path)), ["id"]).row_groups == (100,) * 5
+    monkeypatch.setattr(manifest_module, "MAX_UNSPLIT_BYTES", 1_000)
     with pytest.raises(ValueError, match=r"row group of 500 rows .*its arrays have no page index"):
-        manifest_of(spark, list_parquet(spark, str(tmp_path)))
+        table_manifest(spark, list_parquet(spark, str(tmp_path)))
