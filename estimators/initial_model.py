@@ -27,21 +27,21 @@ _OR_NEW = "or fit a new model without initialModel"
 def with_initial_model(estimator: Any) -> Any:
     """Returns a copy of the estimator with the loaded `initialModel` and its network.
 
-    Returns the estimator itself if `initialModel` is not set. Raises ValueError if the model is of another
-    task or other columns, or lacks the training state that `initialState` asks for.
+    Returns the estimator itself if `initialModel` is not set. Raises ValueError if the model has another
+    task or other columns, or lacks the training state that `initialState` needs.
     """
     given = estimator.getInitialModel()
     if given is None:
         return estimator
     if estimator.getPretrained() is not None:
-        raise ValueError("initialModel and pretrained both set the first weights; leave one of them unset")
+        raise ValueError("initialModel and pretrained both set the initial weights; leave one of them unset")
     model = _load(estimator._model_class, given) if isinstance(given, str) else given
     if not isinstance(model, estimator._model_class):
         raise ValueError(
             f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, got a "
             f"{type(model).__name__}; fit with the estimator of the same task"
         )
-    model._trained().info()  # its weights are still in their folder
+    model._trained().info()  # raises if the weights are gone
     if estimator.getInitialState() == "optimizer" and model._trained().training_state() is None:
         raise ValueError(
             "initialState='optimizer' continues from the training state of initialModel, and there is none "
@@ -77,14 +77,14 @@ def start_of(estimator: Any) -> dict[str, Any]:
 
 
 def table_kind(model: TorchModel) -> TableRow | None:
-    """Returns the column type of a model that was trained on a table without a network of the user."""
+    """Returns the column type of the rows if `fit` made the model's network for a table, else None."""
     columns = [item.column for item in model._inputs if item.column is not None]
     kinds = [column.kind for column in columns if isinstance(column.kind, TableRow)]
     return kinds[0] if kinds else None
 
 
 def table_plan(model: TorchModel, names: Sequence[str], rows: int, asked: list[str]) -> TablePlan:
-    """Returns the plan of the table on which the model was trained, for a table with the columns `names`."""
+    """Returns the plan with which the model was trained, for a table with the columns `names`."""
     kind, spec = table_kind(model), model.getModel()
     if kind is None:
         raise ValueError(
@@ -118,7 +118,7 @@ def initial_kinds(
 
 
 def check_rows(estimator: Any, manifest: ShardManifest) -> None:
-    """Raises ValueError if the rows of a fit are not of the columns and classes of `initialModel`."""
+    """Raises ValueError if the rows have other column types or classes than `initialModel`."""
     model = estimator.getInitialModel()
     if model is None:
         return

@@ -1,8 +1,8 @@
 """Lists the files of a snapshot of an Iceberg table, using the package `pyiceberg`.
 
-The listing has the deleted rows of position delete files and deletion vectors. Columns are found by the field
-IDs in the files, so a renamed column keeps its values. Tables with equality deletes, or with values that are
-in no file, are refused.
+The listing has the rows that position delete files and deletion vectors delete. Columns are found by the
+field IDs in the files, so a renamed column keeps its values. Tables with equality deletes, or with default
+values that are not in the files, are refused.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _plan(scan: Any, name: str) -> list[Any]:
 
 
 def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str, Any]) -> None:
-    """Raises ValueError if values are not in the files, or the files not in the table's folder."""
+    """Raises ValueError if values are not in the files, or a file is not in the table's folder."""
     if outside := [path for path in paths if not path.startswith(f"{root}/")]:
         raise ValueError(
             f"Iceberg table {name!r} has the file {outside[0]!r} outside of its folder {root!r}; use fit(df)"
@@ -192,7 +192,7 @@ def _spark_field(field: Any) -> dict[str, Any]:
 
 
 def _spark_type(iceberg_type: Any) -> Any:
-    """Returns Spark's type as JSON. No column type accepts binary, so other types are refused if used."""
+    """Returns Spark's type as JSON; types that Spark lacks become "binary", which few column types accept."""
     if iceberg_type.is_struct:
         return {"type": "struct", "fields": [_spark_field(field) for field in iceberg_type.fields]}
     text = str(iceberg_type)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+# The plan of a range without a given number of partitions shows the default parallelism.
 _SPLITS = re.compile(r"\bsplits=(\d+)")
 _SIZE = re.compile(r"sizeInBytes=([\d.E+]+) ([KMGTPE]?i?B)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def estimate_bytes(df: DataFrame) -> float:
-    """Returns Spark's estimate of the bytes of a DataFrame; infinity if Spark does not tell.
+    """Returns Spark's estimate of the bytes of a DataFrame; infinity if Spark reports none.
 
     For a filter or a join the estimate is usually too large.
     """

@@ -17,9 +17,9 @@ TABLE_REMEDY = "do not change a table while it is read; train again, or train on
 Number = bool | int | float
 
 FILE, ROW, NUM_BYTES = "__ringspark_file", "__ringspark_row", "__ringspark_bytes"
-"""Columns of a reference to a row: its file and the file's state, its number there, and its bytes in a shard.
+"""Columns of a reference: the row's file with the file's state, its number there, and its bytes in a shard.
 
-The bytes decide the size of row groups, which a later copy of the references must not change.
+The bytes determine the row groups, so that a later copy of the references makes the same ones.
 """
 
 
@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The external table that a manifest describes; `version` is set for Delta tables."""
+    """The external table that a manifest describes; `version` is set for Delta and Iceberg."""
 
     uri: str
     format: str = "parquet"
@@ -45,15 +45,14 @@ class InPlaceError(ValueError):
 
 
 class RowsDifferError(InPlaceError):
-    """A file cannot be read as Spark reads it."""
+    """Arrow cannot read a file, or reads other values from it than Spark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileColumn:
-    """Name of a column in an external table's files, and Spark types to which its values are cast, in order.
+    """Name of a column in a table's files, and the Spark types to which its values are cast, in order.
 
-    Shards that only refer to the rows of a table have one for each column that they do not store. A column
-    with a field ID may have another name in each file.
+    A column with a field ID may have another name in each file.
     """
 
     name: str

@@ -16,7 +16,7 @@ from pyspark.sql.types import ArrayType, BooleanType, DataType, DoubleType, Floa
 from ringspark.pipelines.kinds.scalar import number_of
 
 Expression = Column | str
-"""A Spark column, or its SQL text: for a table of 1,000 columns, calls of the JVM would take many seconds."""
+"""A Spark column, or SQL text: for 1,000 columns, making Spark columns takes many seconds."""
 
 TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 
@@ -45,7 +45,7 @@ def scalar_texts(
 ) -> tuple[str, str, str] | None:
     """Returns SQL of the value, validity and filler of a plain number; None for other types.
 
-    Equal to `input_expression`, `is_valid` and `zero`; `source` is the SQL of the column.
+    The same as `input_expression`, `is_valid` and `zero`, as text; `source` is the column's SQL.
     """
     name = data_type.typeName()
     if not isinstance(data_type, IntegralType | FloatType | DoubleType | BooleanType):

@@ -32,7 +32,7 @@ def find_field(name: str, param: str, schema: StructType, exact: bool) -> Struct
 
 
 class FieldIndex:
-    """The fields of a schema by name, for callers that look for many; `exact`: see `find_fields`."""
+    """Index of a schema's fields by name, for many lookups; `exact`: see `find_fields`."""
 
     def __init__(self, schema: StructType, exact: bool) -> None:
         self._names = schema.names

@@ -23,8 +23,6 @@ _logger = logging.getLogger(__name__)
 # Time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
 
-# The plan of a range without a given number of partitions shows the cluster's default parallelism.
-
 
 def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
     """Returns how many workers can run at the same time now; None if Spark and its conf do not say."""

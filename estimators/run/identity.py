@@ -29,7 +29,7 @@ FORMAT_VERSION = 2
 _FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
-# Names of settings that may differ, too, if the run records the change.
+# Names of settings that a resume may change; the run records the change.
 _RECORDED = {s.name for s in SETTINGS.values() if s.recorded_on_resume}
 _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if setting.field} | {
     "output_widths": "the model's outputs",
@@ -93,7 +93,7 @@ def split_changes(
 
 
 def _only_shards(*syncs: Any) -> bool:
-    """Whether settings `sync` differ only in how they shard the state, so that a checkpoint serves all."""
+    """Returns whether values of `sync` differ only in sharding, so that they can use the same checkpoint."""
     made = [Sync.of(sync) for sync in syncs]
     return all(isinstance(sync, AllReduce | Zero) and sync.compressed is None for sync in made)
 

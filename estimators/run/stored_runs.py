@@ -1,7 +1,7 @@
 """Lists and removes folders that fits without `runUri` leave in their storageUri.
 
-Such a fit makes `run-<id>`, and `shards-<id>` or, for a table in place, `table-<id>`. They stay if the driver
-dies. A finished run holds the weights of its model until the model is saved elsewhere.
+Such a fit makes `run-<id>` and `shards-<id>`; earlier versions also made `table-<id>`. They stay if the
+driver dies. A finished run holds the weights of its model until the model is saved elsewhere.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ringspark.pipelines.table_files import InPlaceError
 _logger = logging.getLogger(__name__)
 
 AUTO_BYTES = 1 << 30
-"""Least bytes of the files that data="auto" reads in place; a copy of fewer takes little time and space."""
+"""Size of the smallest table that data="auto" reads in place, in bytes; copies of smaller ones are cheap."""
 
 # Computed columns of these types are stored next to references, because a row takes at most 8 bytes.
 _SMALL = {Vocabulary.tag, HashBuckets.tag}
@@ -87,7 +87,7 @@ class FitData:
         return any(kind["kind"] == TableRow.tag for kind in json.loads(self.kinds).values())
 
     def _check_scan(self, scan: FileScan, schema: StructType) -> None:
-        """Raises InPlaceError if too much of the rows is not in the files."""
+        """Raises InPlaceError if a column that is not in the files is too large to store with references."""
         if self._is_plain_table:
             raise InPlaceError("the network for a table needs columns that Spark computes")
         if self.place == "auto" and scan.num_bytes < AUTO_BYTES:
@@ -97,7 +97,7 @@ class FitData:
         for name in computed:
             is_number = schema[name].dataType.simpleString().partition("(")[0] in {*SPARK_DTYPES, "decimal"}
             if kinds.get(name, {}).get("kind") not in _SMALL and not is_number:
-                raise InPlaceError(f"they have no column {name!r}, which Spark computes for each row")
+                raise InPlaceError(f"the files have no column {name!r}, which Spark computes for each row")
         if len(computed) == len(self.columns):
             raise InPlaceError(f"Spark computes all columns, {computed}")
 

@@ -115,7 +115,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingChange:
-    """A setting that a resumed run changed, and the first epoch and step (from 1) that it applies to."""
+    """A setting that a resume changed, and the first epoch and step (from 1) with the new value."""
 
     setting: str
     before: Any

@@ -351,14 +351,12 @@ def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
     given = listing.folder_columns.get(validation_col)
     if given is None:
         raise ValueError(
-            f"validationIndicatorCol {validation_col!r} is a column of the files, but validation rows of "
+            f"validation_col {validation_col!r} is a column of the files, but validation rows of "
             "an external table are whole files; name a partition column, or write the table with write_shards"
         )
     values = given.to_pylist()
     if other := sorted({str(value) for value in values if value not in (0, 1)}):
-        raise ValueError(
-            f"validationIndicatorCol {validation_col!r} must be 0 or 1 in every folder, got {other[0]}"
-        )
+        raise ValueError(f"validation_col {validation_col!r} must be 0 or 1 in every folder, got {other[0]}")
     return ["validation" if value else "train" for value in values]
 
 

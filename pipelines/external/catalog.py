@@ -1,4 +1,4 @@
-"""Finds a table by its name, in Spark's catalogs and in those that are configured for pyiceberg."""
+"""Finds a table by its name, in Spark's catalogs and in pyiceberg's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DETAILS = "# Detailed Table Information"
 
 
 def find_table(spark: SparkSession, name: str, version: int | str | None = None) -> Listing | DataFrame:
-    """Lists the files of a version of a Delta or Iceberg table; returns a DataFrame of a Parquet table.
+    """Lists the files of a Delta or Iceberg table, by one version; returns a DataFrame of a Parquet table.
 
-    An Iceberg table is found by pyiceberg, under the same name.
+    pyiceberg finds an Iceberg table by the same name.
 
     Args:
         name: Name of the table, such as "catalog.schema.table".
-        version: As for `list_delta`; an Iceberg table has IDs of snapshots instead of version numbers.
+        version: As for `list_delta`; for an Iceberg table, the ID of a snapshot or a time.
 
     Raises:
         ValueError: No catalog has the table, or it is a view, or its format or version cannot be read.
@@ -49,7 +49,7 @@ def find_table(spark: SparkSession, name: str, version: int | str | None = None)
         )
     if version is not None:
         raise ValueError(
-            f"table {name!r} has Parquet files, which have no versions, got version={version!r}; leave it out"
+            f"table {name!r} has Parquet files, which have no versions; leave out version={version!r}"
         )
     return spark.table(_quote(parts))
 

@@ -1,7 +1,7 @@
 """Lists the files of a version of a Delta table, using the package `deltalake`.
 
-The package decodes deletion vectors and resolves partition values. A table with a feature that changes how
-files are read, and that is not known here, is refused.
+The package decodes deletion vectors and partition values. If a table has a reader feature that is not in
+`_FEATURES`, `list_delta` refuses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
-# Features whose effect on the rows is known. The variant type has none on columns of other types.
+# Reader features that this module handles. The variant type does not change columns of other types.
 _FEATURES = {
     "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview",
     "v2Checkpoint", "vacuumProtocolCheck", "variantType", "variantType-preview",
@@ -115,13 +115,14 @@ def parse_time(spark: SparkSession, text: str) -> datetime:
 
 
 def _check_time(root: str, table: Any, moment: datetime) -> None:
-    """Raises ValueError if the version is newer than the time: `deltalake` takes the first one then.
+    """Raises ValueError if all versions are newer than the time; `deltalake` would return the oldest.
 
     The time of a commit is the time of its log file, unless the table has in-commit timestamps.
     """
     if table.metadata().configuration.get("delta.enableInCommitTimestamps") == "true":
         raise ValueError(
-            f"Delta table {root!r} keeps the times of its versions in its log; pass a version's number"
+            f"Delta table {root!r} has in-commit timestamps, which ringspark does not read; pass the "
+            "number of a version"
         )
     log = storage.join(root, "_delta_log", f"{table.version():020}.json")
     committed = storage.newest_change(log) if storage.exists(log) else None
@@ -160,12 +161,14 @@ def _deleted_rows(root: str, table: Any, names: Sequence[str]) -> dict[str, Int6
             "rewrite the files (REORG TABLE ... APPLY (PURGE))"
         ) from error
     if strange := deleted.keys() - set(names):
-        raise ValueError(f"deltalake reports deleted rows of {min(strange)!r}, which {root!r} does not list")
+        raise ValueError(
+            f"deltalake reports deleted rows of {min(strange)!r}, which {root!r} does not list; update it"
+        )
     return {name: rows for name, rows in deleted.items() if len(rows)}
 
 
 def _file_schema(schema: StructType, folders: Sequence[str], mode: str) -> StructType | None:
-    """Returns the schema of the files, whose names and field IDs column mapping keeps in the metadata."""
+    """Returns the schema of the files. Column mapping keeps their names and field IDs in the metadata."""
     if mode == "none":
         return None
 

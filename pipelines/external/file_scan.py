@@ -1,7 +1,7 @@
 """Finds out whether the rows of a DataFrame are rows of Parquet files, and in which of the files' columns.
 
-Everything is read from the plan that Spark prints, with Spark Classic and Spark Connect alike. The text only
-decides what is tried: the tasks that list the rows also compare each value with the file's.
+The plan that Spark prints says so, with Spark Classic and Spark Connect alike. A wrong reading of this text
+changes no number, because the tasks that write the references compare each value with the file's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _OPERATORS = ("Project", "Filter", "Relation", "ArrowEvalPython", "BatchEvalPython")
 _MARK = "ringspark_column_"
 FIELD_ID, READS_FIELD_IDS = "parquet.field.id", "spark.sql.parquet.fieldId.read.enabled"
-"""Key of Spark's metadata of a column, and the setting by which Spark finds columns by it."""
+"""Spark's metadata key of a field ID, and the setting by which Spark reads columns by field IDs."""
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[(.*)\] parquet$")
 _ATTRIBUTE = re.compile(r"[^()\[\]#]+#(\d+)L?")
 _CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boolean)\)")
@@ -32,7 +32,7 @@ _CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boo
 
 @dataclass(frozen=True, kw_only=True)
 class FileScan:
-    """The columns that are in the files, by the DataFrame's names, and Spark's size of the table in bytes."""
+    """The columns in the files, by their names in the DataFrame, and Spark's estimate of the bytes."""
 
     columns: dict[str, FileColumn]
     num_bytes: float = 0.0
@@ -46,12 +46,12 @@ class FileScan:
 
 
 def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
-    """Returns which of the columns `names` the Parquet files below a DataFrame hold.
+    """Finds the columns of `names` that are in the Parquet files below a DataFrame.
 
-    Computed columns and partition columns are missing from the result.
+    The result lacks computed columns and partition columns.
 
     Raises:
-        InPlaceError: The plan does more than to choose columns and rows of one scan of Parquet files.
+        InPlaceError: The plan does more than select columns and filter rows of one scan of Parquet files.
     """
     from pyspark.sql import functions as F
 
@@ -67,10 +67,12 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
     for line in lines:
         if not line.startswith(_OPERATORS) and not re.fullmatch(r"Repartition \d+, false", line):
             operator = re.split(r"\W", line, maxsplit=1)[0] or line[:40]
-            raise InPlaceError(f"its plan has {operator!r}")
+            raise InPlaceError(f"the DataFrame's plan has {operator!r}")
     relation = _RELATION.match(lines[-1])
     if relation is None:
-        raise InPlaceError(f"it reads {lines[-1].rpartition('] ')[2] or 'no files'!r}, not Parquet files")
+        raise InPlaceError(
+            f"the DataFrame reads {lines[-1].rpartition('] ')[2] or 'no files'!r}, not Parquet files"
+        )
     above, stored = "\n".join(lines[:-1]), _top_level_names(section(extended, "Physical Plan"))
     found, has_ids = {}, df.sparkSession.conf.get(READS_FIELD_IDS, "false") == "true"
     for index, name in enumerate(names):

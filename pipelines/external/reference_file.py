@@ -1,7 +1,6 @@
-"""Writes a shard of references to rows of files, and compares the files' rows with Spark's.
+"""Writes a shard of references to rows of files, and compares each row of the files with Spark's.
 
-The comparison covers every row. A calendar, a cast or a type that Arrow reads otherwise than Spark therefore
-refuses the write, and never changes a number in silence.
+If Arrow reads a calendar, a cast or a type differently from Spark, the write therefore fails.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ringspark.pipelines.writing.shard_file import ShardFileWriter, num_bytes
 
 
 class ReferenceFileWriter(ShardFileWriter):
-    """Takes all columns like a writer of shards, and then references; writes no column of `file_columns`.
+    """Writes references, and the columns that are not in `file_columns`; `add` gets the references last.
 
-    Raises RowsDifferError if a file holds other values. Row groups have the sizes that they have in shards.
+    Raises RowsDifferError if a file holds other values. Row groups have the same rows as in a copy.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class ReferenceFileWriter(ShardFileWriter):
 
 
 def _row_bytes(arrays: Sequence[Any]) -> Any:
-    """Returns the bytes of each row in a shard: (rows,) int64."""
+    """Returns the bytes that each row would take in a shard: (rows,) int64."""
     total = np.zeros(len(arrays[0]), np.int64)
     for array in arrays:
         if is_list(array.type):

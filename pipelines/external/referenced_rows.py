@@ -1,8 +1,8 @@
-"""Rows that stay in the files of an external table: shards then hold references to them.
+"""Reads rows of a table's files by the references to them that shards hold.
 
-A row of such a shard names a file and the row's number in it. The row's columns are read from there, and
-converted to the arrays that `write_shards` would have stored. So everything else about the shards is as
-usual: order, row groups, statistics, commit, checks, and engines that read them.
+A row of such a shard has the name of a file and the row's number in it. Its columns are read there, and
+converted to the arrays that `write_shards` would have stored. Everything else is as in other shards: order,
+row groups, statistics, commit, checks and engines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPEN_FILES = 64
 # Parquet writers make pages of at most this many rows. A row group that is not larger is read whole.
 _PAGE_ROWS = 20_000
 _ROWS_AT_ONCE = 1 << 16
-# A row group that cannot be read in parts is decoded for each group of rows that has some of its rows.
+# A larger row group must have a page index: else each row group of a shard decodes all of it again.
 _MOST_UNSPLIT_ROWS = 1 << 17
 
 Int64Array = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class ReferencedRows:
 
     Attributes:
         columns: The columns to read from the files.
-        file_columns: Where the files have them.
+        file_columns: Names, casts and field IDs of these columns in the files.
         open_file: Opens a file of a given number of bytes; a reader has a faster way for remote stores.
     """
 
@@ -158,7 +158,7 @@ class _TableFile:
                 if size > _MOST_UNSPLIT_ROWS and not splits:
                     raise RowsDifferError(
                         f"{path!r} has a row group of {size} rows that cannot be read in parts, because its "
-                        "arrays have no page index"
+                        "arrays have no page index, or because it has structs inside of structs"
                     )
             self._pages = PageReader(source, metadata, kept, path)
             self._stack = stack.pop_all()

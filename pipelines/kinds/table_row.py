@@ -200,15 +200,16 @@ class TableRow(Kind):
         return pa.struct(list(types.items()))
 
     def is_selected(self, data_type: DataType) -> bool:
-        """Whether a type is that of the results of `select`."""
+        """Returns whether `select` has already made a column of this type."""
         return bool(self.columns) and {f.name for f in getattr(data_type, "fields", ())} == {
             column.source for column in self.columns
         }
 
     def select(self, source: SparkColumn | None, data_type: DataType) -> SparkColumn:
-        """Returns a struct with the values of `columns`; without a `source`, from the columns of a DataFrame.
+        """Returns a struct with the values of `columns`.
 
-        Spark takes minutes to replace thousands of accesses to a computed struct by its fields.
+        Without a `source`, they come from columns of the DataFrame, not from fields of a struct: Spark takes
+        minutes to resolve thousands of fields of a computed struct.
         """
         from pyspark.sql import functions as F
 

@@ -33,7 +33,7 @@ Every operation on a piece of a column has a fixed cost.
 """
 
 Packs = dict[str, list[str]]
-"""Name of a matrix and the names of its columns; the name of a matrix has a NUL, unlike a column's name."""
+"""Name of each matrix and of its columns; only the name of a matrix has a NUL."""
 
 _SLACK_BYTES = 1 << 20  # the blocks of an epoch differ by a few rows
 _KEPT_BYTES = 128 << 20
@@ -65,7 +65,7 @@ def plan_packs(kinds: Mapping[str, Kind]) -> Packs:
 
 
 def pack(columns: RowGroup, packs: Packs) -> RowGroup:
-    """Replaces columns by matrices with a row per row."""
+    """Replaces the columns of each pack by one matrix: (rows, columns)."""
     if not packs:
         return columns
     rest = dict(columns)

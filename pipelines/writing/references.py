@@ -1,4 +1,4 @@
-"""Shards that refer to the rows of files, instead of storing all columns: what a write must know of them."""
+"""The columns and the interface by which a write stores references to rows of files instead of the rows."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class WritePlan:
             the number of the row's partition.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
-        references: How the shards refer to rows of files, or None; the last columns are then `REFERENCES`.
+        references: If set, the shards refer to rows of files, and the last columns are `REFERENCES`.
     """
 
     uri: str
@@ -87,7 +87,7 @@ class WritePlan:
         return stored if self.references is None else stored | {NUM_BYTES: pa.int64()}
 
     def new_writer(self, task: int, split: Split) -> ShardFileWriter:
-        """Returns the writer of new rows; `new_file` returns the writer of rows from such files."""
+        """Returns a writer for rows of Spark; `new_file` returns a writer for rows of other shards."""
         if self.references is None:
             return self.new_file(task, split)
         return self.references.new_writer(
@@ -359,7 +359,7 @@ class PartitionWriter:
 
 
 def _runs(numbers: Any) -> list[tuple[int, int]]:
-    """Returns each number and how often it follows itself."""
+    """Returns the runs of equal numbers, as (number, length)."""
     starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
     return [(int(numbers[start]), stop - start) for start, stop in pairwise([*starts, len(numbers)])]
 

@@ -309,11 +309,14 @@ def test_a_run_continues_with_its_rows_and_refuses_changed_files(
     [
         (
             lambda df: df.withColumn("wave", F.reverse("wave")),
-            "they have no column 'wave', which Spark computes",
+            "the files have no column 'wave', which Spark computes",
         ),
-        (lambda df: df.join(df.select("id"), "id"), "its plan has 'Join'|does not report from which file"),
+        (
+            lambda df: df.join(df.select("id"), "id"),
+            "the DataFrame's plan has 'Join'|does not report from which file",
+        ),
         (lambda df: df.union(df), "does not report from which file each row comes"),
-        (lambda df: df.orderBy("id"), "its plan has 'Sort'"),
+        (lambda df: df.orderBy("id"), "the DataFrame's plan has 'Sort'"),
         (lambda df: df.sparkSession.range(9).selectExpr("id", "array(1.0D) wave"), "not a scan of files"),
     ],
 )
@@ -353,5 +356,5 @@ def test_auto_says_whether_it_copies(
     assert [record.getMessage() for record in caplog.records] == [
         "data='auto' copies the rows: the files are smaller than 1 GiB",
         "data='auto' reads the rows in place, from files of 9 MiB",
-        "data='auto' copies the rows: its plan has 'Sort'",
+        "data='auto' copies the rows: the DataFrame's plan has 'Sort'",
     ]

@@ -212,7 +212,7 @@ def test_what_does_not_fit_the_model_is_refused(table: Any, tmp_path: Path) -> N
     refused(r"takes the columns \['features'\], and the estimator has \['x'\]", inputCols=["x"])
     refused("predicts the label 'label', and labelCol is 'y'", labelCol="y")
     refused("fit the initial model with keepTrainingState=True", initialState="optimizer")
-    refused("both set the first weights", pretrained=str(tmp_path))
+    refused("both set the initial weights", pretrained=str(tmp_path))
     refused(
         "column 'features' is .*2.* for initialModel and .*3",
         table.selectExpr("array(1D, 2D, 3D) AS features", "label"),

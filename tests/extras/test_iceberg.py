@@ -195,7 +195,7 @@ def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) 
         model = _linear(tmp_path).fitOnTable("spark_catalog.default.`of_ids`")
         assert list(model.summary.history.rows) == [96, 96]
         for name, version, sentence in (
-            ("of_ids", 3, "has Parquet files, which have no versions, got version=3"),
+            ("of_ids", 3, "has Parquet files, which have no versions; leave out version=3"),
             ("in_json", None, "has the format 'json', and only Parquet, Delta and Iceberg tables"),
             ("seen", None, r"'seen' is a view, .* use fit\(spark.table\('seen'\)\)"),
             ("some_rows", None, "'some_rows' is a view"),

@@ -100,7 +100,7 @@ class LearningRates:
 
     Attributes:
         scales: Product of these ratios for each group; checkpoints keep them.
-        first_step: Steps of earlier trainings, after which a schedule without an end continues.
+        first_step: Steps of earlier trainings; a schedule without an end continues after them.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LearningRates:
     def resume(self, scales: Sequence[float], first_step: int = 0) -> None:
         """Restores `scales`; rates in the optimizer's loaded state do not count as changes.
 
-        A schedule that depends on the number of steps starts at its beginning, whatever `first_step` is.
+        A schedule that depends on the number of steps ignores `first_step` and starts at its beginning.
         """
         self.scales = list(scales)
         self.first_step = first_step if self._is_endless else 0

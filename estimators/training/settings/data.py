@@ -175,7 +175,7 @@ STORAGE_URI = Setting[str | None](
 DATA = Setting[DataPlace](
     name="data",
     words="'copy' writes shards of the rows; 'inPlace' reads the Parquet files below the DataFrame; "
-    "'auto' does so for tables above 1 GiB if it can",
+    "'auto' does so if they have at least 1 GiB and the plan allows it",
     default="copy",
     accepts=one_of(get_args(DataPlace)),
     is_for_writing=True,

@@ -143,12 +143,12 @@ PRETRAINED = Setting[Pretrained | None](
 )
 INITIAL_MODEL = Setting[Any](
     name="initialModel",
-    words="fitted model, or path of a saved one, from whose weights, vocabularies and classes to start",
+    words="fitted model or path of a saved one; fit starts from its weights, vocabularies and classes",
     convert=_initial_model,
 )
 INITIAL_STATE = Setting[InitialState](
     name="initialState",
-    words="what starts from initialModel: 'weights', or 'optimizer' for its optimizer state too",
+    words="what fit takes from initialModel: 'weights', or 'optimizer' for weights and optimizer state",
     default="weights",
     accepts=one_of(get_args(InitialState)),
     without_effect=(lambda given: given["initialModel"] is None, "initialModel is not set"),

@@ -54,7 +54,7 @@ KEEP_CHECKPOINTS = Setting(
 KEEP_TRAINING_STATE = Setting(
     name="keepTrainingState",
     field="keep_training_state",
-    words="whether the fitted model keeps its optimizer state, to train further from it",
+    words="whether the fitted model keeps its optimizer state, from which a later fit can continue",
     default=False,
     may_differ_on_resume=True,
 )

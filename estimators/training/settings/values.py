@@ -151,7 +151,7 @@ class ConfigValues:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the training ends with a checkpoint, which stays."""
+        """Whether a checkpoint is written at the end of the training, and stays."""
         return self.keep_training_state or self.pause_after is not None
 
     @property
