@@ -72,8 +72,12 @@ class RowSource:
         if kind == "shards" or self.inPlace:
             unused = [name for name in ("where", "options") if getattr(self, name)]
             if unused:
-                subject = "shards are" if kind == "shards" else "rows with inPlace are"
-                return f"cannot have {unused[0]!r}, because {subject} read without Spark; remove it"
+                reason = (
+                    "shards are read without Spark"
+                    if kind == "shards"
+                    else "inPlace reads all rows of a table"
+                )
+                return f"cannot have {unused[0]!r}, because {reason}; remove it"
         if self.version is not None and kind not in ("delta", "table"):
             return "can have a version only with delta or table"
         return ""

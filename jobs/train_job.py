@@ -199,10 +199,9 @@ def _check(file: JobFile, job: TrainJob) -> None:
         if problem:
             raise file.error(path, f"{'.'.join(path)} {problem}")
     if job.features and (job.data.shards is not None or job.data.inPlace):
-        subject = "shards are" if job.data.shards is not None else "rows with inPlace are"
-        raise file.error(
-            ("features",), f"features cannot be used, because {subject} read without Spark; remove features"
-        )
+        is_shards = job.data.shards is not None
+        reason = "shards are read without Spark" if is_shards else "inPlace reads the columns of a table"
+        raise file.error(("features",), f"features cannot be used, because {reason}; remove features")
     for name, expression in job.features.items():
         if not isinstance(expression, str):
             raise file.error(

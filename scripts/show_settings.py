@@ -17,6 +17,9 @@ from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 
 
+_RECORDED = "yes, and [recorded](continue.md#changed-settings)"
+
+
 def main() -> None:
     print("# Settings\n")
     print("Printed by `python scripts/show_settings.py` from the tables that the package uses.")
@@ -72,7 +75,7 @@ def _settings() -> list[list[str]]:
             setting.words,
             setting.default_words or ("" if setting.default is None else f"`{setting.default!r}`"),
             setting.accepts.rule() + setting.accepts.remedy if setting.accepts is not None else "",
-            "yes" if setting.may_differ_on_resume else "recorded" if setting.recorded_on_resume else "",
+            "yes" if setting.may_differ_on_resume else _RECORDED if setting.recorded_on_resume else "",
         ]
         for name, setting in sorted(SETTINGS.items())
     ]

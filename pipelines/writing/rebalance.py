@@ -40,8 +40,8 @@ def plan_even_files(
 ) -> list[list[RowRange]]:
     """Returns the rows of each new file of one split, in order; empty if the files are even already.
 
-    `cores` runs a Spark job, so it is called only if there are many small files. If files hold
-    several partitions, `partitions` has the rows of each, in order, and each counts as one file.
+    If files hold several partitions, `partitions` has the rows of each, in order, and each counts as one
+    file.
     """
     whole = [RowRange(file.path, 0, file.num_rows) for file in files]
     partitions = partitions or whole
