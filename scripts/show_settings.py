@@ -16,7 +16,6 @@ from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 
-
 _RECORDED = "yes, and [recorded](continue.md#changed-settings)"
 
 

@@ -15,6 +15,7 @@ from ringspark.pipelines.columns import Column, quote
 from ringspark.pipelines.external.reference_file import ReferenceFileWriter
 from ringspark.pipelines.reuse.plan_fingerprint import explain, section, size_range
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
+from ringspark.pipelines.writing.references import REFERENCE_SQL
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 if TYPE_CHECKING:
@@ -37,10 +38,6 @@ class FileScan:
     columns: dict[str, FileColumn]
     num_bytes: float = 0.0
 
-    def place(self) -> tuple[str, str]:
-        """Returns SQL for the URI of a row's file, and for the row's number in it."""
-        return "_metadata.file_path", "_metadata.row_index"
-
     def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
         return ReferenceFileWriter(uri, path, columns, self.columns, **settings)
 
@@ -57,7 +54,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
 
     chosen = [F.col(quote(name)).alias(f"{_MARK}{index}") for index, name in enumerate(names)]
     try:
-        extended, cost = explain(df.select(*chosen, *FileScan(columns={}).place()))
+        extended, cost = explain(df.select(*chosen, *REFERENCE_SQL))
     except Exception as error:  # Spark raises many classes
         raise InPlaceError(
             "Spark does not report from which file each row comes, because the DataFrame is not a scan of "

@@ -24,9 +24,6 @@ class RowReferences(Protocol):
     def columns(self) -> Mapping[str, FileColumn]:
         """The columns that stay in the files."""
 
-    def place(self) -> Sequence[str]:
-        """Returns SQL for `REFERENCES`."""
-
     def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
         """Returns a writer that takes all `columns`, of which the last are `REFERENCES`."""
 
@@ -66,6 +63,9 @@ class _FileKind(Kind):
     def row_bytes(self) -> int:
         return 1
 
+
+REFERENCE_SQL = ("_metadata.file_path", "_metadata.row_index")
+"""SQL of `REFERENCES`: the URI of a row's file, and the row's number in it."""
 
 REFERENCES = (
     Column(name=FILE, kind=_FileKind(), source="string"),

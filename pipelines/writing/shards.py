@@ -35,7 +35,7 @@ from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, RowRange, copy_files, plan_even_files
-from ringspark.pipelines.writing.references import REFERENCES, RowReferences
+from ringspark.pipelines.writing.references import REFERENCE_SQL, REFERENCES, RowReferences
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_structs
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
@@ -261,7 +261,7 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
     texts = [
         name if name in made else quote(column.name) for name, column in zip(names, columns, strict=True)
     ]
-    texts += plan.references.place() if plan.references is not None else ()
+    texts += REFERENCE_SQL if plan.references is not None else ()
     if chosen is not None:
         made[_CHOSEN] = chosen
         texts.append(_CHOSEN)
