@@ -18,7 +18,6 @@ from ringspark.pipelines.entry_points import load_entry_point
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.base import Batch, ShardReader
 from ringspark.pipelines.readers.cache import CACHES
-from ringspark.pipelines.table_files import TableSource
 
 READERS: dict[str, str] = {
     "petastorm": "ringspark.pipelines.readers.petastorm_reader:PetastormReader",
@@ -70,8 +69,11 @@ def open_reader(
         raise ValueError(f"open_reader takes a manifest, got {manifest!r}; pass ShardManifest.load(uri)")
     engine = engine or (default_engine() if manifest.table is None else "arrow")
     check_engine(engine)
-    if manifest.table is not None:
-        check_table_reader(engine, manifest.table)
+    if manifest.table is not None and engine != "arrow":
+        raise ValueError(
+            f"engine {engine!r} reads only shards of write_shards, but {manifest.table.uri!r} is an external "
+            "table; use 'arrow'"
+        )
     reader_class = _reader_class(engine)
     if cache is not None and cache not in CACHES:
         raise ValueError(f"cache must be None or one of {', '.join(CACHES)}, got {cache!r}")
@@ -113,14 +115,6 @@ def check_engine(engine: str) -> None:
         raise ValueError(
             f"reader 'petastorm' needs Petastorm 0.12.1 or newer, got {'.'.join(map(str, found)) or 'none'}; "
             "pip install 'ringspark[petastorm]' or set reader='arrow'"
-        )
-
-
-def check_table_reader(engine: str, table: TableSource) -> None:
-    if engine != "arrow":
-        raise ValueError(
-            f"reader {engine!r} reads only shards of write_shards, but {table.uri!r} is an external table; "
-            "set reader='arrow'"
         )
 
 

@@ -443,7 +443,7 @@ def test_a_manifest_is_saved_and_sees_every_change_of_a_file(spark: Any, tmp_pat
         list(reader.batches(1))
     with pytest.raises(ValueError, match=r"b\.parquet' has changed since"):
         loaded.verify_files()
-    with pytest.raises(ValueError, match="reader 'petastorm' reads only shards of write_shards"):
+    with pytest.raises(ValueError, match="engine 'petastorm' reads only shards of write_shards"):
         open_reader(loaded, engine="petastorm")
 
 
