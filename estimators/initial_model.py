@@ -88,7 +88,7 @@ def table_plan(model: TorchModel, names: Sequence[str], rows: int, asked: list[s
     kind, spec = table_kind(model), model.getModel()
     if kind is None:
         raise ValueError(
-            "initialModel has a network of its own, and the estimator names a network for a table; leave "
+            "initialModel has its own network, and the estimator names a network for a table; leave "
             f"model unset, {_OR_NEW}"
         )
     if missing := [name for name in kind.sources if name not in names]:

@@ -70,7 +70,7 @@ Shape = tuple[int, ...]
 
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
-# From this many inputs on, one struct holds all: Spark compares each argument of a function with all others.
+# From this many inputs on, one struct holds all: Spark compares each argument of a function with all.
 PACKED_INPUTS = 32
 
 # Types in a schema's JSON that Spark 4.3's columnar converter does not pass to Python.

@@ -25,7 +25,7 @@ class RowReferences(Protocol):
         """The columns that stay in the files."""
 
     def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
-        """Returns a writer that takes all `columns`, of which the last are `REFERENCES`."""
+        """Returns a writer of rows; the last of its `columns` are `REFERENCES`."""
 
 
 @dataclass(frozen=True)

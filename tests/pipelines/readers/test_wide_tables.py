@@ -15,7 +15,7 @@ def test_rows_of_a_wide_table_stay_together(
 ) -> None:
     ids = np.arange(130)
     data = {
-        # Two types have enough columns for a matrix each, and the others have not.
+        # Two types have enough columns for a matrix each; the other types do not.
         **{f"f{i}": (ids * 100 + i).astype(np.float32) for i in range(40)},
         **{f"n{i}": ids * 1_000_000_007 + i for i in range(33)},
         **{f"b{i}": ids % (i + 2) == 0 for i in range(3)},
