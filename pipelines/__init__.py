@@ -80,3 +80,7 @@ def __getattr__(name: str) -> Any:
     if name in ("list_parquet", "table_manifest"):
         return getattr(import_module(_EXTERNAL_TABLES), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
