@@ -35,13 +35,14 @@ class RowRange(NamedTuple):
 def plan_even_files(
     files: Sequence[ShardFile],
     num_files: int | None,
+    num_bytes: int,
     cores: Callable[[], int],
     partitions: Sequence[RowRange] = (),
 ) -> list[list[RowRange]]:
     """Returns the rows of each new file of one split, in order; empty if the files are even already.
 
-    If files hold several partitions, `partitions` has the rows of each, in order, and each counts as one
-    file.
+    `num_bytes` is the size of all rows before compression. If files hold several partitions, `partitions`
+    has the rows of each, in order, and each counts as one file.
     """
     whole = [RowRange(file.path, 0, file.num_rows) for file in files]
     partitions = partitions or whole
@@ -50,10 +51,8 @@ def plan_even_files(
     if not files:
         return []
     wanted = len(sizes) if num_files is None else min(num_files, rows)
-    if num_files is None and len(sizes) > FILES_PER_CORE:
-        num_bytes = sum(file.num_bytes for file in files)
-        if num_bytes / len(sizes) < SMALL_FILE_BYTES:
-            wanted = min(wanted, max(FILES_PER_CORE * cores(), num_bytes // SMALL_FILE_BYTES))
+    if num_files is None and len(sizes) > FILES_PER_CORE and num_bytes / len(sizes) < SMALL_FILE_BYTES:
+        wanted = min(wanted, max(FILES_PER_CORE * cores(), num_bytes // SMALL_FILE_BYTES))
     bounds = [rows * number // wanted for number in range(wanted + 1)]
     if wanted == len(sizes) and max(sizes) <= max(MAX_SKEW * rows / wanted, 1):
         bounds = [0, *accumulate(sizes)]

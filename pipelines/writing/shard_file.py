@@ -39,7 +39,8 @@ _SAMPLE_BYTES = 1 << 18
 class ShardFileWriter:
     """Buffers record batches and writes them as row groups. Without rows, no file is created.
 
-    If `row_group_rows` is None, a row group has about `ROW_GROUP_BYTES`.
+    If `row_group_rows` is None, a row group has about `ROW_GROUP_BYTES`. `value_bytes` counts the bytes of
+    the added values, before compression.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ShardFileWriter:
         self._compression = compression
         self._buffer: list[Any] = []
         self._buffered_rows = 0
-        self._buffered_bytes = 0
+        self._buffered_bytes = self.value_bytes = 0
         self._row_groups: list[int] = []
         self._file: _DigestFile | None = None
         self._parquet: Any = None
@@ -74,9 +75,11 @@ class ShardFileWriter:
         self._buffer.append(batch)
         self._buffered_rows += batch.num_rows
         if NUM_BYTES in self._stored_types:
-            self._buffered_bytes += int(pc.sum(arrays[-1]).as_py())
+            added = int(pc.sum(arrays[-1]).as_py())
         else:
-            self._buffered_bytes += sum(map(num_bytes, arrays))
+            added = sum(map(num_bytes, arrays))
+        self._buffered_bytes += added
+        self.value_bytes += added
         if self._buffered_rows >= self._group_rows():
             with self._report_errors():
                 self._flush(keep_remainder=True)

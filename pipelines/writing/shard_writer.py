@@ -238,6 +238,7 @@ class PartitionWriter:
         return {
             "files": [file.to_json() for file in files],
             "partitions": self._partitions,
+            "value_bytes": {split: self._writers[split].value_bytes for split in SPLITS},
             "stats": {
                 split: [collector.result.to_json() for collector in collectors]
                 for split, collectors in self._stats.items()

@@ -305,7 +305,9 @@ def _even(
     kept: list[ShardFile] = []
     for split in SPLITS:
         written = [file for file in files if file.split == split]
-        new = plan_even_files(written, num_files, partial(_cores, spark), _partitions(reports, split))
+        # References take little space, and are divided like copies of their rows.
+        size = sum(report["value_bytes"][split] for report in reports)
+        new = plan_even_files(written, num_files, size, partial(_cores, spark), _partitions(reports, split))
         if not new:
             kept += written
             continue

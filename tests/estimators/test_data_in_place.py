@@ -26,6 +26,7 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Binary, HashBuckets, Image, Ragged, ShardManifest, Vocabulary, open_reader
 from ringspark.pipelines.kinds import Kind
+from ringspark.pipelines.writing import rebalance
 
 pytestmark = pytest.mark.spark
 
@@ -133,6 +134,22 @@ def test_batches_are_those_of_a_copy(spark: Any, table: str, tmp_path: Path, cas
 def test_many_small_partitions_are_merged_as_in_a_copy(spark: Any, table: str, tmp_path: Path) -> None:
     frame = spark.read.parquet(table).select("id", "wave")
     spark.conf.set("spark.sql.files.maxPartitionBytes", 1 << 19)
+    try:
+        copy, in_place = _manifests(frame, tmp_path, {})
+    finally:
+        spark.conf.unset("spark.sql.files.maxPartitionBytes")
+    _check_batches(copy, in_place)
+
+
+def test_references_are_merged_by_the_size_of_the_rows(
+    spark: Any, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of references are smaller than this, and files with the rows larger.
+    monkeypatch.setattr(rebalance, "SMALL_FILE_BYTES", 10_000)
+    monkeypatch.setattr(rebalance, "FILES_PER_CORE", 1)
+    frame = spark.read.parquet(table).select("id", "wave")
+    size = sum(path.stat().st_size for path in Path(table).rglob("*.parquet"))
+    spark.conf.set("spark.sql.files.maxPartitionBytes", size // 80)
     try:
         copy, in_place = _manifests(frame, tmp_path, {})
     finally:

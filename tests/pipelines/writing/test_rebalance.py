@@ -11,9 +11,9 @@ from ringspark.pipelines import ShardFile
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, MAX_SKEW, RowRange, plan_even_files
 
 
-def _files(rows: list[int], num_bytes: int = 1 << 30) -> list[ShardFile]:
+def _files(rows: list[int]) -> list[ShardFile]:
     return [
-        ShardFile(path=f"f{index}", split="train", num_bytes=num_bytes, sha256="", row_groups=(count,))
+        ShardFile(path=f"f{index}", split="train", num_bytes=1000, sha256="", row_groups=(count,))
         for index, count in enumerate(rows)
     ]
 
@@ -27,7 +27,7 @@ def _never() -> int:
     num_files=st.one_of(st.none(), st.integers(1, 30)),
 )
 def test_new_files_hold_every_row_once_in_order_and_evenly(rows: list[int], num_files: int | None) -> None:
-    new = plan_even_files(_files(rows), num_files, _never)
+    new = plan_even_files(_files(rows), num_files, 1 << 40, _never)
     if not new:
         # If more files than rows are requested, each row gets a file.
         assert num_files is None or min(num_files, sum(rows)) == len(rows)
@@ -57,23 +57,23 @@ def test_files_of_several_partitions_give_the_files_of_one_partition_each(
         for row in range(count):
             owner[path, sizes[path] + row] = f"f{number}", row
         sizes[path] += count
-    written = [replace(_files([count], 1000)[0], path=path) for path, count in sorted(sizes.items())]
-    separate = _files(rows, 1000)
+    written = [replace(_files([count])[0], path=path) for path, count in sorted(sizes.items())]
+    separate = _files(rows)
 
     def taken(new: list[list[RowRange]], files: list[ShardFile]) -> list[list[tuple[str, int]]]:
         new = new or [[RowRange(file.path, 0, file.num_rows)] for file in files]
         return [[(part.path, row) for part in file for row in range(part.start, part.stop)] for file in new]
 
-    found = taken(plan_even_files(written, num_files, lambda: 2, partitions), written)
-    expected = taken(plan_even_files(separate, num_files, lambda: 2), separate)
+    found = taken(plan_even_files(written, num_files, 40_000, lambda: 2, partitions), written)
+    expected = taken(plan_even_files(separate, num_files, 40_000, lambda: 2), separate)
     assert [[owner[row] for row in file] for file in found] == expected
 
 
 def test_many_tiny_files_are_merged() -> None:
-    new = plan_even_files(_files([10] * 200, num_bytes=1000), None, lambda: 2)
+    new = plan_even_files(_files([10] * 200), None, 200_000, lambda: 2)
     assert len(new) == 2 * FILES_PER_CORE
 
 
 def test_even_files_are_left_alone(no_thread_left: Any) -> None:
-    assert plan_even_files(_files([10, 11, 9]), None, _never) == []
-    assert plan_even_files([], 3, _never) == []
+    assert plan_even_files(_files([10, 11, 9]), None, 0, _never) == []
+    assert plan_even_files([], 3, 0, _never) == []
