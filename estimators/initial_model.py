@@ -6,11 +6,13 @@ classes: an id means the same string in every fit. The ranks load the weights fr
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql.types import StructType
 
+from ringspark.estimators.columns.expressions import TEMPORAL
 from ringspark.estimators.columns.inputs import source_names
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.persistence import meaning_of
@@ -18,7 +20,9 @@ from ringspark.estimators.trained_model import TorchModel
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.kinds import Kind, Scalar, TableRow, Vocabulary
+from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import HashBuckets, Kind, Scalar, Struct, TableRow, Tokens, Vocabulary
+from ringspark.pipelines.kinds.structs import join_path
 from ringspark.pipelines.table_plan import TablePlan
 
 _OR_NEW = "or fit a new model without initialModel"
@@ -108,9 +112,12 @@ def initial_kinds(
     if model is None:
         return kinds
     for source, item in zip(source_names(model._inputs, model.inputColumns()), model._inputs, strict=True):
-        if item.column is not None and item.column.kind.is_choice:
+        old = None if item.column is None else item.column.kind
+        if isinstance(old, Struct):
+            old = Struct(fields=old.fields)  # The rows may have the fields in another order.
+        if old is not None and (old.is_choice or isinstance(old, Struct)):
             name = find_field(source, "inputCols of initialModel", schema, exact).name
-            kinds[name] = _agree(name, item.column.kind, kinds.get(name))
+            kinds[name] = _agree(name, old, kinds.get(name))
     if model._labels:
         name = find_field(estimator.getLabelCol(), "labelCol", schema, exact).name
         kinds[name] = _agree(name, Vocabulary(words=model._labels, order="alphabet"), kinds.get(name))
@@ -125,11 +132,12 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
     for source, item in zip(source_names(model._inputs, model.inputColumns()), model._inputs, strict=True):
         if item.column is None:
             continue
-        old, new = item.column.kind, manifest.column_of(source).kind
+        old, new = item.column, manifest.column_of(source)
         if _meaning(old, source) != _meaning(new, source):
+            before, now = (f"{c.kind}{_details(c)}" for c in (old, new))
             raise ValueError(
-                f"column {source!r} is {old} for initialModel and {new} in the rows; give rows of the same "
-                f"type and shape, {_OR_NEW}"
+                f"column {source!r} is {before} for initialModel and {now} in the rows; give rows of the "
+                f"same type and shape, {_OR_NEW}"
             )
     if not model._labels:
         return
@@ -205,13 +213,26 @@ def _agree(name: str, old: Kind, chosen: Kind | None) -> Kind:
     return chosen
 
 
-def _meaning(kind: Kind, name: str) -> Any:
-    """Returns the properties of a column type that must not change between two fits of a network."""
+def _meaning(column: Column, name: str) -> Any:
+    """Returns the properties of a column that must not change between two fits of a network."""
+    kind = column.kind
     if isinstance(kind, Scalar):
-        return "float" if kind.dtype.startswith("float") else "int"
-    ids = kind.to_json() if isinstance(kind, Vocabulary | TableRow) else None
+        return "float" if kind.dtype.startswith("float") else "int", _details(column)
+    ids = kind.to_json() if isinstance(kind, Vocabulary | TableRow | HashBuckets) else None
     arrays = [(a.dtype, None if a.varies else a.shape) for a in kind.arrays(name).values()]
-    return type(kind), ids, arrays
+    return type(kind), ids, _details(column), arrays
+
+
+def _details(column: Column) -> str:
+    """Describes what the text of a column type leaves out, but the numbers of a row depend on."""
+    kind = column.kind
+    if isinstance(kind, Struct):
+        return f" with the fields {', '.join(map(join_path, kind.fields))}"
+    if isinstance(kind, HashBuckets):
+        return f" with the seed {kind.seed}"
+    if isinstance(kind, Tokens):
+        return f" of tokenizer {hashlib.sha256(kind.tokenizer.encode()).hexdigest()[:8]}"
+    return f" of a {column.source}" if column.source in TEMPORAL else ""
 
 
 def _few(words: Sequence[str]) -> str:

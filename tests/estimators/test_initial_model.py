@@ -24,7 +24,7 @@ from ringspark.estimators import (
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.options.sync import Zero
 from ringspark.models import ModelSpec
-from ringspark.pipelines.kinds import Vocabulary
+from ringspark.pipelines.kinds import HashBuckets, Vocabulary
 
 pytestmark = pytest.mark.spark
 
@@ -143,6 +143,45 @@ def test_words_and_classes_keep_their_numbers(spark: Any, tmp_path: Path) -> Non
     assert moved == [False, True, False, True]
     with pytest.raises(ValueError, match="no class of initialModel, 'cat', 'dog', 'fox'; drop these rows"):
         first.copy({first.initialModel: model}).fit(rows(("a", "cow")))
+
+
+class Mean(nn.Module):
+    """Predicts a multiple of the mean of its inputs, of any number and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.weight * values.float().reshape(len(values), -1).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "other", "other_kind", "message"),
+    [
+        ("string(id)", HashBuckets(8), "string(id)", HashBuckets(8, seed=3), "with the seed 0 .* seed 3"),
+        ("date_from_unix_date(int(id))", None, "timestamp_micros(id)", None, "of a date .* of a timestamp"),
+    ],
+    ids=["seed", "unit"],
+)
+def test_numbers_of_another_meaning_are_refused(
+    spark: Any, tmp_path: Path, column: str, kind: Any, other: str, other_kind: Any, message: str
+) -> None:
+    def fit(expression: str, chosen: Any, **changes: Any) -> Any:
+        columns = {} if chosen is None else {"columns": {"x": chosen}}
+        settings = {"model": Mean(), "inputCols": ["x"], **columns, **changes}
+        return _estimator(tmp_path, **settings).fit(spark.range(32).selectExpr(f"{expression} x", "1D label"))
+
+    with pytest.raises(ValueError, match=f"column 'x' is .*{message}"):
+        fit(other, other_kind, initialModel=fit(column, kind))
+
+
+def test_fields_of_structs_are_found_by_name(spark: Any, tmp_path: Path) -> None:
+    rows = spark.range(32).selectExpr("struct(sin(id) AS a, 100 * cos(id) AS b) AS features", "1D AS label")
+    model = _estimator(tmp_path).fit(rows)
+    turned = rows.selectExpr("struct(features.b, features.a) AS features", "label")
+    both = [_estimator(tmp_path, initialModel=model).fit(each) for each in (rows, turned)]
+    assert _equal(_weights(both[0]), _weights(both[1]))
 
 
 @pytest.mark.slow
