@@ -71,7 +71,8 @@ class Trainer:
         train_state, pause = self._train_state, self._config.pause_after
         last = self._config.epochs if pause is None else pause
         epoch = train_state.finished_epochs
-        if epoch >= last:
+        # A training that stopped early may be interrupted before its result is written.
+        if epoch >= last or (self._state.stop_reason is not None and train_state.step_in_epoch == 0):
             return True
         self._state.epoch = epoch + 1
         is_due = self._train_epoch(epoch, train)

@@ -141,3 +141,25 @@ def test_a_compression_of_gradients_stays(table: Any, tmp_path: Path) -> None:
     _estimator(tmp_path).fit(table)
     with pytest.raises(ValueError, match="cannot be resumed, because these changed: sync: "):
         _estimator(tmp_path, epochs=2, sync={"name": "allreduce", "compression": "fp16"}).fit(table)
+
+
+class StopsAfter(Callback):
+    """Ends the training after epoch 2."""
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 2:
+            state.stop("enough")
+
+
+@pytest.mark.slow
+def test_more_epochs_follow_an_early_stop(table: Any, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"numWorkers": 1, "callbacks": [StopsAfter()]}
+    first = _estimator(tmp_path, epochs=4, **changes).fit(table)
+    assert (len(first.summary.epochs), first.summary.stop_reason) == (2, "enough")
+    # Without a result, the last checkpoint still says that the training is over.
+    (tmp_path / "run" / "result.json").unlink()
+    again = _estimator(tmp_path, epochs=4, **changes).fit(table)
+    assert (len(again.summary.epochs), again.summary.stop_reason) == (2, "enough")
+    assert torch.equal(_weights(again), _weights(first))
+    more = _estimator(tmp_path, epochs=5, **changes).fit(table)
+    assert (len(more.summary.epochs), more.summary.stop_reason) == (5, None)

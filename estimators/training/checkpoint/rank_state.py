@@ -51,6 +51,7 @@ class RankState:
             "random": plain,
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
+            "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,
             # Each stage counts in its own layers.
@@ -190,7 +191,7 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
     if train_state.noise is not None:
         train_state.noise.load([own.tensors])
     train_state.callbacks.load_state_dicts(own.values["callbacks"])
-    train_state.state.stop_reason = own.values["stop_reason"]
+    _restore_stop(train_state, own.values["stop_reason"], own)
     # Last, because restoring the rest may use random numbers.
     set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], train_state.device)
 
@@ -207,7 +208,16 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
         train_state.noise.load(tensors if takes_all else [])
     train_state.callbacks.load_state_dicts(states[0].values["callbacks"])
     reasons = [state.values["stop_reason"] for state in states]
-    train_state.state.stop_reason = next((reason for reason in reasons if reason), None)
+    _restore_stop(train_state, next((reason for reason in reasons if reason), None), states[0])
+
+
+def _restore_stop(train_state: TrainState, reason: str | None, saved: RankState) -> None:
+    state = train_state.state
+    # An epoch ended the training early, and now the run gets more epochs: its callbacks decide again.
+    is_over = (
+        train_state.step_in_epoch == 0 and saved.values.get("num_steps", state.num_steps) < state.num_steps
+    )
+    state.stop_reason = None if is_over else reason
 
 
 def _fill_buffers(module: nn.Module, values: Tensors) -> None:
