@@ -163,3 +163,21 @@ def test_more_epochs_follow_an_early_stop(table: Any, tmp_path: Path) -> None:
     assert torch.equal(_weights(again), _weights(first))
     more = _estimator(tmp_path, epochs=5, **changes).fit(table)
     assert (len(more.summary.epochs), more.summary.stop_reason) == (5, None)
+
+
+@pytest.mark.slow
+def test_a_started_epoch_is_not_left_out(table: Any, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    fails.touch()
+    changes: dict[str, Any] = {
+        "numWorkers": 1,
+        "callbacks": [Raises(fails)],
+        "checkpointEverySteps": 2,
+        "maxRestarts": 0,
+    }
+    with pytest.raises(WorkerError, match="on purpose"):
+        _estimator(tmp_path, epochs=3, **changes).fit(table)
+    fails.unlink()
+    with pytest.raises(WorkerError, match="in the middle of epoch 2, but epochs is 1; set it to 2 or more"):
+        _estimator(tmp_path, epochs=1, **changes).fit(table)
+    assert len(_estimator(tmp_path, epochs=2, **changes).fit(table).summary.epochs) == 2

@@ -323,6 +323,11 @@ class Recovery:
                 f"{epoch + 1}, this training has {steps.before(epoch)}; give the same batchSizeSchedule, or "
                 "set runUri to a new folder"
             )
+        if position.finished_epochs >= self._config.epochs and position.step_in_epoch:
+            raise ValueError(
+                f"{uri} is in the middle of epoch {epoch + 1}, but epochs is {self._config.epochs}; set it "
+                f"to {epoch + 1} or more, or set runUri to a new folder"
+            )
         if position.finished_epochs > self._config.epochs:
             raise ValueError(
                 f"{uri} is of a training with {position.finished_epochs} finished epochs, but epochs is "
