@@ -44,6 +44,8 @@ class HeldWeights:
         self._commit = commit
         self._descriptor: int | None = None
         self._adapter: bytes | None = None
+        # The step of the training state, which a continued run replaces; None without one.
+        self._step: int | None = None
         self.is_saved = False
 
     def hold(self) -> None:
@@ -59,6 +61,8 @@ class HeldWeights:
             )
         self._commit = storage.read_bytes(storage.join(self.uri, COMMIT))
         self._adapter = self._read_adapter()
+        root = self._states_uri
+        self._step = max((step for step in list_steps(root) if is_committed(root, step)), default=None)
         if storage.is_local(self.uri):
             storage.check_inside(self.uri, WEIGHTS)
             self._descriptor = os.open(os.path.join(self.uri, WEIGHTS), os.O_RDONLY | os.O_CLOEXEC)
@@ -92,13 +96,13 @@ class HeldWeights:
 
     def training_state(self) -> str | None:
         """Returns the folder of the training's last checkpoint, which `keepTrainingState` keeps, or None."""
-        root, step = self._newest_state()
-        return None if step is None else step_uri(root, step)
+        root, step = self._states_uri, self._step
+        return step_uri(root, step) if step is not None and is_committed(root, step) else None
 
-    def _newest_state(self) -> tuple[str, int | None]:
+    @property
+    def _states_uri(self) -> str:
         # A run's folder and a saved stage both hold the checkpoints next to the weights.
-        root = checkpoints_uri(self.uri.rpartition("/")[0])
-        return root, max((step for step in list_steps(root) if is_committed(root, step)), default=None)
+        return checkpoints_uri(self.uri.rpartition("/")[0])
 
     def check(self) -> None:
         """Raises ValueError if the folder has lost its checkpoint and no file was kept open."""
@@ -120,9 +124,8 @@ class HeldWeights:
                     shutil.copyfileobj(reader, writer, BLOCK_BYTES)
         if adapter := self._adapter or self._read_adapter():
             storage.write_atomic(storage.join(target, ADAPTER), adapter)
-        root, step = self._newest_state()
-        if step is not None:
-            copy_checkpoint(root, checkpoints_uri(target.rpartition("/")[0]), step)
+        if self._step is not None and self.training_state() is not None:
+            copy_checkpoint(self._states_uri, checkpoints_uri(target.rpartition("/")[0]), self._step)
         self.is_saved = True
         storage.write_atomic(storage.join(target, COMMIT), commit)
 

@@ -181,3 +181,17 @@ def test_a_started_epoch_is_not_left_out(table: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="in the middle of epoch 2, but epochs is 1; set it to 2 or more"):
         _estimator(tmp_path, epochs=1, **changes).fit(table)
     assert len(_estimator(tmp_path, epochs=2, **changes).fit(table).summary.epochs) == 2
+
+
+@pytest.mark.slow
+def test_a_model_is_saved_without_the_state_of_a_later_training(table: Any, tmp_path: Path) -> None:
+    first = _estimator(tmp_path, numWorkers=1).fit(table)
+    _estimator(tmp_path, numWorkers=1, epochs=2).fit(table)
+    # Its weights were held, but its training state has been replaced.
+    first.save(str(tmp_path / "saved"))
+    other = {"initialModel": str(tmp_path / "saved"), "runUri": str(tmp_path / "other"), "numWorkers": 1}
+    with pytest.raises(
+        ValueError, match="continues from the training state of initialModel, and there is none"
+    ):
+        _estimator(tmp_path, initialState="optimizer", **other).fit(table)
+    _estimator(tmp_path, **other).fit(table)
