@@ -52,6 +52,8 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
     """
     from pyspark.sql import functions as F
 
+    if "_metadata" in map(str.lower, df.columns):
+        raise InPlaceError("its column '_metadata' hides Spark's column of this name; rename it")
     chosen = [F.col(quote(name)).alias(f"{_MARK}{index}") for index, name in enumerate(names)]
     try:
         extended, cost = explain(df.select(*chosen, *REFERENCE_SQL))

@@ -334,6 +334,7 @@ def test_a_run_continues_with_its_rows_and_refuses_changed_files(
         ),
         (lambda df: df.union(df), "does not report from which file each row comes"),
         (lambda df: df.orderBy("id"), "the DataFrame's plan has 'Sort'"),
+        (lambda df: df.select("*", "_metadata"), "its column '_metadata' hides Spark's"),
         (lambda df: df.sparkSession.range(9).selectExpr("id", "array(1.0D) wave"), "not a scan of files"),
     ],
 )
