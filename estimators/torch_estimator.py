@@ -241,8 +241,10 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                     parallelism=config.parallelism.to_values(),
                     changes=run.changes(),
                 ).to_json()
-                run.finish(finished, keeps_checkpoints=config.keeps_state)
+                run.finish(finished)
             model = self._trained_model(spark, run, fit, training, finished)
+            # Also for a run whose driver died before it came here.
+            run.clean(keeps_checkpoints=(run.last_config() or config).keeps_state)
             watcher.end(RunEnd(status="finished", model=model))
         return model
 

@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ringspark.estimators import run_layout
@@ -196,11 +196,15 @@ class RunFolder:
         write_owner(self.uri, self.token, 0)
         storage.write_atomic(storage.join(self.uri, run_layout.CONFIG), config.to_json().encode())
         if changes:
-            # Replaces changes that a killed driver recorded, if nothing was trained with them.
-            kept = [c for c in self.changes() if c.step < changes[0].step]
+            # A killed driver may have recorded values with which nothing was trained.
+            untrained = [c for c in self.changes() if c.step >= changes[0].step and c.setting in found]
+            first = {c.setting: c.before for c in reversed(untrained)}
+            changes = [replace(c, before=first.get(c.setting, c.before)) for c in changes]
+            changes = [c for c in changes if c.before != c.now]
+            kept = [c for c in self.changes() if c not in untrained]
             data = json.dumps([asdict(change) for change in (*kept, *changes)], indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.CHANGES), data)
-        if known is None or changes:
+        if known is None or found:
             data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
         storage.remove(storage.join(self.uri, run_layout.RESULT))
@@ -270,13 +274,15 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def finish(self, result: str, *, keeps_checkpoints: bool = False) -> None:
-        """Marks the training as finished. Removes the shards; their manifest stays, to identify the rows.
+    def finish(self, result: str) -> None:
+        """Marks the training as finished. The files that `clean` removes are not needed from now on."""
+        storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
+
+    def clean(self, *, keeps_checkpoints: bool = False) -> None:
+        """Removes files of a finished training: checkpoints and shards, but not the shards' manifest.
 
         `keeps_checkpoints` keeps the newest checkpoint and the shards, so that more epochs can follow.
         """
-        storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
-        # Up to here, a later driver could resume from these files if this one died.
         root = checkpoints_uri(self.uri)
         if not keeps_checkpoints:
             discard(root)

@@ -111,6 +111,15 @@ def test_class_probabilities_are_compared_on_training_rows(
     assert found.changed_classes == pytest.approx(changed.mean())
 
 
+def test_shards_of_a_run_stay_until_they_are_compared(table: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = common(tmp_path) | {"storageUri": None, "runUri": str(run)}
+    stage = TorchRegressor(model=network(1), inferencePrecision="bf16", **settings)
+    found = stage.fit(table).summary.precision_difference
+    assert (found.rows_of, found.rows) == ("train", 3000)
+    assert [path.name for path in (run / "shards").iterdir()] == ["manifest.json"]
+
+
 def test_fp32_is_not_compared(table: Any, tmp_path: Path) -> None:
     assert (
         TorchRegressor(model=network(1), **common(tmp_path)).fit(table).summary.precision_difference is None

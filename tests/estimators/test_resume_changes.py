@@ -130,6 +130,33 @@ def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table: Any, tmp_pat
     assert [record.learning_rate for record in model.summary.epochs] == [0.001, 0.05, 0.05]
 
 
+@pytest.mark.slow
+def test_changes_with_which_nothing_was_trained_are_joined(table: Any, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    fails.touch()
+    run: dict[str, Any] = {
+        "epochs": 3,
+        "callbacks": [Raises(fails)],
+        "checkpointEverySteps": 4,
+        "keepTrainingState": False,
+        "maxRestarts": 0,
+        "numWorkers": 1,
+    }
+    resumes: list[dict[str, Any]] = [
+        {},
+        {"learningRate": 0.05},
+        {"learningRate": 0.02, "gradientAccumulation": 2},
+    ]
+    for changes in resumes:
+        with pytest.raises(WorkerError, match="on purpose"):
+            _estimator(tmp_path, **run, **changes).fit(table)
+    fails.unlink()
+    # The learning rate is the first one again.
+    model = _estimator(tmp_path, **run, gradientAccumulation=2).fit(table)
+    assert model.summary.setting_changes == ("from epoch 2, step 9 on: gradientAccumulation 1 -> 2",)
+    assert [record.learning_rate for record in model.summary.epochs] == [0.001] * 3
+
+
 def test_a_new_loss_scale_starts_with_fp16(table: Any, tmp_path: Path) -> None:
     _estimator(tmp_path).fit(table)
     model = _estimator(tmp_path, epochs=2, precision="fp16").fit(table)

@@ -19,6 +19,7 @@ def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> Non
     for name in ("history.json", "shards.json", ".progress.json.0123abcd", "checkpoints/step-0000000010/x"):
         (tmp_path / name).write_text("{}")
     run.finish("{}")
+    run.clean()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.json", "result.json"]
 
 
