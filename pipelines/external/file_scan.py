@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines.columns import Column, quote
 from ringspark.pipelines.external.reference_file import ReferenceFileWriter
-from ringspark.pipelines.reuse.plan_fingerprint import explain, section, size_range
+from ringspark.pipelines.reuse.plan_fingerprint import (
+    explain,
+    find_unrepeatable_call,
+    is_cached,
+    section,
+    size_range,
+)
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.references import REFERENCE_SQL
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
@@ -71,6 +77,12 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
     if relation is None:
         raise InPlaceError(
             f"the DataFrame reads {lines[-1].rpartition('] ')[2] or 'no files'!r}, not Parquet files"
+        )
+    # Spark does not read `_metadata` from a cache, so it calls the function again.
+    call = find_unrepeatable_call(section(extended, "Analyzed Logical Plan").partition("\n")[2])
+    if call is not None and is_cached(explain(df)[0]):
+        raise InPlaceError(
+            f"the DataFrame is cached and calls {call!r}, so its files may now give other rows than the cache"
         )
     above, stored = "\n".join(lines[:-1]), _top_level_names(section(extended, "Physical Plan"))
     found, has_ids = {}, df.sparkSession.conf.get(READS_FIELD_IDS, "false") == "true"

@@ -200,7 +200,7 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
             return "it takes a sample, and another run gives other rows"
         elif name not in _OPERATORS:
             return f"its plan has {name or 'an operator'!r}, which may give other rows next time"
-    if "InMemoryRelation" in everything or "InMemoryTableScan" in everything:
+    if is_cached(everything):
         return "it is cached in Spark, which may hold older rows than its files"
     if _PYTHON.search(physical):
         return "it calls a Python function, whose code is not in the plan"
@@ -209,14 +209,23 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
     for operator in operators:
         if _SUBQUERY.search(operator):
             return "it has a subquery, whose files Spark does not list"
-        if unknown := [name for name in _CALL.findall(operator) if name.lower() not in _REPEATABLE_FUNCTIONS]:
-            return f"it calls {unknown[0]!r}, which may give another result next time"
+        if unknown := find_unrepeatable_call(operator):
+            return f"it calls {unknown!r}, which may give another result next time"
         if _SPECIAL_DATE.search(operator) and re.search(r"date|time", operator, re.IGNORECASE):
             return "it may depend on today's date"
     # Other tables have files that no scan lists (deletion vectors), or their own lists of files.
     if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
         return f"it reads a table with its own list of files ({sorted(others)[0]})"
     return None
+
+
+def is_cached(plan: str) -> bool:
+    return "InMemoryRelation" in plan or "InMemoryTableScan" in plan
+
+
+def find_unrepeatable_call(plan: str) -> str | None:
+    """Returns the first function of a logical plan whose result may depend on more than its arguments."""
+    return next((name for name in _CALL.findall(plan) if name.lower() not in _REPEATABLE_FUNCTIONS), None)
 
 
 def section(text: str, title: str) -> str:

@@ -347,6 +347,27 @@ def test_rows_that_are_not_those_of_files_are_refused(
     assert not (tmp_path / "s").exists()
 
 
+def test_a_cache_whose_rows_a_function_chose_is_refused(spark: Any, table: str, tmp_path: Path) -> None:
+    frame = spark.read.parquet(table).select("id", "wave")
+    data = FitData(columns=("id", "wave"), root="", place="inPlace")
+    keeps_all = F.udf(lambda value: True, "boolean")
+    for count, chosen in enumerate([frame.where(keeps_all("id")), frame.where("rand() > -1")]):
+        rows = chosen.count()
+        assert data.write(chosen, str(tmp_path / f"{count}")).num_rows == rows
+        chosen.cache()
+        try:
+            with pytest.raises(ValueError, match=r"is cached and calls '.*'.*; set data='copy'"):
+                data.write(chosen, str(tmp_path / "s"))
+        finally:
+            chosen.unpersist()
+    # Other filters choose the same rows again.
+    with_filter = frame.where("abs(id) > 3").cache()
+    try:
+        assert data.write(with_filter, str(tmp_path / "filtered")).num_rows == with_filter.count()
+    finally:
+        with_filter.unpersist()
+
+
 def test_values_that_arrow_reads_otherwise_are_refused(spark: Any, tmp_path: Path) -> None:
     pq.write_table(pa.table({"day": pa.array([-200_000, 3], pa.date32())}), tmp_path / "a.parquet")
     data = FitData(columns=("day",), root="", place="inPlace")
