@@ -1,4 +1,4 @@
-"""Odd tables: seconds of `fit` and `transform` of tables with many tiny partitions or many columns.
+"""Odd tables: seconds of `fit` and `transform` of tables with many partitions, files or columns.
 
 Each table is compared with a plain Spark job over the same rows in the same round: a map in Arrow that
 counts them. "small" has 303 rows in two partitions; its first fit starts the Python workers of the session.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Few rows, so that only the number of partitions counts.
 PARTITIONED_ROWS = 303
-TABLES = ("small", "partitions", "wide")
+TABLES = ("small", "partitions", "files", "wide")
 
 
 class Wide(nn.Module):
@@ -60,11 +60,21 @@ def wide_table(spark: SparkSession, columns: int, rows: int, folder: str) -> Dat
     return spark.read.parquet(folder)
 
 
+def table_of_files(spark: SparkSession, files: int, rows: int, folder: str) -> DataFrame:
+    """Returns a table of four numbers and a label in `files` Parquet files of equal size."""
+    random = np.random.default_rng(0)
+    per_file = rows // files
+    for number in range(files):
+        values = {f"x{i}": random.random(per_file, np.float32) for i in range(4)}
+        table = pa.table(values | {"label": values["x0"] - values["x1"]})
+        pq.write_table(table, f"{folder}/part-{number:05}.parquet")
+    return spark.read.parquet(folder)
+
+
 def cases(name: str, frame: DataFrame, settings: dict[str, Any]) -> dict[str, Callable[[], float]]:
     """Returns the measured steps of one table."""
-    estimator = TorchRegressor(
-        numWorkers=harness.NUM_WORKERS, batchSize=256, showProgress=False, seed=0, **settings
-    )
+    shared = {"numWorkers": harness.NUM_WORKERS, "batchSize": 256, "showProgress": False, "seed": 0}
+    estimator = TorchRegressor(**(shared | settings))
     fitted: list[Any] = []
 
     def plain() -> None:
@@ -84,7 +94,14 @@ def cases(name: str, frame: DataFrame, settings: dict[str, Any]) -> dict[str, Ca
 
 def main() -> None:
     """Measures the first fit of the session, then the tables in interleaved rounds after a warm-up round."""
-    parser = harness.parser(__doc__, rows=(5_000, 100), columns=(1_000, 40), partitions=(2_000, 70))
+    parser = harness.parser(
+        __doc__,
+        rows=(5_000, 100),
+        columns=(1_000, 40),
+        partitions=(2_000, 70),
+        files=(2_000, 5),
+        file_rows=(200_000, 50),
+    )
     parser.add_argument("--only", choices=TABLES, help="only this table")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark odd tables", harness.MASTER) as spark:
@@ -97,6 +114,16 @@ def main() -> None:
             many = small.repartition(options.partitions).cache()
             many.count()
             measured |= cases("partitions", many, shared)
+        if options.only in (None, "files"):
+            files = table_of_files(spark, options.files, options.file_rows, tempfile.mkdtemp(dir=folder))
+            given = {
+                "inputCols": files.columns[:-1],
+                "model": Wide(4),
+                "storageUri": folder,
+                "batchSize": 2048,
+            }
+            measured |= cases("files, copied", files, given)
+            measured |= cases("files, in place", files, given | {"data": "inPlace"})
         if options.only in (None, "wide"):
             wide = wide_table(spark, options.columns, options.rows, tempfile.mkdtemp(dir=folder))
             inputs = {"inputCols": wide.columns[:-1], "model": Wide(options.columns)}
@@ -107,9 +134,12 @@ def main() -> None:
         plain = seconds[f"{name.split(':')[0]}: plain"]
         ratio = f"{harness.median_ratio(values, plain):.2f}"
         rows.append([name, *(f"{value:.1f}" for value in (median(values), min(values), max(values))), ratio])
+    sizes = (
+        f"{options.partitions:,} partitions with {PARTITIONED_ROWS} rows, {options.files:,} files with "
+        f"{options.file_rows:,} rows, {options.columns:,} columns with {options.rows:,} rows"
+    )
     harness.print_table(
-        f"odd_tables: seconds; {options.partitions:,} partitions with {PARTITIONED_ROWS} rows, "
-        f"{options.columns:,} columns with {options.rows:,} rows; {harness.MASTER}, {options.repeats} rounds",
+        f"odd_tables: seconds; {sizes}; {harness.MASTER}, {options.repeats} rounds",
         ["", "median", "min", "max", "of plain"],
         rows,
     )
