@@ -22,10 +22,11 @@ def add_arguments(parser: cli.JobParser) -> None:
         metavar="URI",
         help="folder for the demo; its subfolder `model` is overwritten",
     )
+    parser.add_argument("--quick", action="store_true", help="fewer rows, to try an installation")
 
 
 def run(args: argparse.Namespace) -> None:
-    started = time.perf_counter()
+    started, rows = time.perf_counter(), _ROWS // 5 if args.quick else _ROWS
     with cli.spark("ringspark demo", args.master, is_short=True) as spark:
         from pyspark.ml.evaluation import BinaryClassificationEvaluator
         from pyspark.ml.functions import vector_to_array
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         from ringspark.pipelines import storage
         from ringspark.pipelines.spark_paths import is_local, resolve
 
-        trips = spark.range(_ROWS).selectExpr(
+        trips = spark.range(rows).selectExpr(
             "int(rand(3) * 24) AS hour",
             "IF(id % 7 = 0, NULL, rand(1) * 900) AS distance",
             "concat('airport ', int(rand(4) * 40)) AS origin",
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
             "IF(rand(2) * 30 < hour, 1, 0) AS late",
         )
         train, test = trips.randomSplit([0.8, 0.2], seed=1)
-        print(f"Three of {_ROWS:,} trips; some distances are missing:")
+        print(f"Three of {rows:,} trips; some distances are missing:")
         test.orderBy("day").show(3)
         settings = f"labelCol='late', numWorkers={args.workers}, epochs=4, seed=1"
         print(f"model = TorchClassifier({settings}).fit(train)")

@@ -1,9 +1,10 @@
-"""Follows docs/install.md and docs/quickstart.md in an empty folder, and prints the time of each step.
+"""Follows docs/install.md and docs/quickstart.md in an empty folder, and prints each step's time.
 
-    python scripts/time_quickstart.py
+    python scripts/time_quickstart.py          # this checkout
+    python scripts/time_quickstart.py dist/ringspark-0.1.0-py3-none-any.whl
 
-Creates a new environment with the pinned torch and this checkout, and runs the code of the page. The second
-run is faster, because pip caches the packages.
+Creates a new environment with the pinned torch and ringspark, and runs `ringspark demo --quick` and the code
+of the page. The second run is faster, because pip caches the packages.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def read_program(folder: Path) -> str:
 
 def main() -> int:
     """Runs the steps. Returns 1 if one fails."""
+    source = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "first.py").write_text(read_program(folder))
@@ -39,7 +41,8 @@ def main() -> int:
                 *install,
                 re.findall(r"pip install (torch==\S+)", (ROOT / "docs/install.md").read_text())[0],
             ],
-            "ringspark": [*install, str(ROOT)],
+            "ringspark": [*install, str(source)],
+            "ringspark demo --quick": [str(folder / "venv" / "bin" / "ringspark"), "demo", "--quick"],
             "the first program": [python, "first.py"],
             "the same again": [python, "first.py"],
         }
@@ -56,11 +59,11 @@ def main() -> int:
             )
             seconds = time.perf_counter() - start
             total += seconds
-            print(f"{what:20} {seconds:6.1f} s", flush=True)
+            print(f"{what:24} {seconds:6.1f} s", flush=True)
             if done.returncode:
                 print(done.stdout[-2000:] + done.stderr[-2000:], file=sys.stderr)
                 return 1
-        print(f"{'in all':20} {total:6.1f} s\n\nthe program's last lines:")
+        print(f"{'in all':24} {total:6.1f} s\n\nthe program's last lines:")
         print("\n".join(done.stdout.splitlines()[-20:]))
     return 0
 

@@ -59,7 +59,7 @@ def test_the_demo_and_the_quickstart_run_from_it(wheel: Path, tmp_path: Path) ->
 
     for package in (torch, str(wheel)):
         run(str(programs / "pip"), "install", "--quiet", package)
-    assert "ROC AUC" in run("ringspark", "demo")
+    assert "ROC AUC" in run("ringspark", "demo", "--quick")
     assert "ready to train" in run("ringspark", "check")
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE | re.DOTALL
