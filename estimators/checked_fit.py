@@ -201,7 +201,7 @@ def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, ex
     name = find_field(given, "validationIndicatorCol", schema, exact).name
     if any(column.name == name for column in columns):
         raise ValueError(
-            f"validationIndicatorCol {name!r} must be a column of its own, not an input, label "
-            "or weight; copy it under another name"
+            f"validationIndicatorCol {name!r} must not also be an input, label or "
+            "weight; copy it under another name"
         )
     return name

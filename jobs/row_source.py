@@ -27,7 +27,7 @@ class RowSource:
         parquet, delta, csv, json, orc: Path of files in this format.
         shards: Folder that `write_shards` wrote.
         options: Options of Spark's reader, such as `header` for CSV.
-        where: SQL condition that the rows must meet.
+        where: SQL condition that chooses the rows.
         inPlace: Whether the workers read the files of a table without copying them to shards.
         version: Version of a Delta table, or snapshot of an Iceberg table; None for the newest version.
     """

@@ -124,7 +124,7 @@ class _OrderedReader(Reader):  # type: ignore[misc]
 
 
 class _LocalFiles(Files):
-    """Opens files with Arrow. Petastorm never closes files, and Python warns of its own unclosed files."""
+    """Opens files with Arrow. Petastorm never closes files, and Python would warn of that."""
 
     def open(self, path: str) -> Any:
         return pa.OSFile(path)

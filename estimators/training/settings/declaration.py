@@ -38,7 +38,7 @@ class Setting(Generic[T]):
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         accepts: Range of a value of the right type; None if every value can be used.
         convert: Converts and checks a user's value; None if a check of `kind` is enough.
-        options: Class of the value, if it has options of its own.
+        options: Dataclass of the value, if it has options.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
         recorded_on_resume: The same, but the run records the change, because it changes the result.
         without_effect: A predicate (all settings by name), True if a set value is unused, and the reason.

@@ -85,7 +85,7 @@ COLUMNS = [
     R("fit: weights all 0", lambda p: p.train(weightCol="zero"),
       "weightCol 'zero' is 0 in all", "leave the column"),
     R("fit: indicator is an input", lambda p: p.fit(inputCols=["many"], validationIndicatorCol="many"),
-      "validationIndicatorCol 'many' must be a column of its own", "copy it"),
+      "validationIndicatorCol 'many' must not also be an input", "copy it"),
     R("fit: best of no held-out rows", lambda p: p.fit(validationIndicatorCol="never", keep="best"),
       "validationIndicatorCol holds out none of the 60 rows", "hold out more"),
     R("fit: two ways to hold out", lambda p: p.fit(validationIndicatorCol="never", validationFraction=0.1),
