@@ -9,7 +9,6 @@ sample. Without params.model, it reads all rows, as `fit` does.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ringspark.estimators.memory.columns import column_of
+    from ringspark.estimators.memory.columns import shard_columns
     from ringspark.estimators.memory.planner import Planner
     from ringspark.estimators.training.check.driver import check_training
     from ringspark.estimators.training.settings.byte_sizes import parse_bytes
@@ -48,12 +47,8 @@ def run(args: argparse.Namespace) -> None:
     budget = parse_bytes(args.budget) if args.budget else estimator.getMemoryBudget()
     with _open_data(job, estimator, args.master) as (given, objects, manifest):
         config = check_training(replace(given, shards_uri=manifest.uri), objects, manifest).config
-        rows = math.ceil(config.batch_sizes.largest / config.num_workers)
-        inputs, labels = (
-            [column_of(manifest, name, rows) for name in names]
-            for names in (config.input_columns, config.label_columns)
-        )
-        plan = Planner(config, objects, inputs, labels).plan(budget, "--budget")
+        columns = shard_columns(config, manifest, config.most_rows)
+        plan = Planner(config, objects, *columns).plan(budget, "--budget")
     print(f"plan: {plan.rows:,} rows per step on each of {given.num_workers} workers")
     print(plan.table())
 

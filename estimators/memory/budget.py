@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 from ringspark.estimators.memory.columns import shard_columns
@@ -19,9 +18,8 @@ def check_budget(
     """Raises ValueError if a step needs more bytes per worker than `budget`. Runs on the driver."""
     if budget is None:
         return
-    rows = math.ceil(config.batch_sizes.largest / config.num_copies)
     try:
-        columns = shard_columns(config, manifest, rows)
+        columns = shard_columns(config, manifest, config.most_rows)
         plan = Planner(config, objects, *columns).plan(budget, "memoryBudget")
     # A network that fails only on fake tensors must not end a fit.
     except Exception as error:

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.memory.columns import column_of
+from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.fit_data import SharedShards, discard
@@ -109,12 +109,12 @@ def _search(estimator: Any, trial: Any, sample: DataFrame, limit: int | None) ->
     fit = CheckedFit.of(trial, sample)
     tries: list[dict[str, Any]] = []
     with SharedShards({fit.data: sample}, [fit.data]).shards(fit.data) as manifest:
-        # A worker's part of a step: at most the existing rows.
+        # A worker's share of a step: at most the existing rows. Workers of one replica have the same rows.
         per_worker = math.ceil(
-            min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_workers
+            min(fit.config.batch_size, manifest.select("train").num_rows) / fit.config.num_copies
         )
         # Every worker has a row in each micro-batch of a full batch, even of the smallest batch.
-        most = min(per_worker, _sizes(estimator).smallest // fit.config.num_workers)
+        most = min(per_worker, _sizes(estimator).smallest // fit.config.num_copies)
         parts = min(fit.config.gradient_accumulation, most)
         while True:
             needed = None if limit is None else _plan_bytes(fit, manifest, parts)
@@ -147,13 +147,9 @@ def _sizes(estimator: Any) -> BatchSizes:
 def _plan_bytes(fit: CheckedFit, manifest: ShardManifest, parts: int) -> int | None:
     config = replace(fit.config, shards_uri=manifest.uri, gradient_accumulation=parts)
     config = check_training(config, fit.objects, manifest, fit.heads).config
-    rows = math.ceil(config.batch_size / config.num_workers)
-    inputs, labels = (
-        [column_of(manifest, name, rows) for name in names]
-        for names in (config.input_columns, config.label_columns)
-    )
+    columns = shard_columns(config, manifest, config.most_rows)
     try:
-        return Planner(config, fit.objects, inputs, labels).plan().peak
+        return Planner(config, fit.objects, *columns).plan().peak
     except Exception:  # a failure without data does not concern the memory
         return None
 

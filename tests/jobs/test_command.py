@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from written_shards import written
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs import command
@@ -325,6 +327,21 @@ def test_rows_that_spark_does_not_read_need_a_model(
     for name in ("train", "plan"):
         assert command.main([name, str(job)]) == 2
         assert f"job.yaml, line 2: data: with {what}, set params.model, because" in capsys.readouterr().err
+
+
+def test_a_plan_divides_the_batch_by_the_replicas_of_the_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "shards", {"x": np.zeros((64, 2), np.float32), "y": np.zeros(64, np.float32)})
+    job = tmp_path / "job.yaml"
+    network = '{"target": "mlp", "kwargs": {"in_features": 2, "hidden": [8, 8], "out_features": 1}}'
+    job.write_text(
+        f"stage: TorchRegressor\ndata:\n  shards: {tmp_path}/shards\nparams:\n  model: {network}\n  "
+        "featuresCol: x\n  labelCol: y\n  batchSize: 32\n  numWorkers: 4\n  collective: torch\n  "
+        f"parallelism: {{tensor: 2}}\n  runUri: {tmp_path}/run\nsave:\n  model: {tmp_path}/model\n"
+    )
+    assert command.main(["plan", str(job)]) in (0, None)
+    assert "plan: 16 rows per step on each of 4 workers" in capsys.readouterr().out
 
 
 @pytest.mark.slow

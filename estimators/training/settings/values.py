@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,11 @@ class ConfigValues:
         """Number of ranks that read different rows."""
         sizes = self.axes
         return sizes["data"] * sizes["shard"] * sizes["expert"]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest batch on the rank with the most rows."""
+        return math.ceil(self.batch_sizes.largest / self.num_copies)
 
     @property
     def _readers(self) -> str:

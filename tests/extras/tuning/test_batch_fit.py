@@ -115,6 +115,16 @@ def test_what_the_plan_rules_out_is_not_tried(spark: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.spark
+@pytest.mark.slow
+def test_workers_of_one_replica_have_the_same_rows(spark: Any, tmp_path: Path) -> None:
+    spec = ModelSpec("mlp", {"in_features": 1, "hidden": [64, 64], "out_features": 1})
+    found = batch_that_fits(regressor(tmp_path, model=spec, parallelism={"tensor": 2}), table(spark), "1g")
+    assert (found.gradient_accumulation, found.rows) == (1, 64)
+    with pytest.raises(ValueError, match=r"of 1 rows on a worker, does not fit its memory .*is 1000 B\)"):
+        batch_that_fits(found.estimator, table(spark), 1000)
+
+
+@pytest.mark.spark
 def test_bad_input_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs an estimator of ringspark, .* got str"):
         batch_that_fits("mlp", table(spark))
