@@ -27,9 +27,10 @@ from ringspark.estimators.memory.available import (
 )
 from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.memory.search import change_setting
 from ringspark.estimators.memory.sharing import SHARDED_PARTS, shard_group_size, shares
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.sync import SHARDINGS
+from ringspark.estimators.options.sync import SHARDINGS, Zero
 from ringspark.estimators.parallel.mesh import find_data_shard
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.row_caching import estimate_reader_bytes, find_cached_rows
@@ -193,7 +194,8 @@ def _needs(
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:
     """Suggests a change that lowers the largest part, and a change that always helps."""
     largest = max(needs, key=lambda part: needs[part])
-    stage = 3 if config.collective == "torch" else 2
+    stages = range(3, SHARDINGS.index(config.sync.sharding), -1)
+    stage = next((s for s in stages if change_setting(config, "sync", Zero(stage=s))), None)
     if largest == "copy for a checkpoint":
         first = "leave checkpointEverySteps and checkpointEveryEpochs unset"
     elif largest == "row groups in flight":
@@ -202,7 +204,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
         first = "set cache='disk' or cache='auto'"
     elif largest == "batches":
         first = "lower batchSize" + (" and the sizes of batchSizeSchedule" * bool(config.batch_size_schedule))
-    elif config.num_workers > 1 and SHARDINGS.index(config.sync.sharding) < stage and len(needs) > 1:
+    elif config.num_workers > 1 and stage is not None and len(needs) > 1:
         first = f"set sync=Zero(stage={stage})"
     elif needs.get("optimizer state"):
         first = "take an optimizer with less state, such as 'adafactor' or 'sgd', or a smaller model"

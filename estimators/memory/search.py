@@ -80,7 +80,7 @@ def _climb(
     top, lowest = config, peak_of(config)
     assert lowest is not None
     for name, value in _above(config, ladder, rows):
-        higher = _changed(top, name, value)
+        higher = change_setting(top, name, value)
         peak = None if higher is None else peak_of(higher)
         if higher is not None and peak is not None and peak < lowest:
             top, lowest = higher, peak
@@ -103,10 +103,11 @@ def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[R
             passed.add(name)
 
 
-def _changed(config: TrainConfig, name: str, value: Any) -> TrainConfig | None:
+def change_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig | None:
+    """Returns the config with another value of a setting; None if its other settings exclude the value."""
     try:
         return replace(config, **{name: value})
-    except ValueError:  # settings exclude each other
+    except ValueError:
         return None
 
 
@@ -115,7 +116,7 @@ def _without_needless(
 ) -> TrainConfig:
     """Reverts changes that are not needed, the most expensive first."""
     for name in dict.fromkeys(name for name, _ in reversed(_LADDER)):
-        weaker = _changed(found, name, getattr(config, name))
+        weaker = change_setting(found, name, getattr(config, name))
         peak = None if weaker is None or weaker == found else peak_of(weaker)
         if weaker is not None and peak is not None and peak <= budget:
             found = weaker

@@ -21,7 +21,6 @@ from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, nu
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.model.expert import expert_names
-from ringspark.estimators.parallel.model.shard_network import find_partial_gradients
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
 from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
 from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, hide_empty_groups
@@ -42,10 +41,7 @@ class ShardedOptimizer:
         share_weights(module, mesh)
         # Made of all parameters, so that groups and settings are the same as without sharding.
         optimizer = make_optimizer(module)
-        # Other stages of a pipeline, and ranks that had other tokens, add to the gradients after a backward
-        # pass, and a schedule may release gradients after the next step's passes.
-        is_late = mesh.sizes["pipeline"] > 1 or find_partial_gradients(module) is not None
-        rounds = settings.micro_batches if self.during_backward and not is_late else None
+        rounds = settings.micro_batches if self.during_backward else None
         if mesh.sizes["expert"] == 1:
             return ZeroSync(module, optimizer, [SyncGroup(mesh.shard_group)], rounds)
         experts = expert_names(module)

@@ -265,13 +265,22 @@ COMBINATIONS: tuple[Combination, ...] = (
         ),
         "sync=Zero(stage=3) needs all workers that have shards of a block to run it in the same pass, but "
         "with parallelism={parallelism} they run other stages, or experts for other workers' rows; set "
-        "sync=Zero(stage=2)",
+        "sync=Zero(stage=1)",
+    ),
+    Combination(
+        "parallelism over 'pipeline' or with sequence_parallel, with sync=Zero(stage=2)",
+        lambda c: (
+            (c.parallelism.pipeline.stages > 1 or c.parallelism.sequence_parallel)
+            and c.sync.sharding == "gradients"
+        ),
+        "sync=Zero(stage=2) shards gradients during the backward pass, but with parallelism={parallelism} "
+        "workers still add to them after it; set sync=Zero(stage=1), which trains the same",
     ),
     Combination(
         "parallelism's sequence_parallel with sync=Zero(stage=3)",
         lambda c: c.parallelism.sequence_parallel and c.sync.sharding == "parameters",
         "parallelism's sequence_parallel sums gradients of whole parameters at the end of a step, but "
-        "sync=Zero(stage=3) leaves each worker a shard of them; set sync=Zero(stage=2), or "
+        "sync=Zero(stage=3) leaves each worker a shard of them; set sync=Zero(stage=1), or "
         "sequence_parallel=False",
     ),
     Combination(

@@ -138,19 +138,21 @@ def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManif
 
 
 @pytest.mark.parametrize(
-    ("collective", "sharding", "remedy"),
+    ("collective", "sharding", "mesh", "remedy"),
     [
-        ("torch", "gradients", r"set sync=Zero\(stage=3\)"),
-        ("torch", "parameters", "take an optimizer with less state"),
-        ("horovod", "optimizer", r"set sync=Zero\(stage=2\)"),
-        ("horovod", "gradients", "take an optimizer with less state"),
+        ("torch", "gradients", {}, r"set sync=Zero\(stage=3\)"),
+        ("torch", "parameters", {}, "take an optimizer with less state"),
+        ("torch", "none", {"pipeline": 2}, r"set sync=Zero\(stage=1\)"),
+        ("torch", "optimizer", {"pipeline": 2}, "take an optimizer with less state"),
+        ("horovod", "optimizer", {}, r"set sync=Zero\(stage=2\)"),
+        ("horovod", "gradients", {}, "take an optimizer with less state"),
     ],
 )
-def test_the_remedy_is_not_what_is_set_already(
-    shards: ShardManifest, collective: str, sharding: str, remedy: str
+def test_the_remedy_is_not_what_is_set_already_or_refused(
+    shards: ShardManifest, collective: str, sharding: str, mesh: dict[str, int], remedy: str
 ) -> None:
-    sync = sync_of(sharding=sharding)
-    config = _config(shards, ModelSpec("mlp", BIG), num_workers=2, collective=collective, sync=sync)
+    settings = {"num_workers": 4, "collective": collective, "sync": sync_of(sharding=sharding)}
+    config = _config(shards, ModelSpec("mlp", BIG), parallelism=mesh, **settings)
     with pytest.raises(ValueError, match=f"available.*; {remedy}, "):
         check(config, NOTHING, shards, [Available(num_bytes=1, source="here")])
 
