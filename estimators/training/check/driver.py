@@ -17,6 +17,8 @@ from torch import nn
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.sync import AllReduce, ParameterServer
+from ringspark.estimators.parallel import STRATEGIES
+from ringspark.estimators.parallel.data.sparse_rows import sparse_parameters
 from ringspark.estimators.parallel.sharded.parameter_shards import (
     ELEMENTWISE,
     check_optimizer,
@@ -126,6 +128,7 @@ def check_training(
         check_pretrained(config.start_weights, module, is_initial=config.initial_weights is not None)
     if config.initial_training_state is None:
         _check_average(config, num_steps)
+    _check_sparse(config, module)
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
@@ -237,6 +240,18 @@ def _try_metric(
         labels.append(label + numbers.view(-1, *(1,) * (label.dim() - 1)).to(label.dtype))
         given.append(output[:1].float().expand(rows, *output.shape[1:]))
     return try_metric(name, metric, given, labels)
+
+
+def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
+    tables = sparse_parameters(module)
+    if tables and config.num_workers > 1 and not STRATEGIES[config.sync.strategy].takes_sparse:
+        warnings.warn(
+            f"model {type(module).__name__} has sparse=True in the embedding of {next(iter(tables))!r}, but "
+            f"sync={config.sync!r} makes its gradients dense, which take the memory and traffic of the whole "
+            "table; leave sparse=True out, or set sync=AllReduce()",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def _check_average(config: TrainConfig, num_steps: int) -> None:

@@ -20,7 +20,16 @@ from torch.nn import functional
 
 from ringspark.estimators import Callback, TrainingState, WorkerError
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.options.sync import (
+    DiLoCo,
+    ElasticAveraging,
+    Hogwild,
+    LocalSGD,
+    ParameterServer,
+    Sync,
+    Zero,
+)
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.check.schema import check_network, find_monitor
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
@@ -491,6 +500,46 @@ def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(
     assert torch.allclose(found, expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"SparseAdam takes .* sync=Zero\(stage=1\) .* optimizer='adam'"):
         _gang(replace(config, sync=Zero(stage=1)), objects)
+
+
+DENSE_SYNCS = [
+    *(Zero(stage=stage) for stage in (1, 2, 3)),
+    *(LocalSGD(steps=2), DiLoCo(steps=2), ElasticAveraging(steps=2)),
+    *(ParameterServer(staleness=0), Hogwild()),
+]
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("sync", DENSE_SYNCS, ids=repr)
+def test_a_sync_that_makes_sparse_gradients_dense_says_so(
+    make_shards: MakeShards, tmp_path: Path, sync: Sync
+) -> None:
+    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+    objects = UserObjects(module=nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
+    config = _config(manifest, tmp_path / "run", model=None, collective="torch", optimizer="sgd", sync=sync)
+    check_training(config, objects, manifest)  # one worker has nothing to synchronize
+    with pytest.warns(UserWarning, match=r"sparse=True in the embedding of '0\.weight', but sync=.* dense"):
+        check_training(replace(config, num_workers=2), objects, manifest)
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:model Sequential has sparse=True:UserWarning")
+@pytest.mark.parametrize("sync", [DENSE_SYNCS[0], DENSE_SYNCS[2], ParameterServer(staleness=0)], ids=repr)
+def test_dense_gradients_of_sparse_embeddings_train_like_one_worker(
+    make_shards: MakeShards, tmp_path: Path, sync: Sync
+) -> None:
+    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+    torch.manual_seed(0)
+    objects = UserObjects(module=nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
+    config = _config(manifest, tmp_path / "one", model=None, collective="torch", optimizer="sgd")
+    alone = train_here(config, objects)
+    two = _gang(replace(config, sync=sync, run_uri=str(tmp_path / "two")), objects)
+    plain = (nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)) for _ in range(2))
+    expected, found = (_module(result, next(plain)).state_dict() for result in (alone, two[0]))
+    for name, weights in expected.items():
+        assert torch.allclose(found[name], weights, atol=1e-6), name
 
 
 def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(
