@@ -37,11 +37,6 @@ def _packs_activations(c: ConfigValues) -> bool:
     return (c.activation_offload, c.activation_compression) != ("none", "none")
 
 
-def _cuts_parameters(c: ConfigValues) -> bool:
-    """Whether the mesh uses an axis other than 'data', 'shard' and 'pipeline'."""
-    return any(c.parallelism.size(axis) > 1 for axis in ("tensor", "expert", "sequence"))
-
-
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "batchSize < numWorkers",
@@ -302,21 +297,10 @@ COMBINATIONS: tuple[Combination, ...] = (
         "their own; set sync=AllReduce(), or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that shards the network with an optimizer that needs whole parameters",
-        lambda c: _cuts_parameters(c) and c.optimizer in _OF_WHOLE_PARAMETERS,
+        "parallelism over 'tensor' or 'expert' with an optimizer that needs whole parameters",
+        lambda c: max(c.parallelism.tensor, c.parallelism.expert) > 1 and c.optimizer in _OF_WHOLE_PARAMETERS,
         "parallelism={parallelism} gives a worker only shards of parameters, but optimizer '{optimizer}' "
-        "needs whole parameters; set optimizer='adamw', or give the workers to 'pipeline'",
-    ),
-    Combination(
-        "parallelism over 'pipeline' with sync=Zero and an optimizer that needs whole parameters",
-        lambda c: (
-            c.cuts_network
-            and not _cuts_parameters(c)
-            and c.sync.sharding != "none"
-            and c.optimizer in _OF_WHOLE_PARAMETERS
-        ),
-        "sync={sync} gives a worker only shards of a stage's parameters, but optimizer '{optimizer}' needs "
-        "whole parameters; set sync=AllReduce(), or optimizer='adamw'",
+        "needs whole parameters; set optimizer='adamw', or give the workers to 'pipeline' or 'sequence'",
     ),
     Combination(
         "parallelism that shards the network with adam1bit",
@@ -350,7 +334,10 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "Pipeline's sequence_chunks with 'tensor', 'expert' or 'sequence'",
-        lambda c: c.parallelism.pipeline.sequence_chunks > 1 and _cuts_parameters(c),
+        lambda c: (
+            c.parallelism.pipeline.sequence_chunks > 1
+            and any(c.parallelism.size(axis) > 1 for axis in ("tensor", "expert", "sequence"))
+        ),
         "Pipeline's sequence_chunks works only with the axes 'data', 'shard' and 'pipeline', because other "
         "axes run collectives in every chunk of a row, got parallelism={parallelism}; leave the other axes "
         "or sequence_chunks out",
