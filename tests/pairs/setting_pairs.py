@@ -1,0 +1,167 @@
+"""The table of all pairs of settings: refused with a sentence, meaningless with a reason, or working."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import combinations
+from typing import NamedTuple
+
+from covering import Pair, Value, all_pairs, cover
+from setting_choices import CHOICES, GROUPS, Combination
+
+NAMES: dict[str, list[str]] = {group: [choice.name for choice in choices] for group, choices in GROUPS.items()}
+
+
+class Rule(NamedTuple):
+    """Pairs of choices that do not work.
+
+    Attributes:
+        choices: Groups and patterns of names, such as ("mesh", "tensor*|sequence*"); a refusal of more than
+            two is about settings that only together are refused.
+        sentence: Pattern of the error's message, or the reason why the pair has no meaning.
+    """
+
+    choices: tuple[Value, ...]
+    sentence: str
+
+    def fits(self, combination: Mapping[str, str]) -> bool:
+        return all(
+            group in combination and any(fnmatchcase(combination[group], one) for one in patterns.split("|"))
+            for group, patterns in self.choices
+        )
+
+
+def _rules(*lines: tuple[str, ...]) -> list[Rule]:
+    """Returns rules of lines: "group: patterns" twice or more, and the sentence."""
+    found = []
+    for *choices, sentence in lines:
+        pairs = tuple((group, names.strip()) for group, _, names in (c.partition(":") for c in choices))
+        for group, patterns in pairs:
+            for one in patterns.split("|"):
+                assert any(fnmatchcase(name, one) for name in NAMES[group]), (group, one)
+        found.append(Rule(pairs, sentence))
+    return found
+
+
+_SHARD = "shard|data x shard"
+_PIPELINES = "pipeline*|data x pipeline|tensor x pipeline"
+_SEQUENCES = "sequence*|data x sequence|tensor x sequence"
+_TENSORS = "tensor*|data x tensor"
+_EXPERTS = "expert|data x expert"
+# Meshes with less than the whole network or less than whole rows on a worker.
+_CUT = f"{_PIPELINES}|{_SEQUENCES}|{_TENSORS}|{_EXPERTS}"
+_COMPRESSED = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
+_ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
+_APART = "ParameterServer*|Hogwild"
+_NOT_ZERO = f"all-reduce|between hosts|{_COMPRESSED}|{_ALONE}|{_APART}"
+_WHOLE = "lamb|adafactor|adam8bit"
+_PACKED = "disk|bits|int8|fp8"
+_DELAYED = "pipeline pipedream|pipeline 2bw"
+_BAGS = "ragged|sparse|sparse gradients"
+
+# The first rule that a pair fits is its rule.
+REFUSED = _rules(
+    (
+        f"columns: numbers|struct|windows|image|{_BAGS}",
+        f"mesh: {_SEQUENCES}",
+        "does not support parallelism's 'sequence'",
+    ),
+    (f"columns: windows|image|{_BAGS}", f"mesh: {_TENSORS}", "'tensor' needs a plan of the layers to shard"),
+    ("columns: numbers|struct", "mesh: tensor sequence_parallel", "does not support sequence_parallel=True"),
+    ("columns: ids with experts", "mesh: tensor sequence_parallel", "needs whole rows for its own part of the loss"),
+    (f"columns: numbers|struct|ids|text|windows|image|{_BAGS}", f"mesh: {_EXPERTS}", "needs a mixture of experts"),
+    (f"columns: {_BAGS}", f"mesh: {_PIPELINES}", "links"),
+    (
+        "columns: numbers|struct|ids|ids with experts|text|image",
+        "mesh: pipeline in sequence chunks",
+        "needs two consecutive layers that support sequence chunks",
+    ),
+    (f"sync: {_NOT_ZERO}", f"mesh: {_SHARD}", r"'shard' sets the workers over which sync=Zero\(...\) shards"),
+    (f"sync: {_COMPRESSED}|between hosts", f"mesh: {_CUT}", "compresses whole matrices, .* set sync=AllReduce"),
+    (f"sync: {_ALONE}|{_APART}", f"mesh: {_CUT}", "synchronizes workers inside every step, .* set sync=AllReduce"),
+    ("sync: Zero 3", f"mesh: {_PIPELINES}|{_EXPERTS}", "needs all workers that have shards of a block to run it"),
+    ("sync: Zero 3", "mesh: tensor sequence_parallel", "sequence_parallel sums gradients of whole parameters"),
+    ("sync: Zero 1|Zero 2", f"mesh: {_DELAYED}", "gives a step gradients of an earlier step, or none"),
+    (f"sync: {_COMPRESSED}", "optimizer: adam1bit", "uses the second moments of the uncompressed steps"),
+    ("sync: Zero 3", f"optimizer: {_WHOLE}", "leaves each worker a shard of every parameter, .*needs whole"),
+    ("sync: ParameterServer*", f"optimizer: {_WHOLE}", "gives each server a shard of every parameter"),
+    (f"sync: {_ALONE}", "precision: fp16", "needs all workers to agree in every step whether gradients overfl"),
+    (f"sync: {_APART}", "precision: fp16", "skips a step on all workers if one overflows"),
+    (f"sync: {_ALONE}", "non-finite: skip|rollback", "needs all workers to agree whether to take each step"),
+    (f"sync: {_APART}", "non-finite: skip|rollback", "cancels a step on all workers"),
+    (f"sync: {_ALONE}", "average: emaDecay", "averages the weights after every step"),
+    (f"sync: {_APART}", "average: emaDecay", "averages the weights after each step"),
+    ("sync: ParameterServer 0", "clipping: maxGradNorm", "bounds the norm of the whole gradient"),
+    ("sync: Zero 3", "collective: horovod", "which collective 'horovod' does not have"),
+    ("sync: Zero 3", f"activations: {_PACKED}", "gathers weights again for the backward pass"),
+    ("sync: Zero 3", "compile: compile", "compile fuses operations over the whole network"),
+    (f"mesh: {_CUT}|{_SHARD}", "collective: horovod", "needs collectives over some of the workers"),
+    (f"mesh: {_SEQUENCES}|{_TENSORS}|{_EXPERTS}", f"optimizer: {_WHOLE}", "needs whole parameters"),
+    (f"mesh: {_CUT}", "optimizer: adam1bit", "sums whole gradients in one bit"),
+    (f"mesh: {_CUT}|{_SHARD}", "continuing: minWorkers", "needs all of its workers, but minWorkers"),
+    (f"mesh: {_CUT}", f"activations: {_PACKED}", "have not been tested with parallelism"),
+    (f"mesh: {_DELAYED}", "precision: fp16", "gives a step gradients of an earlier step, or none"),
+    (f"mesh: {_DELAYED}", "non-finite: rollback", "rows of earlier steps are still in the pipeline"),
+    (f"mesh: {_CUT}", "compile: compile", "compile traces the whole network"),
+    (f"mesh: {_CUT}", "adapters: LoRA", "lora adds matrices to whole layers"),
+    (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
+)
+
+MEANINGLESS = _rules()
+
+
+@cache
+def rule_of(pair: Pair) -> Rule | None:
+    """Returns the refusal or the reason of a pair; None if it works."""
+    values = dict(pair)
+    return next((rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and rule.fits(values)), None)
+
+
+def status(pair: Pair) -> str:
+    rule = rule_of(pair)
+    return "works" if rule is None else "refused" if rule in REFUSED else "meaningless"
+
+
+PAIRS: list[tuple[Value, Value]] = all_pairs(NAMES)
+
+
+def is_allowed(combination: Mapping[str, str]) -> bool:
+    """Whether the choices can stand together, as far as the table says."""
+    return not any(rule.fits(combination) for rule in (*REFUSED, *MEANINGLESS))
+
+
+@cache
+def fits() -> tuple[list[Combination], set[Pair]]:
+    """Returns the combinations that cover every working pair, and the working pairs that no one can hold.
+
+    Combinations whose weights must equal the plain training come first, so that a pair of two such choices
+    is compared by weights.
+    """
+    exact = {
+        group: [choice.name for choice in choices if choice.promise != "learns"]
+        for group, choices in GROUPS.items()
+    }
+    working = [frozenset(pair) for pair in PAIRS if status(frozenset(pair)) == "works"]
+    equal = [pair for pair in working if all(name in exact[group] for group, name in pair)]
+    first, impossible = cover(exact, equal, is_allowed)
+    second, too = cover(NAMES, [pair for pair in working if pair not in impossible], is_allowed, first)
+    return [*first, *second], impossible | too
+
+
+def beside(pair: tuple[Value, Value]) -> Combination:
+    """Returns the pair with the first choice of every other group that works with all choices before."""
+    chosen = dict(pair)
+    for group, names in NAMES.items():
+        if group not in chosen:
+            chosen[group] = next(
+                name
+                for name in names
+                if all(status(frozenset(((group, name), other))) == "works" for other in chosen.items())
+            )
+    return {group: chosen[group] for group in NAMES}
+
+
+def is_of_extras(combination: Mapping[str, str]) -> bool:
+    return any(CHOICES[group][name].extras for group, name in combination.items())

@@ -1,0 +1,245 @@
+"""Fits a combination of choices by Spark on a tiny table, and compares it with the plain training."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from setting_choices import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    WORDS,
+    Combination,
+    CountSteps,
+    EndOnce,
+    default,
+    params_of,
+    picture,
+    plain,
+    promise,
+)
+
+from ringspark.estimators import TorchClassifier, WorkerError
+from ringspark.pipelines import ShardManifest, write_shards
+
+TOLERANCE = 1e-5
+COLUMNS = {
+    "number": "long",
+    "label": "double",
+    "weight": "double",
+    "held_out": "boolean",
+    "numbers": "array<float>",
+    "ids": "array<long>",
+    "ragged": "array<long>",
+    "text": "string",
+    "image": "binary",
+    "struct": "struct<a: double, b: float, c: struct<d: boolean>>",
+    "series": "double",
+}
+
+
+class Place:
+    """The table, the folder of the fits, and the plain trainings that have run."""
+
+    def __init__(self, spark: Any, folder: Path) -> None:
+        self.spark, self._folder = spark, folder
+        self._plain: dict[tuple[tuple[str, str], ...], Any] = {}
+        self._shards: dict[tuple[Any, ...], ShardManifest] = {}
+        self._counter = 0
+        write_table(spark, str(folder / "table"))
+        self._table = spark.read.parquet(str(folder / "table"))
+
+    def table(self, columns: str) -> DataFrame:
+        """Returns the rows for a network; windows are computed by their stage."""
+        if columns != "windows":
+            return self._table
+        from ringspark.estimators import SequenceWindows
+
+        stage = SequenceWindows(
+            keyCols=["half"],
+            timeCol="number",
+            valueCols=["series", "weight"],
+            steps=4,
+            targetCol="label",
+            labelCol="next",
+            outputCol="features",
+        )
+        rows = stage.transform(self._table.withColumn("half", F.col("number") % 2))
+        return rows.drop("label").withColumnRenamed("next", "label")
+
+    def check(self, combination: Combination) -> None:
+        """Fits; raises AssertionError if the training breaks its promise."""
+        model = self.fit(combination)
+        if promise(combination) == "learns":
+            losses = [record.train_loss for record in model.summary.epochs]
+            assert losses[-1] < losses[0], f"the loss does not fall: {losses}"
+            return
+        expected = self.plain(combination)
+        found = model.module().state_dict()
+        differences = {
+            name: float((found[name].double() - tensor.double()).abs().max())
+            for name, tensor in expected.module().state_dict().items()
+        }
+        worst = max(differences, key=lambda name: differences[name])
+        assert differences[worst] <= TOLERANCE, f"{worst} differs by {differences[worst]:.2e}"
+        for left, right in zip(model.summary.epochs, expected.summary.epochs, strict=True):
+            assert abs(left.train_loss - right.train_loss) <= TOLERANCE, (left, right)
+
+    def plain(self, combination: Combination) -> Any:
+        key = tuple(sorted(plain(combination).items()))
+        if key not in self._plain:
+            self._plain[key] = self._fit(plain(combination), numWorkers=1)
+        return self._plain[key]
+
+    def fit(self, combination: Combination) -> Any:
+        """Fits, and checks what the choices do besides the training."""
+        folder = self._new_folder()
+        own: dict[str, Any] = {"callbacks": []}
+        if combination["callbacks"] != "none":
+            own["callbacks"] = [CountSteps(str(folder / "steps"))]
+        continuing = combination["continuing"]
+        if continuing != "none":
+            (folder / "once").touch()
+            own["callbacks"] += [EndOnce(str(folder / "once"), is_killed=continuing != "resume")]
+            own |= {"runUri": str(folder / "run"), "storageUri": None}
+        if continuing == "resume":
+            with_error = functools.partial(self._fit, combination, **own)
+            try:
+                with_error()
+            except WorkerError as error:
+                assert "on purpose" in str(error), error
+            else:
+                raise AssertionError("the first fit was not interrupted")
+            own["resume"] = True
+        model = self._fit(combination, **own)
+        if continuing != "none":
+            assert not (folder / "once").exists()
+            assert (len(model.summary.resumed_steps), model.summary.restarts) == (1, continuing != "resume")
+        if combination["callbacks"] != "none":
+            assert (folder / "steps").read_text().split()[-1] == str(model.summary.steps)
+        self._predict(combination, model, folder)
+        shutil.rmtree(folder)
+        return model
+
+    def refuse(self, combination: Combination, **changes: Any) -> None:
+        """Fits on the driver until it refuses: on shards, so that no job of Spark runs."""
+        estimator = self.estimator(combination, **changes)
+        if combination["rows"] != default("rows"):
+            estimator.fit(self.table(combination["columns"]))
+        else:
+            estimator.fitOnShards(self._shards_for(estimator, combination).uri)
+
+    def estimator(self, combination: Combination, **changes: Any) -> TorchClassifier:
+        settings = {
+            "epochs": 2,
+            "batchSize": 12,
+            "storageUri": str(self._folder / "storage"),
+            "timeoutSeconds": 60.0,
+            "showProgress": False,
+            "seed": 3,
+        }
+        return TorchClassifier(**(settings | params_of(combination) | changes))
+
+    def _fit(self, combination: Combination, **changes: Any) -> Any:
+        return self.estimator(combination, **changes).fit(self.table(combination["columns"]))
+
+    def _shards_for(self, estimator: TorchClassifier, combination: Combination) -> ShardManifest:
+        names = ("columns", "weights", "validation")
+        key = tuple(combination[name] for name in names)
+        if key not in self._shards:
+            table = self.table(combination["columns"])
+            inputs = estimator.getInputCols() if estimator.isDefined("inputCols") else [estimator.getFeaturesCol()]
+            held_out = {}
+            if combination["validation"] == "column":
+                held_out = {"validation_col": "held_out"}
+            elif combination["validation"] != "none":
+                held_out = {"validation_fraction": 0.25}
+            self._shards[key] = write_shards(
+                table.select(*inputs, "label", "weight", "held_out"),
+                str(self._folder / "shards" / str(len(self._shards))),
+                columns=estimator.getColumns(),
+                **held_out,
+            )
+        return self._shards[key]
+
+    def _predict(self, combination: Combination, model: Any, folder: Path) -> None:
+        how = combination["transform"]
+        if how == "module":
+            return
+        table = self.table(combination["columns"])
+        batch = {row.number: row.prediction for row in model.transform(table).select("number", "prediction").collect()}
+        assert set(batch.values()) <= {0.0, 1.0}
+        if how == "batch":
+            return
+        arriving = str(folder / "arriving")
+        table.write.parquet(arriving)
+        stream = self.spark.readStream.schema(table.schema).parquet(arriving)
+        query = (
+            model.transform(stream)
+            .select("number", "prediction")
+            .writeStream.format("parquet")
+            .option("checkpointLocation", str(folder / "progress"))
+            .trigger(availableNow=True)
+            .start(str(folder / "scored"))
+        )
+        assert query.awaitTermination(120)
+        assert query.exception() is None
+        rows = self.spark.read.parquet(str(folder / "scored")).collect()
+        assert {row.number: row.prediction for row in rows} == batch
+
+    def _new_folder(self) -> Path:
+        self._counter += 1
+        folder = self._folder / f"fit-{self._counter}"
+        folder.mkdir()
+        return folder
+
+
+def write_table(spark: Any, uri: str) -> None:
+    """Writes the rows as Parquet; every column says something about the label."""
+    from pyspark.ml.linalg import SparseVector, VectorUDT
+    from pyspark.sql.types import StructType
+
+    draw = torch.Generator().manual_seed(7)
+    schema = StructType()
+    for name, kind in COLUMNS.items():
+        schema = schema.add(name, kind)
+    schema = schema.add("sparse", VectorUDT())
+    rows: list[Any] = []
+    for number in range(ROWS):
+        label = number // 2 % 2
+        half = VOCABULARY // 2
+        ids = (torch.randint(1, half, (LENGTH,), generator=draw) + half * label).tolist()
+        noise = torch.randn(8, generator=draw).double().tolist()
+        shift = 1.0 if label else -1.0
+        length = 1 + number % LENGTH
+        chosen = sorted(set(ids[:3]))
+        rows.append(
+            (
+                number,
+                float(label),
+                1.0 + number % 3,
+                number % 5 == 0,
+                [shift + value for value in noise[:6]],
+                ids,
+                ids[:length],
+                " ".join(WORDS[i] for i in ids[:length]),
+                picture(number, bool(label)),
+                (shift + noise[0], shift + noise[1], (label == 1,)),
+                shift + noise[2] / 4,
+                SparseVector(VOCABULARY, chosen, [1.0 + abs(value) for value in noise[: len(chosen)]]),
+            )
+        )
+    spark.createDataFrame(rows, schema).repartition(2).write.parquet(uri)
+
+
+def describe(combination: Combination) -> str:
+    """Returns the settings that differ from the defaults, and the call that repeats the fit."""
+    changed = {group: name for group, name in combination.items() if name != default(group)}
+    params = {name: value for name, value in params_of(combination).items() if name != "model"}
+    return f"{changed}\nParams: {params}"
