@@ -7,8 +7,12 @@ from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
-from setting_choices import GROUPS
-from setting_pairs import MEANINGLESS, NAMES, PAIRS, REFUSED, Rule, fits, rule_of, status
+from covering import Value
+from setting_choices import GROUPS, params_of
+from setting_pairs import MEANINGLESS, NAMES, PAIRS, REFUSED, Rule, beside, fits, rule_of, status
+
+from ringspark.estimators import TorchClassifier
+from ringspark.estimators.stages.to_config import config_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 
@@ -42,7 +46,9 @@ def page() -> str:
         "| --- | --- | --- | --- |",
     ]
     for group, choices in GROUPS.items():
-        cells = [", ".join(c.name for c in choices if c.promise == kind) for kind in ("equal", "kept", "learns")]
+        cells = [
+            ", ".join(c.name for c in choices if c.promise == kind) for kind in ("equal", "kept", "learns")
+        ]
         lines.append(f"| {group} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -58,23 +64,32 @@ def page() -> str:
         num = sum(state != "works" for state in states_here)
         if num:
             lines.append(f"| {left}, {right} | {num} | {len(states_here)} |")
-    lines += ["", "## Refused pairs", "", "| pair | error message |", "| --- | --- |"]
+    lines += ["", "## Refused pairs", "", "| choice | with | error message |", "| --- | --- | --- |"]
     lines += [_row(rule) for rule in REFUSED]
     if MEANINGLESS:
-        lines += ["", "## Pairs without meaning", "", "| pair | reason |", "| --- | --- |"]
+        lines += ["", "## Pairs without meaning", "", "| choice | with | reason |", "| --- | --- | --- |"]
         lines += [_row(rule) for rule in MEANINGLESS]
     return "\n".join(lines) + "\n"
 
 
 def _row(rule: Rule) -> str:
-    """Returns the choices of a rule's pairs and its sentence as a row."""
-    pairs = [dict(pair) for pair in PAIRS if rule_of(frozenset(pair)) is rule]
-    sides = [
-        f"{group} " + ", ".join(dict.fromkeys(pair[group] for pair in pairs)) if pairs else f"{group} {names}"
-        for group, names in rule.choices
-    ]
-    sentence = re.sub(r"\\(.)", r"\1", rule.sentence).replace(".*", " ... ").replace("  ", " ")
-    return f"| {' with '.join(sides)} | {sentence} |"
+    """Returns the choices of a rule's pairs and its message as a row."""
+    pairs = [pair for pair in PAIRS if rule_of(frozenset(pair)) is rule]
+    sides = []
+    for side in (0, 1):
+        group = pairs[0][side][0]
+        sides.append(f"{group}: " + ", ".join(dict.fromkeys(pair[side][1] for pair in pairs)))
+    return f"| {' | '.join(sides)} | {_message(rule, pairs[0])} |"
+
+
+def _message(rule: Rule, pair: tuple[Value, Value]) -> str:
+    """Returns the message for a pair if the settings alone raise it, else the rule's words."""
+    params = params_of(beside(pair))
+    try:
+        config_of(TorchClassifier(batchSize=12, epochs=2, **params), "classification", ["label"])
+    except ValueError as error:
+        return str(error)
+    return re.sub(r"\\(.)", r"\1", rule.sentence)
 
 
 if __name__ == "__main__":

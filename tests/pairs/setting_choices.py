@@ -7,8 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -52,7 +50,6 @@ class Choice:
             worker's with this value; 'learns' if only the loss falls.
         extras: Whether `ringspark.extras` has it.
         workers: Workers along the mesh, for meshes.
-        needs_fast_code: Whether a fit takes seconds, so the sample leaves it out.
     """
 
     name: str
@@ -69,12 +66,14 @@ class Network:
     Attributes:
         params: Params of columns and model.
         linear: Pattern of linear layers, for LoRA.
-        part: Pattern of some parameters, for freezing and groups.
+        frozen: Pattern of the parameters that are frozen.
+        grouped: Pattern of the parameters with a rate of their own, which LoRA trains too.
     """
 
     params: Callable[[], dict[str, Any]]
     linear: str
-    part: str
+    frozen: str
+    grouped: str
 
 
 class Bag(nn.Module):
@@ -192,30 +191,41 @@ def _read(column: str, model: Any, kind: Any = None) -> dict[str, Any]:
 
 _MIXTURE = {"experts": {"num_experts": 2, "router": "switch"}}
 NETWORKS: dict[str, Network] = {
-    "numbers": Network(lambda: _read("numbers", perceptron(6)), "trunk.1.linear", "trunk.0.*"),
-    "ids": Network(lambda: _read("ids", transformer()), "blocks.*.up", "positions.*"),
+    "numbers": Network(lambda: _read("numbers", perceptron(6)), "trunk.1.linear", "trunk.0.*", "head.*"),
+    "ids": Network(lambda: _read("ids", transformer()), "blocks.*.up", "positions.*", "head.*"),
     "ids with experts": Network(
-        lambda: _read("ids", transformer(**_MIXTURE)), "blocks.*.attention.out", "positions.*"
+        lambda: _read("ids", transformer(**_MIXTURE)), "blocks.*.attention.out", "positions.*", "head.*"
     ),
-    "ragged": Network(lambda: _read("ragged", bag(VOCABULARY, "mean"), Ragged()), "head", "head.bias"),
-    "sparse": Network(lambda: _read("sparse", bag(VOCABULARY, "sum"), Sparse()), "head", "head.bias"),
+    "ragged": Network(
+        lambda: _read("ragged", bag(VOCABULARY, "mean"), Ragged()), "head", "table.*", "head.bias"
+    ),
+    "sparse": Network(
+        lambda: _read("sparse", bag(VOCABULARY, "sum"), Sparse()), "head", "table.*", "head.bias"
+    ),
     "sparse gradients": Network(
-        lambda: _read("ragged", bag(VOCABULARY, "mean", True), Ragged()), "head", "head.bias"
+        lambda: _read("ragged", bag(VOCABULARY, "mean", True), Ragged()), "head", "table.*", "head.bias"
     ),
     "text": Network(
-        lambda: _read("text", transformer(vocab_size=VOCABULARY + 2), tokens()), "blocks.*.up", "positions.*"
+        lambda: _read("text", transformer(vocab_size=VOCABULARY + 2), tokens()),
+        "blocks.*.up",
+        "positions.*",
+        "head.*",
     ),
     "image": Network(
         lambda: _read(
             "image",
-            ModelSpec("resnet", {"in_channels": 3, "out_features": 2, "depths": [1, 1], "width": 4, "norm": "group"}),
+            ModelSpec(
+                "resnet", {"in_channels": 3, "out_features": 2, "depths": [1, 1], "width": 4, "norm": "group"}
+            ),
             Image(8, 8),
         ),
         "head",
         "stem.*",
+        "head.bias",
     ),
-    "windows": Network(lambda: _read("features", recurrent()), "head", "layers.0.*"),
-    "struct": Network(lambda: _read("struct", perceptron(3)), "trunk.1.linear", "trunk.0.*"),
+    "series": Network(lambda: _read("series", recurrent()), "head", "layers.0.*", "head.bias"),
+    "windows": Network(lambda: _read("features", recurrent()), "head", "layers.0.*", "head.bias"),
+    "struct": Network(lambda: _read("struct", perceptron(3)), "trunk.1.linear", "trunk.0.*", "head.*"),
 }
 
 
@@ -228,7 +238,9 @@ def _codec(name: str, extras: bool = True, **options: Any) -> Choice:
     return Choice(name, _compressed(**{name: options}), "learns", extras=extras)
 
 
-def _mesh(name: str, workers: int = 2, extras: bool = False, promise: Promise = "equal", **axes: Any) -> Choice:
+def _mesh(
+    name: str, workers: int = 2, extras: bool = False, promise: Promise = "equal", **axes: Any
+) -> Choice:
     return Choice(name, {"parallelism": Mesh(**axes)}, promise, extras, workers)
 
 
@@ -252,7 +264,9 @@ GROUPS: dict[str, list[Choice]] = {
         _codec("QSGD", bits=8),
         _codec("Sign"),
         _codec("GradiVeQ", slice=8, components=4, samples=1),
-        Choice("between hosts", {"sync": AllReduce(compression=codec.Uncompressed(between="hosts"))}, "equal"),
+        Choice(
+            "between hosts", {"sync": AllReduce(compression=codec.Uncompressed(between="hosts"))}, "equal"
+        ),
         *(Choice(f"Zero {stage}", {"sync": Zero(stage=stage)}, "equal") for stage in (1, 2, 3)),  # type: ignore[arg-type]
         Choice("LocalSGD", {"sync": LocalSGD(steps=2)}, "learns", True),
         Choice("DiLoCo", {"sync": DiLoCo(steps=2, outer_momentum=0.0)}, "learns", True),
@@ -352,18 +366,32 @@ GROUPS: dict[str, list[Choice]] = {
         Choice("1", {}, "equal"),
         Choice("2", {"gradientAccumulation": 2}, "equal"),
     ],
-    "collective": [Choice("torch", {"collective": "torch"}, "equal"), Choice("horovod", {"collective": "horovod"}, "equal")],
-    "reader": [Choice("arrow", {"reader": "arrow"}, "equal"), Choice("petastorm", {"reader": "petastorm"}, "equal")],
+    "collective": [
+        Choice("torch", {"collective": "torch"}, "equal"),
+        Choice("horovod", {"collective": "horovod"}, "equal"),
+    ],
+    "reader": [
+        Choice("arrow", {"reader": "arrow"}, "equal"),
+        Choice("petastorm", {"reader": "petastorm"}, "equal"),
+    ],
     "rows": [Choice("copy", {"data": "copy"}, "equal"), Choice("in place", {"data": "inPlace"}, "equal")],
     "session": [Choice("Classic", {}, "equal"), Choice("Connect", {}, "equal")],
     "compile": [NONE, Choice("compile", {"compile": True}, "equal")],
     "clipping": [NONE, Choice("maxGradNorm", {"maxGradNorm": 0.3})],
     "average": [NONE, Choice("emaDecay", {"emaDecay": 0.5})],
-    "adapters": [NONE, Choice("LoRA", lambda n: {"lora": LoRA(rank=2, targets=(n.linear,), train=(n.part,))})],
-    "freezing": [NONE, Choice("freeze", lambda n: {"freeze": [n.part]})],
+    "adapters": [
+        NONE,
+        Choice("LoRA", lambda n: {"lora": LoRA(rank=2, targets=(n.linear,), train=(n.grouped,))}),
+    ],
+    "freezing": [NONE, Choice("freeze", lambda n: {"freeze": [n.frozen]})],
     "parameter groups": [
         NONE,
-        Choice("groups", lambda n: {"parameterGroups": [{"params": [n.part], "learningRate": 0.01, "weightDecay": 0.1}]}),
+        Choice(
+            "groups",
+            lambda n: {
+                "parameterGroups": [{"params": [n.grouped], "learningRate": 0.01, "weightDecay": 0.1}]
+            },
+        ),
     ],
     "batch sizes": [NONE, Choice("batchSizeSchedule", {"batchSizeSchedule": {2: 24}})],
     "callbacks": [NONE, Choice("callback", {}, "equal")],

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import combinations
 from typing import NamedTuple
 
 from covering import Pair, Value, all_pairs, cover
 from setting_choices import CHOICES, GROUPS, Combination
 
-NAMES: dict[str, list[str]] = {group: [choice.name for choice in choices] for group, choices in GROUPS.items()}
+NAMES: dict[str, list[str]] = {
+    group: [choice.name for choice in choices] for group, choices in GROUPS.items()
+}
 
 
 class Rule(NamedTuple):
@@ -64,14 +65,26 @@ _BAGS = "ragged|sparse|sparse gradients"
 # The first rule that a pair fits is its rule.
 REFUSED = _rules(
     (
-        f"columns: numbers|struct|windows|image|{_BAGS}",
+        f"columns: numbers|struct|series|windows|image|{_BAGS}",
         f"mesh: {_SEQUENCES}",
         "does not support parallelism's 'sequence'",
     ),
-    (f"columns: windows|image|{_BAGS}", f"mesh: {_TENSORS}", "'tensor' needs a plan of the layers to shard"),
+    (
+        f"columns: series|windows|image|{_BAGS}",
+        f"mesh: {_TENSORS}",
+        "'tensor' needs a plan of the layers to shard",
+    ),
     ("columns: numbers|struct", "mesh: tensor sequence_parallel", "does not support sequence_parallel=True"),
-    ("columns: ids with experts", "mesh: tensor sequence_parallel", "needs whole rows for its own part of the loss"),
-    (f"columns: numbers|struct|ids|text|windows|image|{_BAGS}", f"mesh: {_EXPERTS}", "needs a mixture of experts"),
+    (
+        "columns: ids with experts",
+        "mesh: tensor sequence_parallel",
+        "needs whole rows for its own part of the loss",
+    ),
+    (
+        f"columns: numbers|struct|ids|text|series|windows|image|{_BAGS}",
+        f"mesh: {_EXPERTS}",
+        "needs a mixture of experts",
+    ),
     (f"columns: {_BAGS}", f"mesh: {_PIPELINES}", "links"),
     (
         "columns: numbers|struct|ids|ids with experts|text|image",
@@ -79,15 +92,35 @@ REFUSED = _rules(
         "needs two consecutive layers that support sequence chunks",
     ),
     (f"sync: {_NOT_ZERO}", f"mesh: {_SHARD}", r"'shard' sets the workers over which sync=Zero\(...\) shards"),
-    (f"sync: {_COMPRESSED}|between hosts", f"mesh: {_CUT}", "compresses whole matrices, .* set sync=AllReduce"),
-    (f"sync: {_ALONE}|{_APART}", f"mesh: {_CUT}", "synchronizes workers inside every step, .* set sync=AllReduce"),
-    ("sync: Zero 3", f"mesh: {_PIPELINES}|{_EXPERTS}", "needs all workers that have shards of a block to run it"),
-    ("sync: Zero 3", "mesh: tensor sequence_parallel", "sequence_parallel sums gradients of whole parameters"),
+    (
+        f"sync: {_COMPRESSED}|between hosts",
+        f"mesh: {_CUT}",
+        "compresses whole matrices, .* set sync=AllReduce",
+    ),
+    (
+        f"sync: {_ALONE}|{_APART}",
+        f"mesh: {_CUT}",
+        "synchronizes workers inside every step, .* set sync=AllReduce",
+    ),
+    (
+        "sync: Zero 3",
+        f"mesh: {_PIPELINES}|{_EXPERTS}",
+        "needs all workers that have shards of a block to run it",
+    ),
+    (
+        "sync: Zero 3",
+        "mesh: tensor sequence_parallel",
+        "sequence_parallel sums gradients of whole parameters",
+    ),
     ("sync: Zero 1|Zero 2", f"mesh: {_DELAYED}", "gives a step gradients of an earlier step, or none"),
     (f"sync: {_COMPRESSED}", "optimizer: adam1bit", "uses the second moments of the uncompressed steps"),
     ("sync: Zero 3", f"optimizer: {_WHOLE}", "leaves each worker a shard of every parameter, .*needs whole"),
     ("sync: ParameterServer*", f"optimizer: {_WHOLE}", "gives each server a shard of every parameter"),
-    (f"sync: {_ALONE}", "precision: fp16", "needs all workers to agree in every step whether gradients overfl"),
+    (
+        f"sync: {_ALONE}",
+        "precision: fp16",
+        "needs all workers to agree in every step whether gradients overfl",
+    ),
     (f"sync: {_APART}", "precision: fp16", "skips a step on all workers if one overflows"),
     (f"sync: {_ALONE}", "non-finite: skip|rollback", "needs all workers to agree whether to take each step"),
     (f"sync: {_APART}", "non-finite: skip|rollback", "cancels a step on all workers"),
@@ -99,6 +132,8 @@ REFUSED = _rules(
     ("sync: Zero 3", "compile: compile", "compile fuses operations over the whole network"),
     (f"mesh: {_CUT}|{_SHARD}", "collective: horovod", "needs collectives over some of the workers"),
     (f"mesh: {_SEQUENCES}|{_TENSORS}|{_EXPERTS}", f"optimizer: {_WHOLE}", "needs whole parameters"),
+    ("sync: ParameterServer*", "optimizer: own whole", "splits parameters at any element"),
+    (f"mesh: {_TENSORS}|{_EXPERTS}", "optimizer: own whole", "gives a worker only shards of parameters"),
     (f"mesh: {_CUT}", "optimizer: adam1bit", "sums whole gradients in one bit"),
     (f"mesh: {_CUT}|{_SHARD}", "continuing: minWorkers", "needs all of its workers, but minWorkers"),
     (f"mesh: {_CUT}", f"activations: {_PACKED}", "have not been tested with parallelism"),
@@ -106,6 +141,7 @@ REFUSED = _rules(
     (f"mesh: {_DELAYED}", "non-finite: rollback", "rows of earlier steps are still in the pipeline"),
     (f"mesh: {_CUT}", "compile: compile", "compile traces the whole network"),
     (f"mesh: {_CUT}", "adapters: LoRA", "lora adds matrices to whole layers"),
+    ("columns: windows", "rows: in place", "plan has"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )
 
@@ -116,7 +152,9 @@ MEANINGLESS = _rules()
 def rule_of(pair: Pair) -> Rule | None:
     """Returns the refusal or the reason of a pair; None if it works."""
     values = dict(pair)
-    return next((rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and rule.fits(values)), None)
+    return next(
+        (rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and rule.fits(values)), None
+    )
 
 
 def status(pair: Pair) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyspark.ml.linalg import SparseVector, VectorUDT
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 from setting_choices import (
     LENGTH,
     ROWS,
@@ -29,18 +31,21 @@ from ringspark.estimators import TorchClassifier, WorkerError
 from ringspark.pipelines import ShardManifest, write_shards
 
 TOLERANCE = 1e-5
-COLUMNS = {
-    "number": "long",
-    "label": "double",
-    "weight": "double",
-    "held_out": "boolean",
-    "numbers": "array<float>",
-    "ids": "array<long>",
-    "ragged": "array<long>",
-    "text": "string",
-    "image": "binary",
-    "struct": "struct<a: double, b: float, c: struct<d: boolean>>",
-    "series": "double",
+_CLASS = T.StructType().add("d", T.BooleanType())
+COLUMNS: dict[str, T.DataType] = {
+    "number": T.LongType(),
+    "label": T.DoubleType(),
+    "weight": T.DoubleType(),
+    "held_out": T.BooleanType(),
+    "numbers": T.ArrayType(T.FloatType()),
+    "ids": T.ArrayType(T.LongType()),
+    "ragged": T.ArrayType(T.LongType()),
+    "text": T.StringType(),
+    "image": T.BinaryType(),
+    "struct": T.StructType().add("a", T.DoubleType()).add("b", T.FloatType()).add("c", _CLASS),
+    "value": T.DoubleType(),
+    "series": T.ArrayType(T.ArrayType(T.FloatType())),
+    "sparse": VectorUDT(),
 }
 
 
@@ -50,7 +55,7 @@ class Place:
     def __init__(self, spark: Any, folder: Path) -> None:
         self.spark, self._folder = spark, folder
         self._plain: dict[tuple[tuple[str, str], ...], Any] = {}
-        self._shards: dict[tuple[Any, ...], ShardManifest] = {}
+        self._shards: dict[str, ShardManifest] = {}
         self._counter = 0
         write_table(spark, str(folder / "table"))
         self._table = spark.read.parquet(str(folder / "table"))
@@ -64,7 +69,7 @@ class Place:
         stage = SequenceWindows(
             keyCols=["half"],
             timeCol="number",
-            valueCols=["series", "weight"],
+            valueCols=["value", "weight"],
             steps=4,
             targetCol="label",
             labelCol="next",
@@ -127,13 +132,13 @@ class Place:
         shutil.rmtree(folder)
         return model
 
-    def refuse(self, combination: Combination, **changes: Any) -> None:
-        """Fits on the driver until it refuses: on shards, so that no job of Spark runs."""
-        estimator = self.estimator(combination, **changes)
-        if combination["rows"] != default("rows"):
-            estimator.fit(self.table(combination["columns"]))
+    def refuse(self, combination: Combination) -> None:
+        """Fits, on shards if possible, so that nothing but the check of the driver runs."""
+        estimator, columns = self.estimator(combination), combination["columns"]
+        if combination["rows"] == default("rows"):
+            estimator.fitOnShards(self._shards_of(estimator, columns).uri)
         else:
-            estimator.fitOnShards(self._shards_for(estimator, combination).uri)
+            estimator.fit(self.table(columns))
 
     def estimator(self, combination: Combination, **changes: Any) -> TorchClassifier:
         settings = {
@@ -149,31 +154,22 @@ class Place:
     def _fit(self, combination: Combination, **changes: Any) -> Any:
         return self.estimator(combination, **changes).fit(self.table(combination["columns"]))
 
-    def _shards_for(self, estimator: TorchClassifier, combination: Combination) -> ShardManifest:
-        names = ("columns", "weights", "validation")
-        key = tuple(combination[name] for name in names)
-        if key not in self._shards:
-            table = self.table(combination["columns"])
-            inputs = estimator.getInputCols() if estimator.isDefined("inputCols") else [estimator.getFeaturesCol()]
-            held_out = {}
-            if combination["validation"] == "column":
-                held_out = {"validation_col": "held_out"}
-            elif combination["validation"] != "none":
-                held_out = {"validation_fraction": 0.25}
-            self._shards[key] = write_shards(
-                table.select(*inputs, "label", "weight", "held_out"),
-                str(self._folder / "shards" / str(len(self._shards))),
-                columns=estimator.getColumns(),
-                **held_out,
-            )
-        return self._shards[key]
+    def _shards_of(self, estimator: TorchClassifier, columns: str) -> ShardManifest:
+        if columns not in self._shards:
+            uri = str(self._folder / "shards" / str(len(self._shards)))
+            rows = self.table(columns).select(estimator.getFeaturesCol(), "label", "weight")
+            self._shards[columns] = write_shards(rows, uri, columns=estimator.getColumns())
+        return self._shards[columns]
 
     def _predict(self, combination: Combination, model: Any, folder: Path) -> None:
         how = combination["transform"]
         if how == "module":
             return
         table = self.table(combination["columns"])
-        batch = {row.number: row.prediction for row in model.transform(table).select("number", "prediction").collect()}
+        batch = {
+            row.number: row.prediction
+            for row in model.transform(table).select("number", "prediction").collect()
+        }
         assert set(batch.values()) <= {0.0, 1.0}
         if how == "batch":
             return
@@ -202,14 +198,8 @@ class Place:
 
 def write_table(spark: Any, uri: str) -> None:
     """Writes the rows as Parquet; every column says something about the label."""
-    from pyspark.ml.linalg import SparseVector, VectorUDT
-    from pyspark.sql.types import StructType
-
     draw = torch.Generator().manual_seed(7)
-    schema = StructType()
-    for name, kind in COLUMNS.items():
-        schema = schema.add(name, kind)
-    schema = schema.add("sparse", VectorUDT())
+    schema = T.StructType([T.StructField(name, kind) for name, kind in COLUMNS.items()])
     rows: list[Any] = []
     for number in range(ROWS):
         label = number // 2 % 2
@@ -232,6 +222,7 @@ def write_table(spark: Any, uri: str) -> None:
                 picture(number, bool(label)),
                 (shift + noise[0], shift + noise[1], (label == 1,)),
                 shift + noise[2] / 4,
+                [[shift + noise[time], noise[time]] for time in range(4)],
                 SparseVector(VOCABULARY, chosen, [1.0 + abs(value) for value in noise[: len(chosen)]]),
             )
         )

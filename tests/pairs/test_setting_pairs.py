@@ -10,13 +10,23 @@ import os
 import random
 import re
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pairs_page
 import pytest
 from setting_choices import Combination
-from setting_pairs import MEANINGLESS, NAMES, PAIRS, REFUSED, Rule, beside, fits, is_of_extras, rule_of, status
+from setting_pairs import (
+    MEANINGLESS,
+    NAMES,
+    PAIRS,
+    REFUSED,
+    Rule,
+    beside,
+    fits,
+    is_of_extras,
+    rule_of,
+    status,
+)
 from small_fits import Place, describe
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
@@ -76,7 +86,11 @@ def _refusals() -> list[Any]:
     found = []
     for number, rule in enumerate(REFUSED):
         for kind in (False, True):
-            pairs = [pair for pair in PAIRS if rule_of(frozenset(pair)) is rule and is_of_extras(dict(pair)) == kind]
+            pairs = [
+                pair
+                for pair in PAIRS
+                if rule_of(frozenset(pair)) is rule and is_of_extras(dict(pair)) == kind
+            ]
             marks = [pytest.mark.extras] if kind else []
             if pairs:
                 found.append(pytest.param(rule, pairs, id=f"{number}{' of extras' * kind}", marks=marks))
@@ -103,7 +117,9 @@ def test_every_working_pair_is_in_a_fit() -> None:
 
 def test_every_rule_has_a_pair() -> None:
     used = {id(rule_of(frozenset(pair))) for pair in PAIRS}
-    assert [rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and id(rule) not in used] == []
+    assert [
+        rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and id(rule) not in used
+    ] == []
 
 
 def test_the_page_of_pairs_is_up_to_date() -> None:
