@@ -19,8 +19,7 @@ class Rule(NamedTuple):
     """Pairs of choices that do not work.
 
     Attributes:
-        choices: Groups and patterns of names, such as ("mesh", "tensor*|sequence*"); a refusal of more than
-            two is about settings that only together are refused.
+        choices: Groups and patterns of names, such as ("mesh", "tensor*|sequence*").
         sentence: Pattern of the error's message, or the reason why the pair has no meaning.
     """
 
@@ -145,6 +144,11 @@ REFUSED = _rules(
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )
 
+# Three settings that are refused only together.
+TOGETHER = _rules(
+    ("sync: Zero 1|Zero 2", f"mesh: {_PIPELINES}", f"optimizer: {_WHOLE}", "shards of a stage's parameters"),
+)
+
 MEANINGLESS = _rules()
 
 
@@ -152,9 +156,7 @@ MEANINGLESS = _rules()
 def rule_of(pair: Pair) -> Rule | None:
     """Returns the refusal or the reason of a pair; None if it works."""
     values = dict(pair)
-    return next(
-        (rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and rule.fits(values)), None
-    )
+    return next((rule for rule in (*REFUSED, *MEANINGLESS) if rule.fits(values)), None)
 
 
 def status(pair: Pair) -> str:
@@ -167,7 +169,7 @@ PAIRS: list[tuple[Value, Value]] = all_pairs(NAMES)
 
 def is_allowed(combination: Mapping[str, str]) -> bool:
     """Whether the choices can stand together, as far as the table says."""
-    return not any(rule.fits(combination) for rule in (*REFUSED, *MEANINGLESS))
+    return not any(rule.fits(combination) for rule in (*REFUSED, *MEANINGLESS, *TOGETHER))
 
 
 @cache

@@ -1,0 +1,86 @@
+"""Networks, optimizers, schedules and callbacks of a user, for the matrix of pairs.
+
+They are pickled by value, so this file holds nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.estimators import Callback, TrainingState
+
+# A training is killed, or stopped and resumed, in this step of about 8.
+STEP_OF_LOSS = 5
+
+
+class Bag(nn.Module):
+    """The mean of embeddings, and a linear head; reads ragged or sparse columns."""
+
+    def __init__(self, num_ids: int, mode: str, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(num_ids, 8, mode=mode, sparse=is_sparse)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, ids: torch.Tensor, starts: torch.Tensor, values: Any = None) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.table(ids, starts, per_sample_weights=values))
+        return found
+
+
+class CountSteps(Callback):
+    """Appends a line per step of rank 0."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.rank == 0:
+            with open(self.path, "a") as file:
+                file.write(f"{state.step}\n")
+
+
+class EndOnce(Callback):
+    """Raises, or kills the last rank, in a step, while `path` exists."""
+
+    def __init__(self, path: str, is_killed: bool) -> None:
+        self.path, self.is_killed = path, is_killed
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == STEP_OF_LOSS and state.rank == state.size - 1 and os.path.exists(self.path):
+            os.unlink(self.path)
+            if self.is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("on purpose")
+
+
+def halve(step: int, num_steps: int) -> float:
+    """Returns the factor of the learning rate: half in the second half of the training."""
+    return 1.0 if step < num_steps // 2 else 0.5
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def own_elementwise(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.8, nesterov=True)
+
+
+class OwnWhole(torch.optim.SGD):
+    """SGD along the direction of each whole gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norm = parameter.grad.norm().clamp(min=0.1)
+                    parameter.sub_(parameter.grad / norm, alpha=group["lr"])
+
+
+def own_whole(parameters: Any) -> torch.optim.Optimizer:
+    return OwnWhole(parameters, lr=0.05)
