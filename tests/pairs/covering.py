@@ -28,8 +28,8 @@ def cover(
     """Returns combinations of one choice per group, and the pairs that no allowed combination contains.
 
     Each combination begins with the first uncovered pair. Then every group takes the choice that covers most
-    uncovered pairs, and of equal ones the one that was taken least; a group without an allowed choice takes
-    back the choice of the group before.
+    uncovered pairs, and of equal ones the first, which is the cheapest. If a group has no allowed choice, the
+    group before it takes another one.
 
     Args:
         is_allowed: Whether some groups' choices can stand together.
@@ -38,17 +38,15 @@ def cover(
     left = dict.fromkeys(wanted)
     for combination in preferred:
         _remove(left, combination)
-    found, impossible, taken = [], set(), dict.fromkeys(((g, n) for g in groups for n in groups[g]), 0)
+    found, impossible = [], set()
     while left:
         first = next(iter(left))
-        combination = _complete(groups, dict(sorted(first)), left, taken, is_allowed)
+        combination = _complete(groups, dict(sorted(first)), left, is_allowed)
         if combination is None:
             impossible.add(first)
             del left[first]
             continue
         _remove(left, combination)
-        for value in combination.items():
-            taken[value] += 1
         found.append({group: combination[group] for group in groups})
     return found, impossible
 
@@ -62,7 +60,6 @@ def _complete(
     groups: Mapping[str, Sequence[str]],
     chosen: dict[str, str],
     left: Mapping[Pair, None],
-    taken: Mapping[Value, int],
     is_allowed: Callable[[Mapping[str, str]], bool],
 ) -> dict[str, str] | None:
     """Returns a combination that has `chosen`, or None if none is allowed."""
@@ -70,13 +67,12 @@ def _complete(
     if group is None:
         return chosen
 
-    def gain(name: str) -> tuple[int, int]:
-        value = (group, name)
-        return (sum(frozenset((value, other)) in left for other in chosen.items()), -taken[value])
+    def gain(name: str) -> int:
+        return sum(frozenset(((group, name), other)) in left for other in chosen.items())
 
     allowed = [name for name in groups[group] if is_allowed({**chosen, group: name})]
     for name in sorted(allowed, key=gain, reverse=True):
-        found = _complete(groups, {**chosen, group: name}, left, taken, is_allowed)
+        found = _complete(groups, {**chosen, group: name}, left, is_allowed)
         if found is not None:
             return found
     return None

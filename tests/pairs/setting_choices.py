@@ -259,7 +259,7 @@ GROUPS: dict[str, list[Choice]] = {
     "best": [
         Choice("last"),
         Choice("keep best", {"keep": "best"}),
-        Choice("early stopping", {"patience": 1, "minDelta": 1.0}),
+        Choice("early stopping", {"patience": 1, "minDelta": 1.0, "epochs": 3}),
     ],
     "activations": [
         NONE,

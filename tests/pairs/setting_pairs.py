@@ -15,6 +15,14 @@ NAMES: dict[str, list[str]] = {
 }
 
 
+@cache
+def matching(group: str, patterns: str) -> list[str]:
+    """Returns the choices of a group whose names fit patterns such as "tensor*|expert"."""
+    wanted = patterns.split("|")
+    assert all(any(fnmatchcase(name, one) for name in NAMES[group]) for one in wanted), (group, patterns)
+    return [name for name in NAMES[group] if any(fnmatchcase(name, one) for one in wanted)]
+
+
 class Rule(NamedTuple):
     """Pairs of choices that do not work.
 
@@ -28,7 +36,7 @@ class Rule(NamedTuple):
 
     def fits(self, combination: Mapping[str, str]) -> bool:
         return all(
-            group in combination and any(fnmatchcase(combination[group], one) for one in patterns.split("|"))
+            group in combination and combination[group] in matching(group, patterns)
             for group, patterns in self.choices
         )
 
@@ -38,24 +46,22 @@ def _rules(*lines: tuple[str, ...]) -> list[Rule]:
     found = []
     for *choices, sentence in lines:
         pairs = tuple((group, names.strip()) for group, _, names in (c.partition(":") for c in choices))
-        for group, patterns in pairs:
-            for one in patterns.split("|"):
-                assert any(fnmatchcase(name, one) for name in NAMES[group]), (group, one)
+        assert all(matching(*choice) for choice in pairs)
         found.append(Rule(pairs, sentence))
     return found
 
 
-_SHARD = "shard|data x shard"
+SHARD = "shard|data x shard"
 _PIPELINES = "pipeline*|data x pipeline|tensor x pipeline"
 _SEQUENCES = "sequence*|data x sequence|tensor x sequence"
 _TENSORS = "tensor*|data x tensor"
 _EXPERTS = "expert|data x expert"
 # Meshes with less than the whole network or less than whole rows on a worker.
-_CUT = f"{_PIPELINES}|{_SEQUENCES}|{_TENSORS}|{_EXPERTS}"
-_COMPRESSED = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
-_ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
-_APART = "ParameterServer*|Hogwild"
-_NOT_ZERO = f"all-reduce|between hosts|{_COMPRESSED}|{_ALONE}|{_APART}"
+CUT = f"{_PIPELINES}|{_SEQUENCES}|{_TENSORS}|{_EXPERTS}"
+COMPRESSED = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
+ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
+APART = "ParameterServer*|Hogwild"
+NOT_ZERO = f"all-reduce|between hosts|{COMPRESSED}|{ALONE}|{APART}"
 _WHOLE = "lamb|adafactor|adam8bit"
 _PACKED = "disk|bits|int8|fp8"
 _DELAYED = "pipeline pipedream|pipeline 2bw"
@@ -90,15 +96,15 @@ REFUSED = _rules(
         "mesh: pipeline in sequence chunks",
         "needs two consecutive layers that support sequence chunks",
     ),
-    (f"sync: {_NOT_ZERO}", f"mesh: {_SHARD}", r"'shard' sets the workers over which sync=Zero\(...\) shards"),
+    (f"sync: {NOT_ZERO}", f"mesh: {SHARD}", r"'shard' sets the workers over which sync=Zero\(...\) shards"),
     (
-        f"sync: {_COMPRESSED}|between hosts",
-        f"mesh: {_CUT}",
+        f"sync: {COMPRESSED}|between hosts",
+        f"mesh: {CUT}",
         "compresses whole matrices, .* set sync=AllReduce",
     ),
     (
-        f"sync: {_ALONE}|{_APART}",
-        f"mesh: {_CUT}",
+        f"sync: {ALONE}|{APART}",
+        f"mesh: {CUT}",
         "synchronizes workers inside every step, .* set sync=AllReduce",
     ),
     (
@@ -112,34 +118,34 @@ REFUSED = _rules(
         "sequence_parallel sums gradients of whole parameters",
     ),
     ("sync: Zero 1|Zero 2", f"mesh: {_DELAYED}", "gives a step gradients of an earlier step, or none"),
-    (f"sync: {_COMPRESSED}", "optimizer: adam1bit", "uses the second moments of the uncompressed steps"),
+    (f"sync: {COMPRESSED}", "optimizer: adam1bit", "uses the second moments of the uncompressed steps"),
     ("sync: Zero 3", f"optimizer: {_WHOLE}", "leaves each worker a shard of every parameter, .*needs whole"),
     ("sync: ParameterServer*", f"optimizer: {_WHOLE}", "gives each server a shard of every parameter"),
     (
-        f"sync: {_ALONE}",
+        f"sync: {ALONE}",
         "precision: fp16",
         "needs all workers to agree in every step whether gradients overfl",
     ),
-    (f"sync: {_APART}", "precision: fp16", "skips a step on all workers if one overflows"),
-    (f"sync: {_ALONE}", "non-finite: skip|rollback", "needs all workers to agree whether to take each step"),
-    (f"sync: {_APART}", "non-finite: skip|rollback", "cancels a step on all workers"),
-    (f"sync: {_ALONE}", "average: emaDecay", "averages the weights after every step"),
-    (f"sync: {_APART}", "average: emaDecay", "averages the weights after each step"),
+    (f"sync: {APART}", "precision: fp16", "skips a step on all workers if one overflows"),
+    (f"sync: {ALONE}", "non-finite: skip|rollback", "needs all workers to agree whether to take each step"),
+    (f"sync: {APART}", "non-finite: skip|rollback", "cancels a step on all workers"),
+    (f"sync: {ALONE}", "average: emaDecay", "averages the weights after every step"),
+    (f"sync: {APART}", "average: emaDecay", "averages the weights after each step"),
     ("sync: ParameterServer 0", "clipping: maxGradNorm", "bounds the norm of the whole gradient"),
     ("sync: Zero 3", "collective: horovod", "which collective 'horovod' does not have"),
     ("sync: Zero 3", f"activations: {_PACKED}", "gathers weights again for the backward pass"),
     ("sync: Zero 3", "compile: compile", "compile fuses operations over the whole network"),
-    (f"mesh: {_CUT}|{_SHARD}", "collective: horovod", "needs collectives over some of the workers"),
+    (f"mesh: {CUT}|{SHARD}", "collective: horovod", "needs collectives over some of the workers"),
     (f"mesh: {_SEQUENCES}|{_TENSORS}|{_EXPERTS}", f"optimizer: {_WHOLE}", "needs whole parameters"),
-    ("sync: ParameterServer*", "optimizer: own whole", "splits parameters at any element"),
+    ("sync: ParameterServer*|Zero 3", "optimizer: own whole", "splits parameters at any element"),
     (f"mesh: {_TENSORS}|{_EXPERTS}", "optimizer: own whole", "gives a worker only shards of parameters"),
-    (f"mesh: {_CUT}", "optimizer: adam1bit", "sums whole gradients in one bit"),
-    (f"mesh: {_CUT}|{_SHARD}", "continuing: minWorkers", "needs all of its workers, but minWorkers"),
-    (f"mesh: {_CUT}", f"activations: {_PACKED}", "have not been tested with parallelism"),
+    (f"mesh: {CUT}", "optimizer: adam1bit", "sums whole gradients in one bit"),
+    (f"mesh: {CUT}|{SHARD}", "continuing: minWorkers", "needs all of its workers, but minWorkers"),
+    (f"mesh: {CUT}", f"activations: {_PACKED}", "have not been tested with parallelism"),
     (f"mesh: {_DELAYED}", "precision: fp16", "gives a step gradients of an earlier step, or none"),
     (f"mesh: {_DELAYED}", "non-finite: rollback", "rows of earlier steps are still in the pipeline"),
-    (f"mesh: {_CUT}", "compile: compile", "compile traces the whole network"),
-    (f"mesh: {_CUT}", "adapters: LoRA", "lora adds matrices to whole layers"),
+    (f"mesh: {CUT}", "compile: compile", "compile traces the whole network"),
+    (f"mesh: {CUT}", "adapters: LoRA", "lora adds matrices to whole layers"),
     ("columns: windows", "rows: in place", "plan has"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )

@@ -175,7 +175,7 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
 
 
 def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(config.sync, ParameterServer):
+    if isinstance(config.sync, ParameterServer) or config.sync.sharding == "parameters":
         check_optimizer(optimizer, config.sync)
     mesh = config.parallelism
     if max(mesh.tensor, mesh.expert) > 1 and not is_elementwise(optimizer):
