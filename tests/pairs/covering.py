@@ -22,7 +22,7 @@ def all_pairs(groups: Mapping[str, Sequence[str]]) -> list[tuple[Value, Value]]:
 def cover(
     groups: Mapping[str, Sequence[str]],
     wanted: Iterable[Pair],
-    is_allowed: Callable[[Mapping[str, str]], bool],
+    is_allowed: Callable[[Mapping[str, str], Value], bool],
     preferred: Iterable[Mapping[str, str]] = (),
 ) -> tuple[list[dict[str, str]], set[Pair]]:
     """Returns combinations of one choice per group, and the pairs that no allowed combination contains.
@@ -32,7 +32,7 @@ def cover(
     group before it takes another one.
 
     Args:
-        is_allowed: Whether some groups' choices can stand together.
+        is_allowed: (choices of some groups, choice of another group) -> whether they can stand together.
         preferred: Combinations that were made already; their pairs need no other combination.
     """
     left = dict.fromkeys(wanted)
@@ -60,7 +60,7 @@ def _complete(
     groups: Mapping[str, Sequence[str]],
     chosen: dict[str, str],
     left: Mapping[Pair, None],
-    is_allowed: Callable[[Mapping[str, str]], bool],
+    is_allowed: Callable[[Mapping[str, str], Value], bool],
 ) -> dict[str, str] | None:
     """Returns a combination that has `chosen`, or None if none is allowed."""
     group = next((group for group in groups if group not in chosen), None)
@@ -70,7 +70,7 @@ def _complete(
     def gain(name: str) -> int:
         return sum(frozenset(((group, name), other)) in left for other in chosen.items())
 
-    allowed = [name for name in groups[group] if is_allowed({**chosen, group: name})]
+    allowed = [name for name in groups[group] if is_allowed(chosen, (group, name))]
     for name in sorted(allowed, key=gain, reverse=True):
         found = _complete(groups, {**chosen, group: name}, left, is_allowed)
         if found is not None:

@@ -173,9 +173,14 @@ def status(pair: Pair) -> str:
 PAIRS: list[tuple[Value, Value]] = all_pairs(NAMES)
 
 
-def is_allowed(combination: Mapping[str, str]) -> bool:
-    """Whether the choices can stand together, as far as the table says."""
-    return not any(rule.fits(combination) for rule in (*REFUSED, *MEANINGLESS, *TOGETHER))
+_OUT = {frozenset(pair) for pair in PAIRS if status(frozenset(pair)) != "works"}
+
+
+def is_allowed(chosen: Mapping[str, str], value: Value) -> bool:
+    """Whether another choice can stand with some choices."""
+    if any(frozenset((value, other)) in _OUT for other in chosen.items()):
+        return False
+    return not any(rule.fits({**chosen, value[0]: value[1]}) for rule in TOGETHER)
 
 
 @cache
@@ -189,7 +194,7 @@ def fits() -> tuple[list[Combination], set[Pair]]:
         group: [choice.name for choice in choices if choice.promise != "learns"]
         for group, choices in GROUPS.items()
     }
-    working = [frozenset(pair) for pair in PAIRS if status(frozenset(pair)) == "works"]
+    working = [frozenset(pair) for pair in PAIRS if frozenset(pair) not in _OUT]
     equal = [pair for pair in working if all(name in exact[group] for group, name in pair)]
     first, impossible = cover(exact, equal, is_allowed)
     second, too = cover(NAMES, [pair for pair in working if pair not in impossible], is_allowed, first)
@@ -201,11 +206,7 @@ def beside(pair: tuple[Value, Value]) -> Combination:
     chosen = dict(pair)
     for group, names in NAMES.items():
         if group not in chosen:
-            chosen[group] = next(
-                name
-                for name in names
-                if all(status(frozenset(((group, name), other))) == "works" for other in chosen.items())
-            )
+            chosen[group] = next(name for name in names if is_allowed(chosen, (group, name)))
     return {group: chosen[group] for group in NAMES}
 
 
