@@ -124,7 +124,7 @@ REFUSED = _rules(
     (
         f"sync: {ALONE}",
         "precision: fp16",
-        "needs all workers to agree in every step whether gradients overfl",
+        "needs all workers to agree in every step whether gradients overflow",
     ),
     (f"sync: {APART}", "precision: fp16", "skips a step on all workers if one overflows"),
     (f"sync: {ALONE}", "non-finite: skip|rollback", "needs all workers to agree whether to take each step"),
