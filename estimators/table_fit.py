@@ -132,7 +132,8 @@ def prepare_fit(
     check_one_choice(estimator)
     split = hold_out_newest(dataset, time, share)
     copy = estimator.copy()
-    copy.clear(copy.validationFraction)
+    for param in (copy.validationFraction, copy.timeCol):  # the indicator replaces both
+        copy.clear(param)
     copy._set(validationIndicatorCol=split.indicator)
     return PreparedFit(copy, split.dataset)
 

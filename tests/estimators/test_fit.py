@@ -167,6 +167,13 @@ def test_a_fraction_is_held_out_by_the_seed(table: Any, common: dict[str, Any]) 
     assert other.epochs[0].validation_loss != first.epochs[0].validation_loss
 
 
+def test_the_newest_rows_are_held_out_without_a_warning(table: Any, common: dict[str, Any]) -> None:
+    """pytest raises each warning; `timeCol` used to be called useless once its rows were chosen."""
+    estimator = TorchClassifier(**common | {"epochs": 1}, timeCol="id", validationFraction=0.25)
+    assert estimator.fit(table).summary.rows == 180
+    assert estimator.getTimeCol() == "id"
+
+
 def test_nulls_are_left_out_where_asked_in_fit_and_transform(table: Any, common: dict[str, Any]) -> None:
     estimator = TorchClassifier(**common, inputCols=["holey", "broken"], handleInvalid="skip")
     estimator.setModel(Sum())

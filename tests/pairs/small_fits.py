@@ -138,7 +138,10 @@ class Place:
         """Fits, on shards if possible, so that nothing but the check of the driver runs."""
         estimator, columns = self.estimator(combination), combination["columns"]
         if combination["rows"] == default("rows"):
-            estimator.fitOnShards(self._shards_of(estimator, columns).uri)
+            uri = self._shards_of(estimator, columns).uri
+            for param in (estimator.columns, estimator.data):  # without effect on shards
+                estimator.clear(param)
+            estimator.fitOnShards(uri)
         else:
             estimator.fit(self.table(columns))
 
