@@ -19,6 +19,7 @@ from ringspark.estimators.training.build import build_configured_optimizer, buil
 from ringspark.estimators.training.check.probe import probe, samples
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.finetuning.pretrained import load_pretrained
+from ringspark.estimators.training.optimizers.registry import TAKES_SPARSE
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
@@ -119,13 +120,21 @@ class RankNetwork:
         return () if before is None else tuple(find_changed_buffers(before, self.module))
 
     def _refuse_sparse_gradients(self) -> None:
-        """Makes embeddings give dense gradients if the strategy takes no sparse ones."""
+        """Makes embeddings give dense gradients if the strategy or the optimizer takes no sparse ones."""
         config, module = self._config, self.module
-        if config.num_workers == 1 or STRATEGIES[config.sync.strategy].takes_sparse:
+        is_alone = config.num_workers == 1
+        if is_alone:
+            takes_sparse = config.optimizer in TAKES_SPARSE and not config.weight_decay
+            takes_sparse = takes_sparse or self._objects.optimizer is not None
+        else:
+            takes_sparse = STRATEGIES[config.sync.strategy].takes_sparse
+        if takes_sparse:
             return
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
                 layer.sparse = False
+        if is_alone:
+            return
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(partial(refuse_sparse, name))  # type: ignore[no-untyped-call]

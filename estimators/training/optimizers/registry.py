@@ -79,6 +79,9 @@ OPTIMIZERS: dict[str, Factory] = {
 # These divide by an average of squared gradients, so they are not linear in the gradients.
 ADAPTIVE: frozenset[str] = frozenset(OPTIMIZERS) - {"sgd", "momentum", "adam1bit", "lars"}
 
+# These take sparse gradients of embeddings.
+TAKES_SPARSE: frozenset[str] = frozenset(("sgd", "momentum", "adagrad"))
+
 # These update every weight from its own gradient and state alone, so any flat slice of a parameter can be
 # updated separately. Other optimizers need a parameter's rows and columns, norms or blocks.
 ELEMENTWISE: frozenset[str] = frozenset(

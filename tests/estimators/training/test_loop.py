@@ -468,6 +468,19 @@ def test_sparse_embeddings_train_where_a_rank_has_no_rows(
         assert torch.allclose(found[name], weights, atol=1e-6), name
 
 
+def test_one_worker_trains_sparse_embeddings_by_optimizers_of_dense_gradients(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+    weights = []
+    for number, is_sparse in enumerate((False, True)):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(9, 4, sparse=is_sparse), nn.Linear(4, 2))
+        config = _config(manifest, tmp_path / f"{number}", model=None, optimizer="adamw", epochs=1)
+        weights.append(_module(train_here(config, UserObjects(module=module)), module)[0].weight)
+    assert torch.equal(*weights)
+
+
 class OwnLookup(nn.Embedding):
     """Requests sparse gradients in its forward pass only."""
 
