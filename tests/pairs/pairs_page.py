@@ -62,7 +62,7 @@ def page() -> str:
         f"`make test-all` trains a tiny table in {num_fits} Spark fits, which together contain every working "
         "pair. `make test` runs a sample, which changes every day, and all refusals. A choice makes one of "
         "three promises. *Equal*: within 1e-5 the weights of one worker without this choice. "
-        "With AdamW and LAMB, which divide gradients near zero by their size, the losses agree within 1e-4. "
+        "With AdamW, Adafactor and LAMB, which divide a gradient by its size, the losses agree within 1e-4. "
         "*Kept*: the weights of one worker with this choice. *Learns*: the choice changes the training, so "
         "the test only asks that the loss falls. A fit with such a choice is compared by its loss alone. The "
         "first choice of a group is its default.",

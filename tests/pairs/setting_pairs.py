@@ -70,14 +70,14 @@ _BAGS = "ragged|sparse|sparse gradients"
 # The first rule that a pair fits is its rule.
 REFUSED = _rules(
     (
-        f"columns: numbers|struct|series|windows|image|{_BAGS}",
-        f"mesh: {_SEQUENCES}",
-        "does not support parallelism's 'sequence'",
-    ),
-    (
         f"columns: series|windows|image|{_BAGS}",
         f"mesh: {_TENSORS}",
         "'tensor' needs a plan of the layers to shard",
+    ),
+    (
+        f"columns: numbers|struct|series|windows|image|{_BAGS}",
+        f"mesh: {_SEQUENCES}",
+        "does not support parallelism's 'sequence'",
     ),
     ("columns: numbers|struct", "mesh: tensor sequence_parallel", "does not support sequence_parallel=True"),
     (
@@ -131,6 +131,7 @@ REFUSED = _rules(
     (f"sync: {APART}", "non-finite: skip|rollback", "cancels a step on all workers"),
     (f"sync: {ALONE}", "average: emaDecay", "averages the weights after every step"),
     (f"sync: {APART}", "average: emaDecay", "averages the weights after each step"),
+    ("sync: Hogwild", "checkpointing: sqrt|all", "computes activations again in the backward pass"),
     ("sync: ParameterServer 0", "clipping: maxGradNorm", "bounds the norm of the whole gradient"),
     ("sync: Zero 3", "collective: horovod", "which collective 'horovod' does not have"),
     ("sync: Zero 3", f"activations: {_PACKED}", "gathers weights again for the backward pass"),

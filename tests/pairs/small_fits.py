@@ -32,7 +32,7 @@ from ringspark.pipelines import ShardManifest, write_shards
 TOLERANCE = 1e-5
 # These optimizers divide a gradient by its size. A weight whose gradient is zero except for rounding, such as
 # the bias of a key, therefore moves by the learning rate in any direction, so only losses are compared.
-NORMALIZING = ("adamw", "lamb")
+NORMALIZING = ("adamw", "adafactor", "lamb")
 LOSS_TOLERANCE = 1e-4
 _CLASS = T.StructType().add("d", T.BooleanType())
 COLUMNS: dict[str, T.DataType] = {

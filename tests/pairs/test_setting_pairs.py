@@ -56,6 +56,13 @@ def _sample() -> list[Any]:
     ]
 
 
+# These pairs work, and `fit` advises against them.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:sync=.* sends a part of each gradient in later steps:UserWarning"),
+    pytest.mark.filterwarnings("ignore:model .* has sparse=True in the embedding of:UserWarning"),
+]
+
+
 @pytest.fixture(scope="module")
 def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(spark, tmp_path_factory.mktemp("pairs"))

@@ -241,6 +241,13 @@ COMBINATIONS: tuple[Combination, ...] = (
         "useGpu=False, or sync=ParameterServer()",
     ),
     Combination(
+        "sync=Hogwild() with gradientCheckpointing",
+        lambda c: _is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.gradient_checkpointing != "none",
+        "gradientCheckpointing ('{gradient_checkpointing}') computes activations again in the backward pass, "
+        "but with sync=Hogwild() other workers have changed the weights by then; set "
+        "gradientCheckpointing='none', or sync=ParameterServer()",
+    ),
+    Combination(
         "parallelism with another collective than 'torch'",
         lambda c: (c.cuts_network or c.parallelism.shard > 1) and c.collective != "torch",
         "parallelism={parallelism} needs collectives over some of the workers, which collective "
