@@ -10,6 +10,9 @@ from torch import nn
 
 # Package -> module of its adapter, with `adapt(model)` and `build(description)`.
 ADAPTERS = dict.fromkeys(("keras", "tf_keras"), "ringspark.extras.keras_models")
+# Package -> module that prepares networks of the package for the axes of a mesh, with `links(network)`,
+# `prepare_sequence(network, way)` and `prepare_experts(network)`.
+MESH_SUPPORT = {"transformers": "ringspark.extras.hugging_face"}
 
 
 class AdaptedNetwork(nn.Module):
@@ -21,6 +24,12 @@ class AdaptedNetwork(nn.Module):
 
     def check_settings(self, task: str, losses: Sequence[str]) -> None:
         """Raises ValueError if the network does not fit the task or the losses' names. Runs on the driver."""
+
+
+def find_mesh_support(network: nn.Module) -> Any:
+    """Returns the module of `MESH_SUPPORT` for a network; None if its package has none."""
+    name = MESH_SUPPORT.get(type(network).__module__.partition(".")[0])
+    return None if name is None else import_module(name)
 
 
 def adapt_network(model: Any) -> Any:

@@ -67,6 +67,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "extras/dataloader",
         "extras/external_tables",
         "extras/functions",
+        "extras/hugging_face",
         "extras/keras_models",
         "extras/local_sgd",
         "extras/schedules",

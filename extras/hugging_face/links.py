@@ -1,0 +1,303 @@
+"""Divides a network of the transformers library into links for a pipeline: embeddings, each block, the head.
+
+Every link runs the `forward` of the whole network, in which other modules take the place of the parts of
+other links. So the library's own code computes masks, positions and the order of the blocks on each stage. A
+link passes on (hidden states, values that one block gives to the next, encoder's result, the network's
+arguments).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspark.extras.hugging_face.stacks import Stack, ancestors, find_stacks
+from ringspark.models.chain import Link
+from ringspark.models.meta_device import copy_to_meta
+
+# Class of a block that returns a tuple -> (index in the tuple, position and name of the argument) of values
+# that the next block takes.
+_CARRIED = {"T5Block": ((1, 2, "position_bias"), (2, 5, "encoder_decoder_position_bias"))}
+_NUM_CARRIED = 2
+
+
+def links(network: nn.Module) -> list[Link]:
+    """Returns the links of the network. Raises ValueError if its blocks form no chain."""
+    name, stacks = type(network).__name__, find_stacks(network)
+    if not stacks:
+        raise ValueError(
+            f"a pipeline needs a chain of blocks, and {name} has no list of blocks that transformers marks by "
+            "_no_split_modules; leave 'pipeline' out of parallelism"
+        )
+    is_pair = len(stacks) == 2 and getattr(getattr(network, "config", None), "is_encoder_decoder", False)
+    if len(stacks) > 1 and not is_pair:
+        raise ValueError(
+            f"a pipeline needs one chain of blocks, or an encoder and a decoder, and {name} has "
+            f"{', '.join(stack.path for stack in stacks)}; leave 'pipeline' out of parallelism"
+        )
+    inside = [f"{stack.path}." for stack in stacks]
+    tensors = [*network.named_parameters(remove_duplicate=False), *network.named_buffers()]
+    outside = [key for key, _ in tensors if not key.startswith(tuple(inside))]
+    before = [_tensors_of(outside, stack, stacks[:number]) for number, stack in enumerate(stacks)]
+    # Tables of rotary positions have no parameters, and every block needs them.
+    everywhere = _modules_of_buffers(network, inside)
+    known = {key for keys in before for key in keys}
+    # After the blocks of each stack.
+    after = [[key for key in outside if key.startswith(f"{stack.trunk}.") and key not in known] for stack in stacks[:-1]]
+    known |= {key for keys in after for key in keys}
+    after.append([key for key in outside if key not in known])
+    found: list[Link] = []
+    for number, stack in enumerate(stacks):
+        parts = (*(after[number - 1] if number else ()), *before[number], *everywhere)
+        title = "embeddings" if number == 0 else f"{stack.trunk}.embeddings"
+        found.append(Link(title, _Part(network, stacks, number, None), parts))
+        for block in range(stack.length):
+            own = (stack.block(block), *everywhere)
+            found.append(Link(stack.block(block), _Part(network, stacks, number, block), own))
+    head = _Part(network, stacks, len(stacks), None)
+    found.append(Link("head", head, (*after[-1], *everywhere)))
+    return found
+
+
+def _tensors_of(names: list[str], stack: Stack, earlier: list[Stack]) -> list[str]:
+    """Returns the tensors of the modules before the stack, without those of earlier stacks."""
+    done = tuple(f"{other.trunk}." for other in earlier)
+    own = [name for name in stack.before if not f"{name}.".startswith(done) and name not in _shared(earlier)]
+    return [key for key in names if key.startswith(tuple(f"{name}." for name in own))]
+
+
+def _shared(earlier: list[Stack]) -> set[str]:
+    return {name for stack in earlier for name in stack.before}
+
+
+def _modules_of_buffers(network: nn.Module, inside: list[str]) -> list[str]:
+    return [
+        name
+        for name, module in network.named_modules()
+        if module._buffers
+        and not any(True for _ in module.parameters())
+        and not f"{name}.".startswith(tuple(inside))
+    ]
+
+
+class _StopError(Exception):
+    """Ends a forward pass with the value of a link."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a link of a pipeline ended")
+        self.value = value
+
+
+class _Part:
+    """Runs one link: the embeddings of stack `stack`, or its block `block`; after the last stack the head."""
+
+    def __init__(self, network: nn.Module, stacks: list[Stack], stack: int, block: int | None) -> None:
+        self.network, self._stacks, self._stack, self._block = network, stacks, stack, block
+        kinds = [type(network.get_submodule(own.block(0))).__name__ for own in stacks]
+        self._carried = [_CARRIED.get(kind, ()) for kind in kinds]
+        # A stage removes the modules of other stages, but the forward pass goes through them.
+        self._shells = {
+            path: _shell(network.get_submodule(path))
+            for own in stacks
+            for inner in (own.path, *own.before)
+            for path in ancestors(inner)
+        }
+        self._empty = {path: _without_weights(network.get_submodule(path)) for own in stacks for path in own.before}
+
+    def __call__(self, *values: torch.Tensor | None) -> Any:
+        if self._stack == 0 and self._block is None:
+            state, inputs = (None,) * (2 + _NUM_CARRIED), values
+        else:
+            state, inputs = values[: 2 + _NUM_CARRIED], values[2 + _NUM_CARRIED :]
+        encoded: list[Any] = [state[-1]]
+        with _replaced(self.network, self._replacements(state), self._shells):
+            handle = None
+            if self._block is None and 0 < self._stack < len(self._stacks):
+                # The result of the encoder, which each block of the decoder needs.
+                encoder = self.network.get_submodule(self._stacks[self._stack - 1].trunk)
+                handle = encoder.register_forward_hook(lambda _, inputs, output: encoded.__setitem__(0, output[0]))
+            try:
+                return type(self.network).forward(self.network, *inputs)
+            except _StopError as stop:
+                result = stop.value
+            finally:
+                if handle is not None:
+                    handle.remove()
+        outputs = result if isinstance(result, tuple) else (result,)
+        given: list[Any] = [outputs[0], *(None,) * _NUM_CARRIED]
+        if self._block is None:
+            return *given, encoded[0], *map(_without_values, inputs)
+        carried = self._carried[self._stack]
+        for place, (index, _, _) in enumerate(carried):
+            given[1 + place] = outputs[index]
+        lost = [value for index, value in enumerate(outputs) if index and index not in [c[0] for c in carried]]
+        if any(value is not None for value in lost):
+            raise ValueError(
+                f"a pipeline passes on only the hidden states of a block, but {self._name()!r} of "
+                f"{type(self.network).__name__} returns {len(outputs)} values; leave 'pipeline' out of parallelism"
+            )
+        return *given, encoded[0], *inputs
+
+    def _name(self) -> str:
+        return self._stacks[self._stack].block(self._block or 0)
+
+    def _replacements(self, state: tuple[torch.Tensor | None, ...]) -> dict[str, nn.Module]:
+        hidden, stacks, number = state[0], self._stacks, self._stack
+        found: dict[str, nn.Module] = {}
+        # Stacks that are finished; the last one ends in this link if the link begins with its norm.
+        ending = number - 1 if self._block is None else -1
+        for index, stack in enumerate(stacks[: number + 1]):
+            is_over = index < number and index != ending
+            if is_over:
+                found[stack.trunk] = _Finished(state[-1])
+            elif index == ending:
+                found |= self._given(stack, hidden)
+                found[stack.path] = self._list(index, len=stack.length, last=_Return(hidden, self._carried[index]))
+            elif self._block is None:
+                found[stack.path] = nn.ModuleList([_Capture() for _ in range(stack.length)])
+            else:
+                found |= self._given(stack, hidden)
+                block = self.network.get_submodule(self._name())
+                here = _Here(block, state[: 1 + _NUM_CARRIED], self._carried[index])
+                skipped = self._list(index, len=self._block + 1, last=here)
+                skipped.extend([_Capture() for _ in range(stack.length - len(skipped))])
+                found[stack.path] = skipped
+        return found
+
+    def _list(self, index: int, len: int, last: nn.Module) -> nn.ModuleList:
+        skips: list[nn.Module] = [_Return(None, self._carried[index]) for _ in range(len - 1)]
+        return nn.ModuleList([*skips, last])
+
+    def _given(self, stack: Stack, hidden: torch.Tensor | None) -> dict[str, nn.Module]:
+        done = {other.trunk for other in self._stacks if other is not stack}
+        return {
+            path: _Given(hidden, self._empty[path]) for path in stack.before if path not in done
+        }
+
+
+class _Given(nn.Module):
+    """Takes the place of embeddings on later stages; its result has only the right shape."""
+
+    def __init__(self, value: torch.Tensor | None, empty: nn.Module) -> None:
+        super().__init__()
+        assert value is not None
+        self.__dict__["_value"], self.__dict__["_embeddings"] = value.detach(), empty
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_embeddings"], name)
+
+    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        value: torch.Tensor = self.__dict__["_value"]
+        return value
+
+
+class _Finished(nn.Module):
+    """Takes the place of an encoder on the stages of the decoder."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=self.value)
+
+
+class _Capture(nn.Module):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        raise _StopError(inputs[0] if inputs else named["hidden_states"])
+
+
+class _Return(nn.Module):
+    """Takes the place of a block of another stage: returns the value, or its argument if that is None."""
+
+    def __init__(self, value: torch.Tensor | None, carried: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.value, self._carried = value, carried
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        value = (inputs[0] if inputs else named["hidden_states"]) if self.value is None else self.value
+        return (value, *(None,) * len(self._carried)) if self._carried else value
+
+
+class _Here(nn.Module):
+    """Runs a block of this stage on the values of the block before."""
+
+    def __init__(self, block: nn.Module, state: tuple[Any, ...], carried: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.__dict__["_block"], self._state, self._carried = block, state, carried
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        hidden, *values = self._state
+        given = list(inputs)
+        places = [(0, "hidden_states"), *(entry[1:] for entry in self._carried)]
+        for value, (position, name) in zip([hidden, *values], places, strict=False):
+            if position < len(given):
+                given[position] = value
+            else:
+                named[name] = value
+        raise _StopError(self.__dict__["_block"](*given, **named))
+
+
+def _without_values(value: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns an argument for later links: of pixels and other numbers only the embeddings need the values."""
+    if value is None or not value.is_floating_point():
+        return value
+    return value.new_empty((len(value), 0))
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Returns a copy of a container with only its submodules that hold no tensors."""
+    shell = copy.copy(module)
+    shell._parameters, shell._buffers = {}, {}
+    shell._modules = {
+        key: child
+        for key, child in module._modules.items()
+        if child is None or not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
+    }
+    return shell
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    empty = copy_to_meta(module)
+    return empty
+
+
+@contextmanager
+def _replaced(
+    network: nn.Module, modules: Mapping[str, nn.Module], shells: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    """Puts the modules at their names for the time of the context, inside containers that a stage lacks."""
+    undone: list[tuple[dict[str, Any], str, Any]] = []
+
+    def put(path: str, module: nn.Module) -> None:
+        owner, _, key = path.rpartition(".")
+        children: dict[str, Any] = network.get_submodule(owner)._modules
+        undone.append((children, key, children.get(key, children)))
+        children[key] = module
+
+    try:
+        for path in sorted(modules, key=lambda path: path.count(".")):
+            if any(outer in modules for outer in ancestors(path)):
+                continue
+            for outer in ancestors(path):
+                owner, _, key = outer.rpartition(".")
+                if key not in network.get_submodule(owner)._modules:
+                    shell = copy.copy(shells[outer])
+                    shell._modules = dict(shell._modules)
+                    shell.training = network.training
+                    put(outer, shell)
+            put(path, modules[path])
+        yield
+    finally:
+        for children, key, before in reversed(undone):
+            if before is children:
+                del children[key]
+            else:
+                children[key] = before
