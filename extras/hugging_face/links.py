@@ -9,6 +9,7 @@ arguments).
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from ringspark.extras.hugging_face.stacks import Stack, ancestors, find_stacks
-from ringspark.models.chain import Link
+from ringspark.models.chain import Link, belongs_to
 from ringspark.models.meta_device import copy_to_meta
 
 # Class of a block that returns a tuple -> (index in the tuple, position and name of the argument) of values
@@ -40,17 +41,14 @@ def links(network: nn.Module) -> list[Link]:
             f"a pipeline needs one chain of blocks, or an encoder and a decoder, and {name} has "
             f"{', '.join(stack.path for stack in stacks)}; leave 'pipeline' out of parallelism"
         )
-    inside = [f"{stack.path}." for stack in stacks]
-    tensors = [*network.named_parameters(remove_duplicate=False), *network.named_buffers()]
-    outside = [key for key, _ in tensors if not key.startswith(tuple(inside))]
-    before = [_tensors_of(outside, stack, stacks[:number]) for number, stack in enumerate(stacks)]
+    before = [_own_modules(stack, stacks[:number]) for number, stack in enumerate(stacks)]
+    blocks = [stack.path for stack in stacks]
+    rest = [part for part in _leaves(network) if not _is_inside(part, [*blocks, *itertools.chain(*before)])]
     # Tables of rotary positions have no parameters, and every block needs them.
-    everywhere = _modules_of_buffers(network, inside)
-    known = {key for keys in before for key in keys}
-    # After the blocks of each stack.
-    after = [[key for key in outside if key.startswith(f"{stack.trunk}.") and key not in known] for stack in stacks[:-1]]
-    known |= {key for keys in after for key in keys}
-    after.append([key for key in outside if key not in known])
+    everywhere = tuple(part for part in rest if _holds_only_buffers(network, part))
+    rest = [part for part in rest if part not in everywhere]
+    after = [[part for part in rest if _is_inside(part, [stack.trunk])] for stack in stacks[:-1]]
+    after.append([part for part in rest if part not in itertools.chain(*after)])
     found: list[Link] = []
     for number, stack in enumerate(stacks):
         parts = (*(after[number - 1] if number else ()), *before[number], *everywhere)
@@ -64,25 +62,31 @@ def links(network: nn.Module) -> list[Link]:
     return found
 
 
-def _tensors_of(names: list[str], stack: Stack, earlier: list[Stack]) -> list[str]:
-    """Returns the tensors of the modules before the stack, without those of earlier stacks."""
-    done = tuple(f"{other.trunk}." for other in earlier)
-    own = [name for name in stack.before if not f"{name}.".startswith(done) and name not in _shared(earlier)]
-    return [key for key in names if key.startswith(tuple(f"{name}." for name in own))]
+def _own_modules(stack: Stack, earlier: list[Stack]) -> list[str]:
+    """Returns the modules before the stack that do not belong to an earlier stack."""
+    known = [other.trunk for other in earlier] + [name for other in earlier for name in other.before]
+    return [name for name in stack.before if not _is_inside(name, known)]
 
 
-def _shared(earlier: list[Stack]) -> set[str]:
-    return {name for stack in earlier for name in stack.before}
+def _leaves(network: nn.Module) -> list[str]:
+    """Returns the names of layers with tensors; of tensors, if a module has tensors and other modules."""
+    found = []
+    for name, module in network.named_modules():
+        own = [key for key, _ in [*module._parameters.items(), *module._buffers.items()]]
+        if own and name and not module._modules:
+            found.append(name)
+        else:
+            found += [f"{name}.{key}".lstrip(".") for key in own if getattr(module, key) is not None]
+    return found
 
 
-def _modules_of_buffers(network: nn.Module, inside: list[str]) -> list[str]:
-    return [
-        name
-        for name, module in network.named_modules()
-        if module._buffers
-        and not any(True for _ in module.parameters())
-        and not f"{name}.".startswith(tuple(inside))
-    ]
+def _is_inside(name: str, modules: list[str]) -> bool:
+    return any(belongs_to(name, module) for module in modules)
+
+
+def _holds_only_buffers(network: nn.Module, part: str) -> bool:
+    layer = dict(network.named_modules()).get(part)
+    return layer is not None and not any(True for _ in layer.parameters())
 
 
 class _StopError(Exception):

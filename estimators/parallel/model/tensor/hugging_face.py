@@ -26,6 +26,19 @@ PLAN: dict[str, Any] = {
     "*.attention.output.dense": "row",
     "*.intermediate.dense": "column",
     "*.layer.*.output.dense": "row",
+    # ViT.
+    "*.mlp.fc1": "column",
+    "*.mlp.fc2": "row",
+    # GPT-2.
+    "*.attn.c_attn": ["column", 3],
+    "*.attn.c_proj": "row",
+    "*.mlp.c_fc": "column",
+    "*.mlp.c_proj": "row",
+    # T5.
+    **{f"*Attention.{key}": "column" for key in ("q", "k", "v", "relative_attention_bias")},
+    "*Attention.o": "row",
+    **{f"*.DenseReluDense.{key}": "column" for key in ("wi", "wi_0", "wi_1")},
+    "*.DenseReluDense.wo": "row",
 }
 
 
@@ -38,6 +51,16 @@ def check_heads(module: Any, num_ranks: int) -> None:
             raise ValueError(
                 f"parallelism's 'tensor' ({num_ranks}) must divide the network's {name}, got {heads}"
             )
+
+
+def set_own_heads(module: nn.Module) -> None:
+    """Tells attention layers that have an attribute for it how many heads this rank has."""
+    for layer in module.modules():
+        own: Any = layer
+        if hasattr(getattr(own, "q", None), "cuts") and hasattr(own, "n_heads"):
+            own.n_heads = own.q.weight.shape[0] // own.key_value_proj_dim
+        if hasattr(getattr(own, "c_attn", None), "cuts") and hasattr(own, "split_size"):
+            own.split_size = own.c_attn.weight.shape[1] // 3
 
 
 def check_whole_blocks(module: nn.Module) -> None:
@@ -69,7 +92,8 @@ def _refuse(module: nn.Module, cut: str, left: str) -> None:
 
 
 def _style(name: str) -> Any:
-    return next((style for pattern, style in PLAN.items() if fnmatchcase(name, pattern)), None)
+    style = next((style for pattern, style in PLAN.items() if fnmatchcase(name, pattern)), None)
+    return style[0] if isinstance(style, list) else style
 
 
 def _blocks(module: nn.Module) -> list[str]:

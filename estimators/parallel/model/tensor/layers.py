@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,23 +35,32 @@ class Region:
     grids: Grids
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Returns whether a linear layer has a weight of (in, out), as GPT-2's layers of the transformers library."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
 class ColumnLinear(nn.Module):
     """A linear layer with this rank's shard of the outputs: (..., in) -> (..., own out)."""
 
-    def __init__(self, layer: nn.Linear, region: Region, blocks: int = 1, gathers: bool = False) -> None:
+    def __init__(self, layer: Any, region: Region, blocks: int = 1, gathers: bool = False) -> None:
         super().__init__()
         self._region, self._gathers, collective = region, gathers, region.collective
-        self._outputs = layer.out_features if blocks == 1 else None
-        spec = ShardSpec(AXIS, 0, blocks)
+        self._is_transposed = is_transposed(layer)
+        dim = int(self._is_transposed)
+        self._outputs = layer.weight.shape[dim] if blocks == 1 else None
+        spec = ShardSpec(AXIS, dim, blocks)
         self.weight = shard_parameter(layer.weight, spec, collective.rank, collective.size)
         self.bias, self.cuts = None, {"weight": spec}
         if layer.bias is not None:
+            spec = ShardSpec(AXIS, 0, blocks)
             self.bias = shard_parameter(layer.bias, spec, collective.rank, collective.size)
             self.cuts["bias"] = spec
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         region = self._region
-        out = F.linear(region.boundary.enter(x), self.weight, self.bias)
+        weight = self.weight.t() if self._is_transposed else self.weight
+        out = F.linear(region.boundary.enter(x), weight, self.bias)
         if self._gathers:
             return all_gather(out, -1, region.collective, self._outputs)
         if self.training and region.random_state is not None:
@@ -61,10 +71,11 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """A linear layer with this rank's shard of the inputs: (..., own in) -> (..., out)."""
 
-    def __init__(self, layer: nn.Linear, region: Region) -> None:
+    def __init__(self, layer: Any, region: Region) -> None:
         super().__init__()
         self._region, collective = region, region.collective
-        spec = ShardSpec(AXIS, 1)
+        self._is_transposed = is_transposed(layer)
+        spec = ShardSpec(AXIS, int(not self._is_transposed))
         self.weight = shard_parameter(layer.weight, spec, collective.rank, collective.size)
         self.bias = layer.bias
         self.cuts = {"weight": spec}
@@ -73,8 +84,24 @@ class RowLinear(nn.Module):
         region = self._region
         if region.random_state is not None:
             region.random_state.end()
-        out = region.boundary.leave(F.linear(x, self.weight))
+        weight = self.weight.t() if self._is_transposed else self.weight
+        out = region.boundary.leave(F.linear(x, weight))
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class ColumnEmbedding(nn.Module):
+    """An embedding table with this rank's columns, such as biases per attention head: (...) -> (..., own dim)."""
+
+    def __init__(self, layer: nn.Embedding, region: Region) -> None:
+        super().__init__()
+        if layer.max_norm is not None:
+            raise ValueError("max_norm needs whole rows of an embedding table; leave it out")
+        self._padding, spec = layer.padding_idx, ShardSpec(AXIS, 1)
+        self.weight = shard_parameter(layer.weight, spec, region.collective.rank, region.collective.size)
+        self.cuts = {"weight": spec}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight, self._padding)
 
 
 class VocabularyEmbedding(nn.Module):

@@ -17,12 +17,14 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.tensor.grid import GridLinear, Grids, make_fake_grids
 from ringspark.estimators.parallel.model.tensor.hugging_face import PLAN as HUGGING_FACE
-from ringspark.estimators.parallel.model.tensor.hugging_face import check_heads, check_whole_blocks
+from ringspark.estimators.parallel.model.tensor.hugging_face import check_heads, check_whole_blocks, set_own_heads
 from ringspark.estimators.parallel.model.tensor.layers import (
+    ColumnEmbedding,
     ColumnLinear,
     Region,
     RowLinear,
     VocabularyEmbedding,
+    is_transposed,
 )
 from ringspark.estimators.parallel.model.tensor.loss import ShardedScores
 from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
@@ -63,15 +65,18 @@ def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> An
                 f"style 'vocabulary' is for nn.Embedding, got {type(layer).__name__}; leave the layer out"
             )
         return VocabularyEmbedding(layer, region)
-    if type(layer) is not nn.Linear:
+    if style == "column" and blocks == 1 and type(layer) is nn.Embedding:
+        return ColumnEmbedding(layer, region)
+    if type(layer) is not nn.Linear and (style == "grid" or not is_transposed(layer)):
         raise ValueError(f"the style is for nn.Linear, got {type(layer).__name__}; leave the layer out")
     if style == "grid":
         return GridLinear(layer, region.collective, region.grids, blocks)
     if style == "row":
         return RowLinear(layer, region)
-    if blocks < 1 or layer.out_features % blocks:
+    outputs = layer.weight.shape[int(is_transposed(layer))]
+    if blocks < 1 or outputs % blocks:
         raise ValueError(
-            f"{layer.out_features} outputs do not divide into {blocks} equal blocks; change the block count"
+            f"{outputs} outputs do not divide into {blocks} equal blocks; change the block count"
         )
     return ColumnLinear(layer, region, blocks, gathers=style == "column_joined")
 
@@ -262,6 +267,7 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
             "parallelism={'tensor': ..., 'plan': {pattern: style}}"
         )
     _check_unsharded_layers(module, region)
+    set_own_heads(module)
     _avoid_fast_paths(module)
     if region.random_state is not None:
         region.random_state.watch(module)
