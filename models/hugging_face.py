@@ -92,6 +92,14 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     return module
 
 
+def stop_caching(network: nn.Module) -> None:
+    """Makes a network's decoders keep no keys and values: a recomputed block would append its own again."""
+    for module in network.modules() if type(network).__module__.startswith(f"{LIBRARY}.") else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
 def _refuse_fetching(name: str, settings: Any) -> None:
     if fetched := sorted(key for key in _keys(settings) if key in _FETCHES):
         raise ValueError(f"the config of {name} names {fetched[0]!r}, which may fetch code or weights")

@@ -62,6 +62,10 @@ class WholeRows:
         """All-gathers this rank's tokens along `dim`; returns all `seq` tokens in order."""
         return x
 
+    def whole(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
+        """Returns all tokens like `joined`, for outputs that `alike` marks."""
+        return x
+
 
 def read(known: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """Returns (batch, seq) booleans that are False for padding, and seq, the number of tokens of a whole row.

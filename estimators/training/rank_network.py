@@ -27,6 +27,7 @@ from ringspark.models import apply_activation_checkpoint
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.deferred_init import defer_initialization
 from ringspark.models.generators import seed_constructor
+from ringspark.models.hugging_face import stop_caching
 from ringspark.models.meta_device import copy_to_meta, find_changed_buffers
 from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.pipelines import ShardManifest
@@ -77,6 +78,7 @@ class RankNetwork:
         if not is_deferred(module):
             module = module.to(self._device)
         accept_single_rows(module)
+        stop_caching(module)
         if config.precision != "fp32":
             keep_norms_fp32(module)
         self.module = module

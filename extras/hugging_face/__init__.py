@@ -5,5 +5,6 @@ method `links()`.
 """
 
 from ringspark.extras.hugging_face.links import links
+from ringspark.extras.hugging_face.sequence import prepare_sequence
 
-__all__ = ["links"]
+__all__ = ["links", "prepare_sequence"]

@@ -20,6 +20,7 @@ from torch import nn
 from ringspark.extras.hugging_face.stacks import Stack, ancestors, find_stacks
 from ringspark.models.chain import Link, belongs_to
 from ringspark.models.meta_device import copy_to_meta
+from ringspark.models.whole_rows import WholeRows
 
 # Class of a block that returns a tuple -> (index in the tuple, position and name of the argument) of values
 # that the next block takes.
@@ -34,6 +35,11 @@ def links(network: nn.Module) -> list[Link]:
         raise ValueError(
             f"a pipeline needs a chain of blocks, and {name} has no list of blocks that transformers marks by "
             "_no_split_modules; leave 'pipeline' out of parallelism"
+        )
+    if isinstance(getattr(network, "rows", None), WholeRows):
+        raise ValueError(
+            f"the rows of {name} are divided by parallelism's 'sequence', and a pipeline's later stages do not "
+            "know their length; set 'sequence' or 'pipeline' to 1"
         )
     is_pair = len(stacks) == 2 and getattr(getattr(network, "config", None), "is_encoder_decoder", False)
     if len(stacks) > 1 and not is_pair:

@@ -17,6 +17,7 @@ from ringspark.estimators.names import check_name
 from ringspark.estimators.parallel.model.communication import all_reduce, apply_once, scale_gradient
 from ringspark.estimators.parallel.model.sequence import CONTEXTS
 from ringspark.estimators.parallel.model.sequence.spans import Spans
+from ringspark.models.adapters import find_mesh_support
 from ringspark.models.reports import CountingLayer
 from ringspark.models.whole_rows import WholeRows
 
@@ -63,6 +64,9 @@ class ShardedRows(WholeRows):
             lambda gradient: self._spans.take(gradient, dim, self._collective.rank),  # equal on all ranks
         )
 
+    def whole(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
+        return scale_gradient(self.joined(x, dim, seq), self._collective.size)
+
     def _total(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks. All ranks have the same gradient, so the backward pass sends nothing."""
         return scale_gradient(all_reduce(x, self._collective), self._collective.size)
@@ -90,8 +94,13 @@ def shard_sequence(module: nn.Module, collective: Collective, way: str = "ring")
 
 
 def check_sequence(module: nn.Module, way: str = "ring") -> None:
-    """Refuses a network that context parallelism does not support; needs no ranks and no weights."""
+    """Refuses a network that context parallelism does not support; needs no ranks and no weights.
+
+    Prepares networks of other libraries, in place.
+    """
     check_name("context", way, CONTEXTS, otherwise="")
+    if not hasattr(module, "rows") and (support := find_mesh_support(module)) is not None:
+        support.prepare_sequence(module)
     name, attentions = type(module).__name__, _attentions(module)
     if not isinstance(getattr(module, "rows", None), WholeRows) or not attentions:
         raise ValueError(
@@ -109,13 +118,18 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
                 "an attribute `rows`, a ringspark.models.whole_rows.WholeRows from which it takes whole "
                 "rows, or set 'sequence' to 1"
             )
-    drops = [getattr(attention, "dropout", 0.0) for attention in attentions]
-    dropout = max((p for p in drops if isinstance(p, float)), default=0.0)
+    dropout = max((_find_dropout(attention) for attention in attentions), default=0.0)
     if dropout > 0 and not CONTEXTS[way].takes_dropout:
         raise ValueError(
             f"context {way!r} does not support dropout of attention weights, got attention_dropout="
             f"{dropout}; set it to 0, or set 'context' to 'ulysses'"
         )
+
+
+def _find_dropout(attention: nn.Module) -> float:
+    found = [getattr(attention, name, 0.0) for name in ("dropout", "attention_dropout", "attn_dropout")]
+    rates = [getattr(drop, "p", drop) for drop in found]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def _attentions(module: nn.Module) -> list[nn.Module]:
