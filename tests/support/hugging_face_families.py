@@ -100,3 +100,10 @@ FAMILIES = {
     ),
     "ViT": Family("ViTForImageClassification", "ViTConfig", {**_SIZES, **_NO_DROPOUT, **_IMAGE}, ("pixels",)),
 }
+
+MIXTRAL = Family(
+    "MixtralForCausalLM",
+    "MixtralConfig",
+    {**_DECODER, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ("ids", "mask"),
+)

@@ -7,6 +7,7 @@ mixtures in the same order, forward, backward and in recomputation. A rank witho
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.communication import all_to_all
 from ringspark.estimators.parallel.shard_spec import ShardSpec, copy_shard, shard_length
+from ringspark.models.adapters import find_mesh_support
 from ringspark.models.experts.layer import Experts, MixtureOfExperts
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
@@ -67,7 +69,11 @@ class ExpertAllToAll:
 
 def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardSpec]:
     """Deletes other ranks' experts from each mixture, in place; returns the sharded parameters by name."""
-    mixtures = {n: layer for n, layer in module.named_modules() if isinstance(layer, MixtureOfExperts)}
+    mixtures: dict[str, Any] = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, MixtureOfExperts)
+    }
+    if not mixtures and (support := find_mesh_support(module)) is not None:
+        mixtures = support.prepare_experts(module)
     if not mixtures:
         raise ValueError(
             f"parallelism over 'expert' needs a mixture of experts, and {type(module).__name__} has none; "
@@ -93,10 +99,15 @@ def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardS
     return cuts
 
 
+def _is_hugging_face(layer: nn.Module) -> bool:
+    """Returns whether the layer has stacked experts of the transformers library."""
+    return type(layer).__module__.startswith("transformers.") and "gate_up_proj" in layer._parameters
+
+
 def expert_names(module: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{name}.{key}" if name else key
         for name, layer in module.named_modules()
-        if isinstance(layer, Experts)
+        if isinstance(layer, Experts) or _is_hugging_face(layer)
         for key, _ in layer.named_parameters()
     )

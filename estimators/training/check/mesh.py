@@ -40,6 +40,7 @@ from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholeP
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
+from ringspark.models.adapters import find_mesh_support
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.models.meta_device import copy_module
@@ -197,6 +198,8 @@ class _MeshCheck:
     def run_without_rows(self, module: nn.Module) -> None:
         """Raises ValueError if the network fails on a batch without rows, as expert parallelism may give."""
         network = _with_shared_weights(module).eval()
+        if (support := find_mesh_support(network)) is not None:
+            support.prepare_experts(network)
         try:
             with torch.no_grad():
                 network(*(values[:0] for values in self._prediction_inputs))

@@ -1,0 +1,93 @@
+"""Prepares Mixtral-like mixtures of the transformers library for expert parallelism.
+
+Their experts have stacked weights, `gate_up_proj` and `down_proj`, and get each token's experts from a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.models.outputs import as_outputs
+
+Dispatch = Callable[[Any, torch.Tensor, list[int]], torch.Tensor]
+
+
+def prepare_experts(network: nn.Module) -> dict[str, Mixture]:
+    """Returns the mixtures by the name of the module with the experts and the router; changes the network."""
+    mixtures = {
+        name.rpartition(".")[0]: Mixture(layer)
+        for name, layer in network.named_modules()
+        if name.endswith(".experts") and _is_known(layer)
+    }
+    if mixtures and not isinstance(vars(network).get("forward"), _WithRows):
+        network.forward = _WithRows(network)
+    return mixtures
+
+
+def _is_known(layer: Any) -> bool:
+    names = {name for name, _ in layer.named_parameters()}
+    if names != {"gate_up_proj", "down_proj"} or not callable(getattr(layer, "act_fn", None)):
+        return False
+    width = layer.down_proj.shape[-1]
+    return bool(layer.gate_up_proj.shape[1:] == (2 * width, layer.down_proj.shape[1]))
+
+
+class Mixture:
+    """Replaces the `forward` of the experts when it gets `dispatch`; a class, so that networks can be copied."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts, self.num_experts = experts, int(experts.gate_up_proj.shape[0])
+        self._dispatch: Dispatch | None = None
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """Sends rows to experts on other ranks and returns their outputs; None if all are here."""
+        return self._dispatch
+
+    @dispatch.setter
+    def dispatch(self, dispatch: Dispatch) -> None:
+        self._dispatch, self.experts.forward = dispatch, self
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Maps (tokens, dim) to (tokens, dim); `index` and `weights` are (tokens, experts per token)."""
+        order = index.flatten().argsort(stable=True)
+        rows = order // index.shape[1]
+        sizes = torch.bincount(index.flatten(), minlength=self.num_experts).tolist()
+        assert self._dispatch is not None
+        out = self._dispatch(self.run, x[rows], sizes) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, rows, out.to(x.dtype))
+
+    def run(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Computes this rank's experts; the first `sizes[0]` rows belong to the first expert, and so on."""
+        experts = self.experts
+        stacked = zip(experts.gate_up_proj.unbind(0), experts.down_proj.unbind(0), strict=True)
+        found = []
+        # An expert without rows runs too, so its gradient is zeros on any number of ranks.
+        for own, (up, down) in zip(torch.split(rows, list(sizes)), stacked, strict=True):
+            gate, values = F.linear(own, up).chunk(2, -1)
+            found.append(F.linear(experts.act_fn(gate) * values, down))
+        return torch.cat(found)
+
+
+class _WithRows:
+    """Replaces the network's `forward`: the library's views fail without rows, so it computes one row then."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The library's forward; `inspect.signature` reads it."""
+        return type(self.network).forward.__get__(self.network)  # type: ignore[no-any-return]
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not inputs or len(inputs[0]):
+            return self.__wrapped__(*inputs, **named)
+        filled = [value.new_ones((1, *value.shape[1:])) for value in inputs]
+        found = tuple(value[:0] for value in as_outputs(self.__wrapped__(*filled, **named)))
+        return found[0] if len(found) == 1 else found
