@@ -117,7 +117,9 @@ class _Part:
             for inner in (own.path, *own.before)
             for path in ancestors(inner)
         }
-        self._empty = {path: _without_weights(network.get_submodule(path)) for own in stacks for path in own.before}
+        self._empty = {
+            path: copy_to_meta(network.get_submodule(path)) for own in stacks for path in own.before
+        }
 
     def __call__(self, *values: torch.Tensor | None) -> Any:
         if self._stack == 0 and self._block is None:
@@ -130,7 +132,9 @@ class _Part:
             if self._block is None and 0 < self._stack < len(self._stacks):
                 # The result of the encoder, which each block of the decoder needs.
                 encoder = self.network.get_submodule(self._stacks[self._stack - 1].trunk)
-                handle = encoder.register_forward_hook(lambda _, inputs, output: encoded.__setitem__(0, output[0]))
+                handle = encoder.register_forward_hook(
+                    lambda _, inputs, output: encoded.__setitem__(0, output[0])
+                )
             try:
                 return type(self.network).forward(self.network, *inputs)
             except _StopError as stop:
@@ -145,7 +149,9 @@ class _Part:
         carried = self._carried[self._stack]
         for place, (index, _, _) in enumerate(carried):
             given[1 + place] = outputs[index]
-        lost = [value for index, value in enumerate(outputs) if index and index not in [c[0] for c in carried]]
+        lost = [
+            value for index, value in enumerate(outputs) if index and index not in [c[0] for c in carried]
+        ]
         if any(value is not None for value in lost):
             raise ValueError(
                 f"a pipeline passes on only the hidden states of a block, but {self._name()!r} of "
@@ -167,7 +173,9 @@ class _Part:
                 found[stack.trunk] = _Finished(state[-1])
             elif index == ending:
                 found |= self._given(stack, hidden)
-                found[stack.path] = self._list(index, len=stack.length, last=_Return(hidden, self._carried[index]))
+                found[stack.path] = self._list(
+                    index, len=stack.length, last=_Return(hidden, self._carried[index])
+                )
             elif self._block is None:
                 found[stack.path] = nn.ModuleList([_Capture() for _ in range(stack.length)])
             else:
@@ -185,9 +193,7 @@ class _Part:
 
     def _given(self, stack: Stack, hidden: torch.Tensor | None) -> dict[str, nn.Module]:
         done = {other.trunk for other in self._stacks if other is not stack}
-        return {
-            path: _Given(hidden, self._empty[path]) for path in stack.before if path not in done
-        }
+        return {path: _Given(hidden, self._empty[path]) for path in stack.before if path not in done}
 
 
 class _Given(nn.Module):
@@ -272,11 +278,6 @@ def _shell(module: nn.Module) -> nn.Module:
         if child is None or not (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
     }
     return shell
-
-
-def _without_weights(module: nn.Module) -> nn.Module:
-    empty = copy_to_meta(module)
-    return empty
 
 
 @contextmanager

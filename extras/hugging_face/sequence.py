@@ -50,10 +50,8 @@ def prepare_sequence(network: nn.Module) -> None:
         layer.attend, layer.causal = attend, layer.is_causal and getattr(own.config, "is_causal", True)
         layer.__dict__["_tokens"] = tokens
     network.get_submodule(stack.trunk).register_forward_pre_hook(tokens.check_positions, with_kwargs=True)
-    for number, block in enumerate(blocks):
-        begin = tokens.begin if number == 0 else tokens.take_positions
-        block.register_forward_pre_hook(begin, with_kwargs=True)
-    blocks[-1].register_forward_hook(tokens.join)
+    for block in blocks:
+        block.forward = _OwnTokens(block, tokens, is_first=block is blocks[0], is_last=block is blocks[-1])
     network.register_forward_hook(tokens.mark_alike)
     _register()
 
@@ -72,7 +70,11 @@ def _check_head(network: nn.Module, stack: Stack) -> None:
 
 
 class _Tokens:
-    """Hooks of one network; a class, so that networks can be copied."""
+    """Hooks of one network; a class, so that networks can be copied.
+
+    Attributes:
+        seq: Number of all tokens of a row of this pass.
+    """
 
     def __init__(self, network: Any) -> None:
         self.network, self.seq = network, 0
@@ -84,31 +86,30 @@ class _Tokens:
                 "the network got position_ids; leave the column out, or set 'sequence' to 1"
             )
 
-    def begin(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if inputs:
-            self.seq = inputs[0].shape[1]
-            inputs = (self.network.rows.own(inputs[0], 1), *inputs[1:])
-        else:
-            self.seq = named["hidden_states"].shape[1]
-            named = {**named, "hidden_states": self.network.rows.own(named["hidden_states"], 1)}
-        return self.take_positions(block, inputs, named)
-
-    def take_positions(self, block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Takes the rotary positions of this rank's tokens."""
-        tables = named.get("position_embeddings")
-        if tables is not None:
-            own = tuple(self.network.rows.own(table, 1) for table in tables)
-            named = {**named, "position_embeddings": own}
-        return inputs, named
-
-    def join(self, block: nn.Module, inputs: Any, output: Any) -> Any:
-        hidden, *others = output if isinstance(output, tuple) else (output,)
-        whole = self.network.rows.whole(hidden, 1, self.seq)
-        return (whole, *others) if isinstance(output, tuple) else whole
-
     def mark_alike(self, network: Any, inputs: Any, output: Any) -> Any:
         found = tuple(network.rows.alike(value) for value in as_outputs(output))
         return found[0] if len(found) == 1 else found
+
+
+class _OwnTokens:
+    """Replaces the `forward` of a block; not a hook, which activation checkpointing would run twice."""
+
+    def __init__(self, block: nn.Module, tokens: _Tokens, *, is_first: bool, is_last: bool) -> None:
+        self._block, self._tokens, self._is_first, self._is_last = block, tokens, is_first, is_last
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        tokens, rows = self._tokens, self._tokens.network.rows
+        if self._is_first:
+            hidden = inputs[0] if inputs else named.pop("hidden_states")
+            tokens.seq, inputs = hidden.shape[1], (rows.own(hidden, 1), *inputs[1:])
+        if (tables := named.get("position_embeddings")) is not None:
+            named["position_embeddings"] = tuple(rows.own(table, 1) for table in tables)
+        output = type(self._block).forward(self._block, *inputs, **named)
+        if not self._is_last:
+            return output
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        whole = rows.whole(hidden, 1, tokens.seq)
+        return (whole, *others) if isinstance(output, tuple) else whole
 
 
 def _attend(

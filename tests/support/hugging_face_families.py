@@ -1,14 +1,22 @@
-"""Tiny networks of seven families of the transformers library, with generated rows for each."""
+"""Tiny networks of seven families of the transformers library, trained alone and on two ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from small_training import config_of, train_gang, weights_of
 from torch.nn import functional as F
+from written_shards import written
+
+from ringspark.estimators.failures import WorkerError
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
 VOCABULARY, LENGTH, ROWS, LABELS = 37, 12, 96, 3
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -73,6 +81,10 @@ class Family:
         """Losses for `UserObjects`; none means cross entropy."""
         return (token_loss,) if self.is_language_model else ()
 
+    def objects(self) -> UserObjects:
+        """Returns the network and its loss."""
+        return UserObjects(module=self.build(), losses=self.losses)
+
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Returns the mean cross entropy of each row's tokens, from logits of (batch, tokens, ids)."""
@@ -107,3 +119,56 @@ MIXTRAL = Family(
     {**_DECODER, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ("ids", "mask"),
 )
+
+MESHES: dict[str, dict[str, Any]] = {
+    "data 2": {},
+    "tensor 2": {"parallelism": {"tensor": 2}},
+    "pipeline 2": {"parallelism": {"pipeline": 2}, "gradient_accumulation": 2},
+    "sequence 2": {"parallelism": {"sequence": 2}},
+    "shard 2": {"sync": Zero(stage=3)},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, checkpointing": {"precision": "bf16", "gradient_checkpointing": "all"},
+}
+
+
+def make_config(family: Family, folder: Path, **changes: Any) -> TrainConfig:
+    """Returns settings of 6 steps for one worker; writes the family's rows as shards."""
+    return config_of(
+        written(folder / "shards", family.columns()),
+        folder / "run",
+        task="any",
+        losses=("own",) if family.losses else ("cross_entropy",),
+        input_columns=family.inputs,
+        # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
+        optimizer="momentum",
+        learning_rate=0.05,
+        max_grad_norm=1.0,
+        collective="torch",
+        **changes,
+    )
+
+
+def compare(
+    family: Family, config: TrainConfig, meshes: Mapping[str, dict[str, Any]]
+) -> dict[str, float | str]:
+    """Returns the largest difference of two workers' weights from one worker's, or the refusal, per mesh."""
+    start = _flat(family.build())
+    one = replace(config, run_uri=f"{config.run_uri}-one")
+    alone = weights_of(train_here(one, family.objects()), family.build())
+    assert float((alone - start).abs().max()) > 1e-3
+    found: dict[str, float | str] = {}
+    for name, changes in meshes.items():
+        two = replace(config, run_uri=f"{config.run_uri}-{name}", num_workers=2, **changes)
+        try:
+            trained = weights_of(train_gang(two, family.objects()), family.build())
+        except (ValueError, WorkerError) as error:
+            found[name] = str(error)
+        else:
+            found[name] = float((trained - alone).abs().max())
+    return found
+
+
+def _flat(network: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])

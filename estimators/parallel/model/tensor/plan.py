@@ -17,7 +17,11 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.tensor.grid import GridLinear, Grids, make_fake_grids
 from ringspark.estimators.parallel.model.tensor.hugging_face import PLAN as HUGGING_FACE
-from ringspark.estimators.parallel.model.tensor.hugging_face import check_heads, check_whole_blocks, set_own_heads
+from ringspark.estimators.parallel.model.tensor.hugging_face import (
+    check_heads,
+    check_whole_blocks,
+    set_own_heads,
+)
 from ringspark.estimators.parallel.model.tensor.layers import (
     ColumnEmbedding,
     ColumnLinear,

@@ -1,0 +1,120 @@
+"""Contract of networks of transformers: two ranks along any axis train like one, or the driver refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_families import FAMILIES, MESHES, MIXTRAL, PRECISIONS, compare, make_config
+from torch import nn
+
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.models.chain import links_of, run_links
+from ringspark.models.outputs import as_outputs
+from ringspark.pipelines import ShardManifest
+
+pytest.importorskip("transformers")
+# One number per parameter: fp32 differs by the order of additions, bf16 by the order of roundings.
+TOLERANCES = {"fp32": 1e-5, "bf16, checkpointing": 1e-3}
+REFUSED = {
+    ("T5", "sequence 2"): "needs a network with one chain of blocks, and T5ForConditionalGeneration has 2"
+}
+
+
+def _gradients(network: nn.Module, run: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    network.zero_grad()
+    (outputs,) = as_outputs(run(*rows))
+    outputs.square().mean().backward()
+    return [outputs.detach(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_links_compute_the_network_bitwise(name: str) -> None:
+    family = FAMILIES[name]
+    network, columns = family.build(), family.columns(6)
+    rows = [torch.tensor(columns[key]) for key in family.inputs]
+    links = links_of(network)
+    whole = _gradients(network, network, rows)
+    parts = _gradients(network, lambda *rows: run_links(links, rows), rows)
+    assert len(links) == 6 + (name == "T5")
+    assert len(whole) == len(list(network.parameters())) + 1
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+
+
+def test_a_stage_holds_only_the_weights_of_its_links() -> None:
+    links = links_of(FAMILIES["Llama"].build())
+    blocks = [link for link in links if link.name.startswith("model.layers.")]
+    assert [link.parts for link in blocks] == [(link.name, "model.rotary_emb") for link in blocks]
+    assert links[0].parts == ("model.embed_tokens", "model.rotary_emb")
+    assert links[-1].parts == ("model.norm", "lm_head", "model.rotary_emb")
+
+
+def test_a_network_without_one_chain_of_blocks_is_refused_in_a_pipeline() -> None:
+    import transformers
+
+    inner = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.CLIPConfig(
+        text_config=inner, vision_config={**inner, "image_size": 8, "patch_size": 4}
+    )
+    with pytest.raises(ValueError, match=r"needs one chain of blocks.* leave 'pipeline' out of parallelism"):
+        links_of(transformers.CLIPModel(config))
+
+
+@pytest.mark.parametrize("mesh", ["tensor 2", "pipeline 2", "sequence 2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_driver_finds_the_whole_networks_gradients_or_refuses(
+    name: str, mesh: str, tmp_path: Path
+) -> None:
+    """The driver runs both ranks in threads, and compares outputs and gradients."""
+    family = FAMILIES[name]
+    config = make_config(family, tmp_path, num_workers=2, **MESHES[mesh])
+    manifest = ShardManifest.load(config.shards_uri)
+    if refusal := REFUSED.get((name, mesh)):
+        with pytest.raises(ValueError, match=refusal):
+            check_training(config, family.objects(), manifest)
+    else:
+        assert check_training(config, family.objects(), manifest).config.num_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Mistral", {"sliding_window": 4}, "mask of 4 tokens, and rows have 12.*sliding_window to None"),
+        ("BERT", {"classifier_dropout": 0.1}, "layer 'dropout' of .* drops values with p=0.1"),
+        ("GPT-2", {"attn_pdrop": 0.1}, "does not support dropout of attention weights"),
+    ],
+)
+def test_rows_are_not_divided_where_the_result_would_differ(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    family = replace(FAMILIES[name], sizes={**FAMILIES[name].sizes, **changes})
+    config = make_config(family, tmp_path, num_workers=2, **MESHES["sequence 2"])
+    with pytest.raises(ValueError, match=message):
+        check_training(config, family.objects(), ShardManifest.load(config.shards_uri))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_along_any_axis_train_like_one(name: str, precision: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    found = compare(family, make_config(family, tmp_path, **PRECISIONS[precision]), MESHES)
+    for mesh, value in found.items():
+        refusal = REFUSED.get((name, mesh))
+        if refusal is None:
+            assert isinstance(value, float), value
+            assert value < TOLERANCES[precision], mesh
+        else:
+            assert refusal in str(value)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_that_share_experts_train_like_one(tmp_path: Path) -> None:
+    mesh = {"expert 2": {"parallelism": {"expert": 2}}}
+    assert compare(MIXTRAL, make_config(MIXTRAL, tmp_path), mesh)["expert 2"] < 1e-5

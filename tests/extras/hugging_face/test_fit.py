@@ -1,0 +1,77 @@
+"""Networks of transformers in Spark fits: two workers along an axis give one worker's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_families import FAMILIES
+
+from ringspark.estimators import TorchEstimator
+from ringspark.estimators.options.finetuning import LoRA
+
+pytest.importorskip("transformers")
+
+
+def _fit(spark: Any, name: str, **settings: Any) -> dict[str, torch.Tensor]:
+    family = FAMILIES[name]
+    columns = family.columns(48)
+    rows = [tuple(columns[key][row].tolist() for key in (*family.inputs, "y")) for row in range(48)]
+    frame = spark.createDataFrame(rows, [*family.inputs, "y"]).repartition(2)
+    estimator = TorchEstimator(
+        model=family.build(),
+        inputCols=list(family.inputs),
+        labelCol="y",
+        loss=family.losses[0] if family.losses else "cross_entropy",
+        optimizer="momentum",
+        learningRate=0.05,
+        batchSize=16,
+        epochs=1,
+        collective="torch",
+        shuffle=False,
+        **settings,
+    )
+    state: dict[str, torch.Tensor] = estimator.fit(frame.cache()).getModule().state_dict()
+    return state
+
+
+def _largest(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    return max(float((one[key] - two[key]).abs().max()) for key in one)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("GPT-2", {"parallelism": {"tensor": 2}}),
+        ("Llama", {"parallelism": {"sequence": 2}}),
+        ("T5", {"parallelism": {"pipeline": 2}, "gradientAccumulation": 2}),
+        ("BERT", {}),
+    ],
+)
+def test_a_fit_on_two_workers_equals_one(spark: Any, name: str, settings: dict[str, Any]) -> None:
+    assert _largest(_fit(spark, name, numWorkers=1), _fit(spark, name, numWorkers=2, **settings)) < 1e-5
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_a_saved_folder_is_tuned_by_adapters_like_on_one_worker(spark: Any, tmp_path: Path) -> None:
+    changed = FAMILIES["Llama"].build()
+    with torch.no_grad():
+        changed.model.norm.weight.mul_(1.5)
+    changed.save_pretrained(tmp_path / "saved")
+    options = {"pretrained": str(tmp_path / "saved"), "lora": LoRA(rank=4, targets=["*.q_proj", "*.v_proj"])}
+    one = _fit(spark, "Llama", numWorkers=1, **options)
+    assert torch.equal(one["model.norm.weight"], changed.model.norm.weight)
+    assert (
+        float(
+            (one["model.layers.0.self_attn.v_proj.weight"] - changed.model.layers[0].self_attn.v_proj.weight)
+            .abs()
+            .max()
+        )
+        > 0
+    )
+    assert _largest(one, _fit(spark, "Llama", numWorkers=2, **options)) < 1e-5
