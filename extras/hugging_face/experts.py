@@ -1,6 +1,6 @@
 """Prepares Mixtral-like mixtures of the transformers library for expert parallelism.
 
-Their experts have stacked weights, `gate_up_proj` and `down_proj`, and get each token's experts from a router.
+Their experts have stacked weights, `gate_up_proj` and `down_proj`. A router chooses each token's experts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _is_known(layer: Any) -> bool:
 
 
 class Mixture:
-    """Replaces the `forward` of the experts when it gets `dispatch`; a class, so that networks can be copied."""
+    """Replaces the `forward` of the experts when it gets `dispatch`; networks with it can be copied."""
 
     def __init__(self, experts: Any) -> None:
         self.experts, self.num_experts = experts, int(experts.gate_up_proj.shape[0])
@@ -75,7 +75,7 @@ class Mixture:
 
 
 class _WithRows:
-    """Replaces the network's `forward`: the library's views fail without rows, so it computes one row then."""
+    """Replaces the network's `forward`: the library's views fail without rows, so one row is computed."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network

@@ -33,13 +33,13 @@ def links(network: nn.Module) -> list[Link]:
     name, stacks = type(network).__name__, find_stacks(network)
     if not stacks:
         raise ValueError(
-            f"a pipeline needs a chain of blocks, and {name} has no list of blocks that transformers marks by "
-            "_no_split_modules; leave 'pipeline' out of parallelism"
+            f"a pipeline needs a chain of blocks, and {name} has no list of blocks of a class in "
+            "its _no_split_modules; leave 'pipeline' out of parallelism"
         )
     if isinstance(getattr(network, "rows", None), WholeRows):
         raise ValueError(
-            f"the rows of {name} are divided by parallelism's 'sequence', and a pipeline's later stages do not "
-            "know their length; set 'sequence' or 'pipeline' to 1"
+            f"the rows of {name} are divided by parallelism's 'sequence', and later stages do not know "
+            "their length; set 'sequence' or 'pipeline' to 1"
         )
     is_pair = len(stacks) == 2 and getattr(getattr(network, "config", None), "is_encoder_decoder", False)
     if len(stacks) > 1 and not is_pair:
@@ -155,7 +155,8 @@ class _Part:
         if any(value is not None for value in lost):
             raise ValueError(
                 f"a pipeline passes on only the hidden states of a block, but {self._name()!r} of "
-                f"{type(self.network).__name__} returns {len(outputs)} values; leave 'pipeline' out of parallelism"
+                f"{type(self.network).__name__} returns {len(outputs)} values; leave "
+                "'pipeline' out of parallelism"
             )
         return *given, encoded[0], *inputs
 
@@ -262,7 +263,7 @@ class _Here(nn.Module):
 
 
 def _without_values(value: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns an argument for later links: of pixels and other numbers only the embeddings need the values."""
+    """Returns an argument for later links; only the embeddings need the values of pixels."""
     if value is None or not value.is_floating_point():
         return value
     return value.new_empty((len(value), 0))

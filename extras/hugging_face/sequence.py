@@ -29,8 +29,8 @@ def prepare_sequence(network: nn.Module) -> None:
     name, stacks = type(network).__name__, find_stacks(network)
     if len(stacks) != 1:
         raise ValueError(
-            f"parallelism's 'sequence' needs a network with one chain of blocks, and {name} has {len(stacks)}; "
-            "set 'sequence' to 1, or take 'tensor' or 'pipeline'"
+            f"parallelism's 'sequence' needs a network with one chain of blocks, and {name} has "
+            f"{len(stacks)}; set 'sequence' to 1, or take 'tensor' or 'pipeline'"
         )
     (stack,) = stacks
     blocks = [network.get_submodule(stack.block(number)) for number in range(stack.length)]
@@ -57,15 +57,15 @@ def prepare_sequence(network: nn.Module) -> None:
 
 
 def _check_head(network: nn.Module, stack: Stack) -> None:
-    """Raises ValueError if a layer after the blocks draws random numbers, which would differ between ranks."""
+    """Raises ValueError if a layer after the blocks draws random numbers; they differ between ranks."""
     names = [name for name, _ in network.named_modules()]
     for name, layer in network.named_modules():
         is_after = names.index(name) > names.index(stack.path) and not name.startswith(f"{stack.path}.")
         if is_after and isinstance(layer, nn.Dropout) and layer.p > 0:
             raise ValueError(
-                f"parallelism's 'sequence' needs equal results of the head on all workers, but layer {name!r} "
-                f"of {type(network).__name__} drops values with p={layer.p}; set the head's dropout in the "
-                "config to 0, or 'sequence' to 1"
+                f"parallelism's 'sequence' needs equal results of the head on all workers, but layer "
+                f"{name!r} of {type(network).__name__} drops values with p={layer.p}; set the "
+                "config's dropout of the head to 0, or 'sequence' to 1"
             )
 
 
@@ -82,8 +82,8 @@ class _Tokens:
     def check_positions(self, trunk: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         if named.get("position_ids") is not None:
             raise ValueError(
-                f"parallelism's 'sequence' gives {type(self.network).__name__} the positions of plain rows, but "
-                "the network got position_ids; leave the column out, or set 'sequence' to 1"
+                f"parallelism's 'sequence' gives {type(self.network).__name__} the positions of plain rows, "
+                "but the network got position_ids; leave the column out, or set 'sequence' to 1"
             )
 
     def mark_alike(self, network: Any, inputs: Any, output: Any) -> Any:
@@ -124,8 +124,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     if given := [name for name in _SCORES if more.get(name) is not None]:
         raise ValueError(
-            f"parallelism's 'sequence' computes plain attention, but {type(layer).__name__} has {given[0]}; set "
-            "'sequence' to 1"
+            f"parallelism's 'sequence' computes plain attention, but {type(layer).__name__} has {given[0]}; "
+            "set 'sequence' to 1"
         )
     width, groups = query.shape[-1], query.shape[1] // key.shape[1]
     if groups > 1:
@@ -155,8 +155,8 @@ def _mask(
     if mask_function not in plain and not is_whole:
         window = "" if local_size is None else f" of {local_size} tokens, and rows have {kv_length}"
         raise ValueError(
-            f"parallelism's 'sequence' supports attention to all tokens or to all earlier tokens, but a layer has "
-            f"another mask{window or ''}; set the config's sliding_window to None, or 'sequence' to 1"
+            f"parallelism's 'sequence' supports attention to all tokens or to all earlier tokens, but a "
+            f"layer has another mask{window}; set the config's sliding_window to None, or 'sequence' to 1"
         )
     return None if attention_mask is None else attention_mask.bool()[:, None, None, :]
 

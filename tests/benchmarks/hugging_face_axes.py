@@ -1,7 +1,7 @@
 """Networks of transformers on every axis: largest difference of two workers' weights from one worker's.
 
 Each family trains the same global batches alone and with two workers along each axis, with momentum and
-clipping, in fp32 and in bf16 with activation checkpointing. bf16 rounds every sum, so its differences show only
+clipping, in fp32 and in bf16 with activation checkpointing. bf16 rounds every sum, so its differences show
 another order of roundings. Below the table are the refusals.
 """
 

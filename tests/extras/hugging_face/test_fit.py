@@ -33,7 +33,7 @@ def _fit(spark: Any, name: str, **settings: Any) -> dict[str, torch.Tensor]:
         shuffle=False,
         **settings,
     )
-    state: dict[str, torch.Tensor] = estimator.fit(frame.cache()).getModule().state_dict()
+    state: dict[str, torch.Tensor] = estimator.fit(frame.cache()).module().state_dict()
     return state
 
 

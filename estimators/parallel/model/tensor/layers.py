@@ -36,7 +36,7 @@ class Region:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Returns whether a linear layer has a weight of (in, out), as GPT-2's layers of the transformers library."""
+    """Returns whether a linear layer has a weight of (in, out), as those of GPT-2 in transformers."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
 
 
@@ -90,7 +90,7 @@ class RowLinear(nn.Module):
 
 
 class ColumnEmbedding(nn.Module):
-    """An embedding table with this rank's columns, such as biases per attention head: (...) -> (..., own dim)."""
+    """An embedding table with this rank's columns, such as biases per head: (...) -> (..., own dim)."""
 
     def __init__(self, layer: nn.Embedding, region: Region) -> None:
         super().__init__()
