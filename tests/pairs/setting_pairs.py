@@ -117,7 +117,8 @@ REFUSED = _rules(
         "mesh: tensor sequence_parallel",
         "sequence_parallel sums gradients of whole parameters",
     ),
-    ("sync: Zero 1|Zero 2", f"mesh: {_DELAYED}", "gives a step gradients of an earlier step, or none"),
+    ("sync: Zero 2", f"mesh: {_PIPELINES}|tensor sequence_parallel", "workers still add to them after it"),
+    ("sync: Zero 1", f"mesh: {_DELAYED}", "gives a step gradients of an earlier step, or none"),
     (f"sync: {COMPRESSED}", "optimizer: adam1bit", "uses the second moments of the uncompressed steps"),
     ("sync: Zero 3", f"optimizer: {_WHOLE}", "leaves each worker a shard of every parameter, .*needs whole"),
     ("sync: ParameterServer*", f"optimizer: {_WHOLE}", "gives each server a shard of every parameter"),
@@ -137,7 +138,7 @@ REFUSED = _rules(
     ("sync: Zero 3", f"activations: {_PACKED}", "gathers weights again for the backward pass"),
     ("sync: Zero 3", "compile: compile", "compile fuses operations over the whole network"),
     (f"mesh: {CUT}|{SHARD}", "collective: horovod", "needs collectives over some of the workers"),
-    (f"mesh: {_SEQUENCES}|{_TENSORS}|{_EXPERTS}", f"optimizer: {_WHOLE}", "needs whole parameters"),
+    (f"mesh: {_TENSORS}|{_EXPERTS}", f"optimizer: {_WHOLE}", "needs whole parameters"),
     ("sync: ParameterServer*|Zero 3", "optimizer: own whole", "splits parameters at any element"),
     (f"mesh: {_TENSORS}|{_EXPERTS}", "optimizer: own whole", "gives a worker only shards of parameters"),
     (f"mesh: {CUT}", "optimizer: adam1bit", "sums whole gradients in one bit"),
@@ -149,11 +150,6 @@ REFUSED = _rules(
     (f"mesh: {CUT}", "adapters: LoRA", "lora adds matrices to whole layers"),
     ("columns: windows", "rows: in place", "plan has"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
-)
-
-# Three settings that are refused only together.
-TOGETHER = _rules(
-    ("sync: Zero 1|Zero 2", f"mesh: {_PIPELINES}", f"optimizer: {_WHOLE}", "shards of a stage's parameters"),
 )
 
 MEANINGLESS = _rules()
@@ -179,9 +175,7 @@ _OUT = {frozenset(pair) for pair in PAIRS if status(frozenset(pair)) != "works"}
 
 def is_allowed(chosen: Mapping[str, str], value: Value) -> bool:
     """Whether another choice can stand with some choices."""
-    if any(frozenset((value, other)) in _OUT for other in chosen.items()):
-        return False
-    return not any(rule.fits({**chosen, value[0]: value[1]}) for rule in TOGETHER)
+    return not any(frozenset((value, other)) in _OUT for other in chosen.items())
 
 
 @cache
