@@ -245,8 +245,12 @@ def fitted(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.
     case, folder = CASES[request.param], tmp_path_factory.mktemp("kind")
     label = (F.col("id") % 5 / 4.0).alias("label")
     table = case.convert(spark.range(ROWS).select("id", F.expr(case.sql).alias("x"), label))
+    return Fitted(case, table, Pipeline(stages=[make_estimator(case, folder)]).fit(table), folder)
+
+
+def make_estimator(case: Case, folder: Path, **settings: Any) -> TorchRegressor:
     torch.manual_seed(1)
-    estimator = TorchRegressor(
+    return TorchRegressor(
         model=case.network(),
         inputCols=["x" + case.part],
         columns={} if case.kind is None else {"x": case.kind},
@@ -254,8 +258,8 @@ def fitted(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.
         batchSize=8,
         storageUri=str(folder / "runs"),
         showProgress=False,
+        **settings,
     )
-    return Fitted(case, table, Pipeline(stages=[estimator]).fit(table), folder)
 
 
 def scores(frame: Any) -> list[float]:
@@ -282,6 +286,14 @@ def test_fit_sees_every_row_in_every_epoch(fitted: Fitted) -> None:
     summary = fitted.model.stages[0].summary
     assert [*summary.history.rows] == [ROWS] * 3
     assert summary.history.train_loss.iloc[-1] < summary.history.train_loss.iloc[0]
+
+
+@pytest.mark.slow
+def test_two_workers_end_with_the_weights_of_one(fitted: Fitted) -> None:
+    estimator = make_estimator(fitted.case, fitted.folder, numWorkers=2, collective="torch")
+    one, two = fitted.model.stages[0].module(), estimator.fit(fitted.table).module()
+    for ours, theirs in zip(two.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_transform_gives_what_the_network_gives_for_the_values(fitted: Fitted) -> None:
