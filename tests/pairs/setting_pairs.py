@@ -152,7 +152,13 @@ REFUSED = _rules(
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )
 
-MEANINGLESS = _rules()
+MEANINGLESS = _rules(
+    (
+        "adapters: LoRA",
+        "freezing: freeze",
+        "freeze has no effect, and fit says so: lora freezes all but its adapters",
+    ),
+)
 
 
 @cache
