@@ -123,9 +123,8 @@ class _Part:
 
     def __call__(self, *values: torch.Tensor | None) -> Any:
         if self._stack == 0 and self._block is None:
-            state, inputs = (None,) * (2 + _NUM_CARRIED), values
-        else:
-            state, inputs = values[: 2 + _NUM_CARRIED], values[2 + _NUM_CARRIED :]
+            values = (*(None,) * (2 + _NUM_CARRIED), *values)
+        state, inputs = values[: 2 + _NUM_CARRIED], values[2 + _NUM_CARRIED :]
         encoded: list[Any] = [state[-1]]
         with _replaced(self.network, self._replacements(state), self._shells):
             handle = None

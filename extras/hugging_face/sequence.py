@@ -34,7 +34,9 @@ def prepare_sequence(network: nn.Module) -> None:
         )
     (stack,) = stacks
     blocks = [network.get_submodule(stack.block(number)) for number in range(stack.length)]
-    attentions = [layer for block in blocks for layer in block.modules() if hasattr(layer, "is_causal")]
+    attentions: list[Any] = [
+        layer for block in blocks for layer in block.modules() if hasattr(layer, "is_causal")
+    ]
     if not attentions or any(hasattr(layer, "relative_attention_bias") for layer in attentions):
         raise ValueError(
             f"parallelism's 'sequence' needs attention by the AttentionInterface of transformers without "

@@ -50,7 +50,7 @@ _NAMED = 12
 STYLES = ("column", "column_joined", "row", "grid", "vocabulary")
 
 
-def _make_shard(style: str, layer: nn.Module, region: Region, blocks: Any) -> Any:
+def _make_shard(style: str, layer: Any, region: Region, blocks: Any) -> Any:
     """Returns this rank's shard of a layer; `blocks` is the style's argument from `_style`."""
     if style == "grid" and isinstance(blocks, int):
         raise ValueError("style 'grid' needs the rows and columns of the grid, such as ['grid', [2, 2]]")
