@@ -58,6 +58,12 @@ class ParameterClient:
     def push(self, index: int, gradient: torch.Tensor) -> None:
         self._send({index: gradient}, ends_step=False)
 
+    def push_and_wait(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Sends gradients in the current step; returns when all servers have them."""
+        self._send(gradients, ends_step=False)
+        # A server answers on the same connection, after it has taken the push.
+        self._read([], None, {})
+
     def pull(self, index: int) -> torch.Tensor:
         """Returns the current value of a parameter; first waits until the staleness bound allows the read."""
         parameter = self._parameters[index]

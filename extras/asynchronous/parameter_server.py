@@ -125,18 +125,41 @@ class ServedSync(GradientSync):
         self._server = server
         self._collective = collective
         self._sent = 0
+        self._has_pushed = False
         self._read = self._copy_own()
         # The loss scaler calls this method if it takes the step.
         settings.step = self._push_and_read  # type: ignore[method-assign, assignment]
 
+    def clip_gradients(self, max_norm: float) -> None:
+        if not self.in_step:
+            # Each push is a step of its own, so each worker bounds its own gradient.
+            super().clip_gradients(max_norm)
+            return
+        self.client.progress = self.progress
+        self.client.push_and_wait(self._gradients())
+        self._has_pushed = True
+        # No rank sums before every server has the gradients of every worker.
+        self._collective.barrier()
+        sums = self.table.sum_step()
+        square = torch.zeros(1, dtype=torch.float64)
+        for gradient in sums:
+            square += gradient.double().square().sum().cpu()
+        norm = torch.cat([own.cpu() for own in self._collective.all_gather(square)]).sum().sqrt()
+        factor = min(1.0, max_norm / (float(norm) + 1e-6))
+        for gradient in sums:
+            gradient.mul_(factor)
+
     def step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return {index: p.grad for index, p in enumerate(self._shard.parameters) if p.grad is not None}
 
     def _push_and_read(self, closure: None = None) -> None:
         self.client.progress = self.progress
         self._send_changes()
-        named = enumerate(self._shard.parameters)
-        self.client.push_step({index: p.grad for index, p in named if p.grad is not None})
+        self.client.push_step({} if self._has_pushed else self._gradients())
+        self._has_pushed = False
         self.client.read_all()
         self._read = self._copy_own()
         self._count()

@@ -26,6 +26,8 @@ from ringspark.estimators.parallel.sharded.parameter_shards import hide_empty_gr
 # One worker's gradients of a step, by the parameter's index, and the settings of its optimizer's groups.
 Gradients = Mapping[int, torch.Tensor]
 Groups = Sequence[Mapping[str, Any]]
+# Worker -> what it has pushed in one step.
+_Pushes = dict[int, tuple[dict[int, torch.Tensor], Groups]]
 
 
 class WorkerLeftError(RuntimeError):
@@ -99,7 +101,7 @@ class ParameterTable:
         self._left: dict[int, int] = {}  # rank -> its clock when it left
         self._seen = [0] * size  # steps of other workers at a worker's last read
         # Clock -> worker -> pushes that wait for the other workers.
-        self._waiting: dict[int, dict[int, tuple[dict[int, torch.Tensor], Groups]]] = {}
+        self._waiting: dict[int, _Pushes] = {}
         self._moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def push(self, worker: int, gradients: Gradients, groups: Groups, *, ends_step: bool) -> None:
@@ -143,6 +145,20 @@ class ParameterTable:
                 self._await_step(clock - (bound or 0))
             # Without the lock, because it may send a message, and a peer may not read it.
             progress()
+
+    def sum_step(self) -> list[torch.Tensor]:
+        """Sums the gradients that all workers have pushed in the present step; returns the sums.
+
+        The optimizer will use these tensors, so the caller may change them until its own worker's tick.
+        """
+        with self._changed:
+            clock = self.clocks.slowest
+            of_clock = self._waiting.get(clock, {})
+            if not of_clock:
+                return []
+            first, sums = min(of_clock), _sum_workers(of_clock)
+            self._waiting[clock] = {first: (sums, of_clock[first][1])}
+            return [*sums.values()]
 
     def leave(self, worker: int) -> None:
         """Marks a worker as gone; later reads raise an error."""
@@ -207,11 +223,7 @@ class ParameterTable:
         for clock in sorted(clock for clock in self._waiting if clock < self.clocks.slowest):
             of_clock = self._waiting.pop(clock)
             self._apply_moves()
-            sums: dict[int, torch.Tensor] = {}
-            for worker in sorted(of_clock):
-                for index, gradient in of_clock[worker][0].items():
-                    sums[index] = sums[index] + gradient if index in sums else gradient
-            if sums:
+            if sums := _sum_workers(of_clock):
                 self._step(sums, of_clock[min(of_clock)][1], 1.0)
 
     def _step(self, gradients: Gradients, groups: Groups, rate_share: float) -> None:
@@ -232,3 +244,11 @@ class ParameterTable:
             self._changed.notify_all()
         for tensor in self.held.values():
             tensor.grad = None
+
+
+def _sum_workers(of_clock: _Pushes) -> dict[int, torch.Tensor]:
+    sums: dict[int, torch.Tensor] = {}
+    for worker in sorted(of_clock):
+        for index, gradient in of_clock[worker][0].items():
+            sums[index] = sums[index] + gradient if index in sums else gradient
+    return sums

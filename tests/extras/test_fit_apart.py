@@ -1,4 +1,4 @@
-"""`fit` with local SGD and asynchronous training (`localSteps`, `consistency`), on Spark from shards on disk.
+"""`fit` with local SGD and asynchronous training, on Spark from shards on disk.
 
 A gang without Spark repeats each training from its stored config. Deterministic methods must be bitwise
 equal; the other methods must take the same steps and learn equally well.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from small_training import train_ranks, weights_of
 
-from ringspark.estimators import TorchRegressionModel, TorchRegressor
+from ringspark.estimators import ParameterServer, TorchRegressionModel, TorchRegressor
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
@@ -56,9 +56,11 @@ APART: dict[str, Any] = {
     "asp": "asp",
     "hogwild": "hogwild",
 }
-WAYS = [(name, "localSteps", value) for name, value in LOCAL.items()]
-WAYS += [(name, "consistency", value) for name, value in APART.items()]
-ORDERED = {*LOCAL, "ssp of 0"}  # a rerun is bitwise equal
+WAYS: list[tuple[str, dict[str, Any]]] = [(name, {"localSteps": value}) for name, value in LOCAL.items()]
+WAYS += [(name, {"consistency": value}) for name, value in APART.items()]
+BOUNDED = {"maxGradNorm": 0.5, "weightDecay": 0.01, "emaDecay": 0.5}
+WAYS += [("ssp of 0, bounded", {"sync": ParameterServer(staleness=0), **BOUNDED})]
+ORDERED = {*LOCAL, "ssp of 0", "ssp of 0, bounded"}  # a rerun is bitwise equal
 FAST = {"ssp"}
 
 
@@ -78,11 +80,11 @@ def shards(table: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "value"),
+    ("name", "settings"),
     [pytest.param(*way, id=way[0], marks=[] if way[0] in FAST else [pytest.mark.slow]) for way in WAYS],
 )
 def test_a_fit_of_workers_that_run_apart(
-    table: Any, shards: str, tmp_path: Path, name: str, setting: str, value: Any
+    table: Any, shards: str, tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     run = tmp_path / "run"
     estimator = TorchRegressor(
@@ -96,7 +98,7 @@ def test_a_fit_of_workers_that_run_apart(
         runUri=str(run),
         metrics=["mae"],
         showProgress=False,
-        **{setting: value},
+        **settings,
     )
     model = estimator.fitOnShards(shards)
 

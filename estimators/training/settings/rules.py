@@ -215,8 +215,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "not step together; set onNonFinite='stop', or sync=AllReduce()",
     ),
     Combination(
-        "sync=ParameterServer or Hogwild with emaDecay",
-        lambda c: _is_asynchronous(c) and c.ema_decay is not None,
+        "sync=ParameterServer or Hogwild with emaDecay, except staleness=0",
+        lambda c: not c.is_in_step and c.ema_decay is not None,
         "emaDecay averages the weights after each step, but with sync={sync} every worker sees other "
         "weights; leave emaDecay unset, or set sync=AllReduce()",
     ),
@@ -227,12 +227,6 @@ COMBINATIONS: tuple[Combination, ...] = (
         ),
         "sync={sync} gives each server a shard of every parameter, but optimizer '{optimizer}' needs whole "
         "parameters; set optimizer='adamw', or sync=AllReduce()",
-    ),
-    Combination(
-        "sync=ParameterServer(staleness=0) with maxGradNorm",
-        lambda c: _is_asynchronous(c) and c.is_in_step and c.max_grad_norm is not None,
-        "maxGradNorm ({max_grad_norm}) bounds the norm of the whole gradient, but each server has only a "
-        "shard of it; leave maxGradNorm unset, or set sync=AllReduce(), which trains the same",
     ),
     Combination(
         "sync=Hogwild() with useGpu",

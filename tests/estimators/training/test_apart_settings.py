@@ -99,7 +99,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync": SSP, "on_non_finite": "skip"}, r"set onNonFinite='stop', or sync=AllReduce\(\)"),
     ({"sync": SSP, "ema_decay": 0.9}, r"leave emaDecay unset, or set sync=AllReduce\(\)"),
     ({"sync": SSP, "optimizer": "lamb"}, "'lamb' needs whole parameters; set optimizer='adamw'"),
-    ({"sync": ParameterServer(staleness=0), "max_grad_norm": 1.0}, "leave maxGradNorm unset"),
     ({"sync": Hogwild(), "use_gpu": True}, r"set useGpu=False, or sync=ParameterServer\(\)"),
 ]
 

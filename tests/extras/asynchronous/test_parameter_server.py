@@ -84,7 +84,9 @@ def _prepare(
     return STRATEGIES[settings.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), settings)
 
 
-def _train(collective: Collective, sync: GradientSync, steps: int = STEPS) -> None:
+def _train(
+    collective: Collective, sync: GradientSync, steps: int = STEPS, max_norm: float | None = None
+) -> None:
     scaler = LossScaler("fp32", torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -98,6 +100,8 @@ def _train(collective: Collective, sync: GradientSync, steps: int = STEPS) -> No
         else:
             sync.backward_without_rows((mine,))
         sync.reduce()
+        if max_norm is not None:
+            sync.clip_gradients(max_norm)
         sync.step(scaler)
 
 
@@ -121,6 +125,9 @@ def _in_step(collective: Collective, optimizer: str) -> dict[str, Any]:
         _train(collective, sync)
         sync.settle()
         result[name] = {"weights": _weights(sync), "state": _state(sync)}
+        clipped = _prepare(collective, consistency, optimizer)
+        _train(collective, clipped, max_norm=0.3)
+        result[name]["clipped"] = _weights(clipped)
     return result
 
 
@@ -303,6 +310,10 @@ def test_staleness_0_is_the_training_by_all_reduce(size: int, collective: str, o
         assert server[0]["weights"] == reduced["weights"]
     assert server[0]["weights"] == pytest.approx(reduced["weights"], abs=1e-6)
     assert server[0]["state"] == pytest.approx(reduced["state"], abs=1e-6)
+    assert all(own["clipped"] == server[0]["clipped"] for own in server)
+    assert server[0]["clipped"] == pytest.approx(reduced["clipped"], abs=1e-6)
+    if optimizer == "sgd":  # Adam's steps hardly depend on the gradients' scale
+        assert reduced["clipped"] != pytest.approx(reduced["weights"], abs=1e-2)
 
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)

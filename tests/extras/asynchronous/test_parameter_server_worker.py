@@ -15,10 +15,11 @@ import pytest
 import torch
 from earlier_settings import sync_of
 from safetensors.torch import load_file
-from small_training import config_of, train_gang, train_ranks, weights_of
+from small_training import config_of, train_gang, train_in_turn, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.step_log import read_steps
@@ -60,6 +61,21 @@ def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
     one, other = train_gang(plain), train_gang(served)
     assert torch.equal(_weights(one), _weights(other))
     assert one.history[-1].validation_loss == other.history[-1].validation_loss
+
+
+def test_staleness_0_clips_decays_and_averages_like_all_reduce(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """`maxGradNorm` bounds the norm of the gradient that all servers hold together."""
+    changes: dict[str, Any] = {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9}
+    manifest = _shards(make_shards)
+    plain = _config(manifest, tmp_path / "a", max_grad_norm=0.5, **changes)
+    served = replace(plain, run_uri=str(tmp_path / "b"), sync=ParameterServer(staleness=0))
+    free = replace(served, run_uri=str(tmp_path / "c"), max_grad_norm=None)
+    results = train_in_turn({"plain": plain, "served": served, "free": free})
+    one, other, unbounded = (_weights(results[name]) for name in ("plain", "served", "free"))
+    assert torch.allclose(one, other, rtol=0, atol=1e-6)
+    assert not torch.allclose(other, unbounded, rtol=0, atol=1e-4)
 
 
 class _Constant(nn.Module):
