@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -82,21 +83,65 @@ def _is_plain(layer: nn.Linear) -> bool:
     return forward is nn.Linear.forward and "weight" in layer._parameters and not has_hooks
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """The matrices A and B of one layer, and the options of their product."""
+
+    first: nn.Parameter
+    second: nn.Parameter
+    scale: float
+    dropout: float
+
+
 def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
     weight = layer.weight
     first = torch.empty(rank, layer.in_features, dtype=weight.dtype, device=weight.device)
     nn.init.kaiming_uniform_(first, a=math.sqrt(5))
-    layer.register_parameter(_A, nn.Parameter(first))
-    layer.register_parameter(_B, nn.Parameter(weight.new_zeros(layer.out_features, rank)))
-    layer._lora_scale, layer._lora_dropout = scale, dropout  # type: ignore[assignment]
+    second = weight.new_zeros(layer.out_features, rank)
+    add_adapter(layer, Adapter(nn.Parameter(first), nn.Parameter(second), scale, dropout))
+
+
+def add_adapter(layer: nn.Module, adapter: Adapter) -> None:
+    """Adds the adapter's product to the outputs of a layer with whole inputs and outputs."""
+    hold_adapter(layer, adapter)
     layer.register_forward_hook(_add_product)
+
+
+def hold_adapter(layer: nn.Module, adapter: Adapter) -> None:
+    """Gives the layer an adapter; the layer's `forward` must add `adapter_product`."""
+    layer.register_parameter(_A, adapter.first)
+    layer.register_parameter(_B, adapter.second)
+    layer._lora_scale, layer._lora_dropout = adapter.scale, adapter.dropout  # type: ignore[assignment]
+
+
+def take_adapter(layer: nn.Module) -> Adapter | None:
+    """Removes the layer's adapter and returns it; returns None if there is none."""
+    if not has_adapter(layer):
+        return None
+    own: Any = layer
+    adapter = Adapter(own.lora_A, own.lora_B, own._lora_scale, own._lora_dropout)
+    for name in (_A, _B, "_lora_scale", "_lora_dropout"):
+        delattr(layer, name)
+    for key in [key for key, hook in layer._forward_hooks.items() if hook is _add_product]:
+        del layer._forward_hooks[key]
+    return adapter
+
+
+def has_adapter(layer: nn.Module) -> bool:
+    return "_lora_scale" in layer.__dict__
 
 
 def _add_product(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     # No closure over the layer, so that a copy of the network uses its own matrices.
-    seen = F.dropout(inputs[0], layer._lora_dropout, layer.training)  # type: ignore[arg-type]
-    product = F.linear(F.linear(seen, layer.lora_A), layer.lora_B)  # type: ignore[arg-type]
-    return output + product * _scale(layer)
+    return output + adapter_product(layer, inputs[0])
+
+
+def adapter_product(
+    layer: Any, x: torch.Tensor, between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> torch.Tensor:
+    """Returns the adapter's output; a sharded layer communicates `between` its two matrices."""
+    seen = F.dropout(x, layer._lora_dropout, layer.training)
+    return F.linear(between(F.linear(seen, layer.lora_A)), layer.lora_B) * _scale(layer)
 
 
 def _scale(layer: Any) -> float:
@@ -105,11 +150,7 @@ def _scale(layer: Any) -> float:
 
 
 def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: layer
-        for name, layer in module.named_modules(remove_duplicate=False)
-        if "_lora_scale" in layer.__dict__
-    }
+    return {name: layer for name, layer in module.named_modules(remove_duplicate=False) if has_adapter(layer)}
 
 
 def matrix_names(module: nn.Module) -> set[str]:
@@ -119,32 +160,35 @@ def matrix_names(module: nn.Module) -> set[str]:
 def merged_state(module: nn.Module) -> State:
     """Returns the state dict with each adapter's product added to its layer's weight, and without adapters.
 
-    If the weights are sharded, every rank must call this.
+    If the weights are sharded, every rank must call this. A layer with a block of the weight has a method
+    `own_block`, which takes the block of a whole matrix.
     """
     state: State = module.state_dict()
     for prefix, layer in find_adapters(module).items():
         first, second, weight = (f"{prefix}.{name}".lstrip(".") for name in (_A, _B, "weight"))
         with torch.no_grad():
-            product = _product(state.pop(second), state.pop(first), state[weight])
+            cut = getattr(layer, "own_block", lambda whole: whole)
+            product = _product(state.pop(second), state.pop(first), state[weight], cut)
             state[weight] = state[weight] + product * _scale(layer)
     return state
 
 
-def _product(second: Any, first: Any, weight: Any) -> torch.Tensor:
-    """Returns the product B A.
+def _product(
+    second: Any, first: Any, weight: Any, cut: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Returns the product B A, as `cut` returns its block.
 
     If the weights are sharded (`DTensor`), the product is sharded in the same way.
     """
     if not hasattr(weight, "full_tensor"):
-        return torch.matmul(second, first)
+        return cut(torch.matmul(second, first))
     from torch.distributed.tensor import distribute_tensor
 
-    whole = second.full_tensor() @ first.full_tensor()
+    whole = cut(second.full_tensor() @ first.full_tensor())
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def adapter_state(module: nn.Module) -> State:
-    if not find_adapters(module):
-        return {}
+    """Returns the trained tensors of this rank's shard of a network with adapters."""
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     return {name: tensor for name, tensor in module.state_dict().items() if name in trained}

@@ -64,6 +64,7 @@ class ModelLayout:
         cuts: Sharded parameters; ranks hold the other parameters whole.
         shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
+        is_adapted: Whether any layer of the whole network has an adapter of `lora`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ModelLayout:
         copies: frozenset[str] = frozenset(),
         trained: Sequence[str] = (),
         tied: Mapping[str, str] | None = None,
+        is_adapted: bool = False,
     ) -> None:
         """Registers the layout of `module`, this rank's shard of the network.
 
@@ -86,6 +88,7 @@ class ModelLayout:
         self.cuts = dict(cuts)
         self.shapes = dict(shapes)
         self.trained = tuple(trained)
+        self.is_adapted = is_adapted
         self._tied = dict(tied or {})
         self._parameters = [name for name, _ in module.named_parameters()]
         self._copies = copies

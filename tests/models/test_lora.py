@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from ringspark.models import ModelSpec
-from ringspark.models.lora import adapter_state, add_lora, linear_layers, merged_state
+from ringspark.models.lora import adapter_state, add_lora, find_adapters, linear_layers, merged_state
 
 SPEC = ModelSpec(
     "transformer_classifier",
@@ -114,7 +114,7 @@ class _OwnLora(nn.Linear):
 def test_matrices_of_a_user_s_own_are_no_adapter() -> None:
     module = nn.Sequential(_OwnLora(), nn.Linear(1, 1))
     assert merged_state(module).keys() == module.state_dict().keys()
-    assert adapter_state(module) == {}
+    assert find_adapters(module) == {}
     add_lora(module, rank=1, alpha=1, targets=["1"])
     assert {"0.lora_A", "0.lora_B"} <= merged_state(module).keys()
 

@@ -29,6 +29,7 @@ from ringspark.estimators.parallel.model.tensor import (
 )
 from ringspark.estimators.parallel.shard_spec import ShardSpec
 from ringspark.models.chain import links_of
+from ringspark.models.lora import find_adapters
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 
@@ -87,6 +88,7 @@ def shard_network(
     firsts = {parameter: name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     tied = {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}
+    is_adapted = bool(find_adapters(module))
     cuts: dict[str, ShardSpec] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.plan or plan_of(module, mesh.sizes["tensor"])
@@ -106,7 +108,7 @@ def shard_network(
             module, mesh, options.pipeline, num_micro, None if is_cut else sample, device
         )
     copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
-    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied)
+    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied, is_adapted)
     return pipeline
 
 

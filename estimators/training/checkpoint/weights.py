@@ -28,7 +28,7 @@ from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 from ringspark.models.disk_offload import offload_to_disk
-from ringspark.models.lora import adapter_state, merged_state
+from ringspark.models.lora import adapter_state, find_adapters, merged_state
 from ringspark.models.meta_device import fill
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
@@ -80,10 +80,14 @@ def save_checkpoint(
 
 
 def _collect_states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    if (layout := layout_of(module)) is not None:
-        return {WEIGHTS: layout.make_fetchable(module.state_dict())}
-    adapter = adapter_state(module)
-    return ({ADAPTER: adapter} if adapter else {}) | {WEIGHTS: merged_state(module)}
+    layout = layout_of(module)
+    # A stage of a pipeline may have no adapters, but every rank must collect the same files.
+    is_adapted = bool(find_adapters(module)) if layout is None else layout.is_adapted
+    states = {ADAPTER: adapter_state(module)} if is_adapted else {}
+    states[WEIGHTS] = merged_state(module)
+    if layout is not None:
+        states = {name: layout.make_fetchable(state) for name, state in states.items()}
+    return states
 
 
 def read_adapter(uri: str) -> dict[str, torch.Tensor]:

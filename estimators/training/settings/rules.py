@@ -310,12 +310,6 @@ COMBINATIONS: tuple[Combination, ...] = (
         "worker only shards; set optimizer='adamw', or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that shards the network with lora",
-        lambda c: c.cuts_network and c.lora is not None,
-        "lora adds matrices to whole layers, which parallelism={parallelism} shards; leave lora unset, or "
-        "give all workers to 'data'",
-    ),
-    Combination(
         "parallelism that shards the network with noiseScale",
         lambda c: c.cuts_network and c.noise_scale,
         "noiseScale compares whole gradients, but parallelism={parallelism} gives a worker only shards; "

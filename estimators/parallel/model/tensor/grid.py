@@ -7,6 +7,7 @@ the grid and all-gathered along column j, so each message is a shard and has few
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from ringspark.estimators.parallel.model.communication import (
     take_shard,
 )
 from ringspark.estimators.parallel.model.fake_collective import FakeCollective
-from ringspark.estimators.parallel.shard_spec import ShardSpec, shard_parameter
+from ringspark.estimators.parallel.shard_spec import ShardSpec, copy_shard, shard_parameter
+from ringspark.models.lora import Adapter, add_adapter
 
 AXIS = "tensor"
 # (rows, columns) -> collectives of this rank's column and row of the grid.
@@ -70,9 +72,14 @@ class GridLinear(nn.Module):
         self._down, self._across = grids(rows, columns)
         self._outputs = layer.out_features
         spec = ShardSpec(AXIS, 0, grid=grid)
+        self.own_block = partial(copy_shard, spec=spec, rank=collective.rank, size=collective.size)
         self.weight = shard_parameter(layer.weight, spec, collective.rank, collective.size)
         self.bias = layer.bias
         self.cuts = {"weight": spec}
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Adds the whole adapter: every rank has all inputs and outputs."""
+        add_adapter(self, adapter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = all_reduce_gradient(take_shard(x, -1, self._across), self._down)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ringspark.estimators.parallel.model.tensor.grid import Grids
 from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
 from ringspark.estimators.parallel.model.tensor.sequence_parallel import RegionBoundary
 from ringspark.estimators.parallel.shard_spec import ShardSpec, copy_shard, shard_parameter
+from ringspark.models.lora import Adapter, adapter_product, has_adapter, hold_adapter
 
 AXIS = "tensor"
 
@@ -57,10 +58,19 @@ class ColumnLinear(nn.Module):
             self.bias = shard_parameter(layer.bias, spec, collective.rank, collective.size)
             self.cuts["bias"] = spec
 
+    def adapt(self, adapter: Adapter) -> None:
+        """Holds the adapter's A, and the shard of B with this rank's outputs."""
+        spec, ranks = replace(self.cuts["weight"], dim=0), self._region.collective
+        own = shard_parameter(adapter.second, spec, ranks.rank, ranks.size)
+        hold_adapter(self, replace(adapter, second=own))
+        self.cuts["lora_B"] = spec
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         region = self._region
         weight = self.weight.t() if self._is_transposed else self.weight
         out = F.linear(region.boundary.enter(x), weight, self.bias)
+        if has_adapter(self):
+            out = out + adapter_product(self, x, region.boundary.enter)
         if self._gathers:
             return all_gather(out, -1, region.collective, self._outputs)
         if self.training and region.random_state is not None:
@@ -80,12 +90,23 @@ class RowLinear(nn.Module):
         self.bias = layer.bias
         self.cuts = {"weight": spec}
 
+    def adapt(self, adapter: Adapter) -> None:
+        """Holds the shard of the adapter's A with this rank's inputs, and B."""
+        spec, ranks = replace(self.cuts["weight"], dim=1), self._region.collective
+        own = shard_parameter(adapter.first, spec, ranks.rank, ranks.size)
+        hold_adapter(self, replace(adapter, first=own))
+        self.cuts["lora_A"] = spec
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         region = self._region
+        # First, because dropout of the inputs belongs to the region.
+        added = adapter_product(self, x, region.boundary.leave) if has_adapter(self) else None
         if region.random_state is not None:
             region.random_state.end()
         weight = self.weight.t() if self._is_transposed else self.weight
         out = region.boundary.leave(F.linear(x, weight))
+        if added is not None:
+            out = out + added
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -38,6 +38,7 @@ from ringspark.estimators.parallel.model.tensor.sequence_parallel import (
     SequenceShardedRows,
 )
 from ringspark.estimators.parallel.shard_spec import ShardSpec
+from ringspark.models.lora import take_adapter
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 from ringspark.models.reports import CountingLayer
 from ringspark.models.transformer import TransformerLM, scores
@@ -233,11 +234,14 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
                     f"parallelism's plan shards {name!r}, but another layer has its weights; leave it out "
                     "of the plan"
                 )
+            adapter = take_adapter(layer)
             try:
                 part = _make_shard(style, layer, region, blocks)
                 _check_plain(layer)
             except ValueError as error:
                 raise ValueError(f"parallelism's plan cannot shard {name!r}: {error}") from None
+            if adapter is not None:
+                part.adapt(adapter)
             if any(getattr(part, key).numel() < 1 for key in part.cuts):
                 raise ValueError(
                     f"parallelism's 'tensor' has {region.collective.size} workers, but {name!r} is too small "

@@ -14,10 +14,13 @@ from earlier_settings import sync_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint.weights import read_adapter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -494,13 +497,106 @@ def test_counts_of_an_epoch_go_on_over_another_mesh(
         assert one.metrics["train_dropped_share"] > 0
 
 
+# Layers of every style that a plan shards, and layers that it leaves whole.
+LAYERS = ("*.qkv", "*.out", "*.up", "*.down")
+ADAPTED = {
+    "classifier": LoRA(rank=3, targets=(*LAYERS, "head"), train=("*mlp_norm*",)),
+    "language model": LoRA(rank=3, alpha=6.0, targets=LAYERS),
+}
+OVER_ADAPTERS = [
+    _quick({"tensor": 2}),
+    _slow({"data": 2, "tensor": 2}, gradient_accumulation=2),
+    _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
+    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=1)),
+    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=3), gradient_checkpointing="all"),
+    _slow({"shard": 2, "tensor": 2}, sync=Zero(stage=2)),
+    _quick({"pipeline": 2}, gradient_accumulation=2),
+    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=2, sync=Zero(stage=1)),
+    _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
+    _slow({"pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
+    _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
+    _slow({"sequence": 2}),
+    _slow({"data": 2, "sequence": 2}, sync=Zero(stage=2)),
+    _slow({"sequence": 2, "tensor": 2}),
+    _slow({"data": 2, "shard": 2}, sync=Zero(stage=3)),
+]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(("mesh", "changes"), OVER_ADAPTERS)
+def test_a_mesh_trains_adapters_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    spec = TRANSFORMERS[name]
+    _check_adapters(_texts(make_shards, tmp_path / "one", spec, lora=ADAPTED[name]), spec, mesh, changes)
+
+
+@pytest.mark.slow
+def test_a_mesh_trains_adapters_beside_experts_as_one_worker_does(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    adapters = replace(ADAPTED["classifier"], targets=("*.qkv", "*.out", "head"))
+    settings: dict[str, Any] = {"weight_column": "w", "seed": SEEDS["classifier"], "lora": adapters}
+    config = _texts(make_shards, tmp_path / "one", MIXTURES["classifier"], **settings)
+    changes = {"gradient_accumulation": 2}
+    _check_adapters(config, MIXTURES["classifier"], {"data": 2, "expert": 2}, changes)
+
+
+@pytest.mark.slow
+def test_a_grid_trains_adapters_as_one_worker_does(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path / "one", lora=LoRA(rank=2, targets=("*",)))
+    _check_adapters(config, MLP, {"tensor": 4, "plan": GRIDS}, {})
+
+
+def _check_adapters(
+    config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    one, many = _check_mesh(config, spec, mesh, changes)
+    first, second = read_adapter(one.checkpoint_uri), read_adapter(many.checkpoint_uri)
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.allclose(second[key], tensor, rtol=0, atol=1e-5), key
+        # The second matrix begins with zeros.
+        assert "lora_B" not in key or tensor.abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"tensor": 2}, {"tensor": 2}),
+        ({"tensor": 2, "between": "parts"}, {"tensor": 2, "between": "parts"}),
+        ({"pipeline": 2}, {"pipeline": 2}),
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"pipeline": 2}, {}),
+    ],
+)
+def test_a_training_of_adapters_goes_on_over_another_mesh(
+    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    """Bit-identical over the same mesh, even with dropout of each rank's own inputs."""
+    spec = TRANSFORMERS["classifier"]
+    adapters = replace(ADAPTED["classifier"], dropout=0.2 if then == first else 0.0)
+    config = _texts(make_shards, tmp_path / "run", spec, lora=adapters, checkpoint_every_steps=5)
+    config = replace(config, gradient_accumulation=2)
+    spread = replace(config, num_workers=2, parallelism=first)
+    straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 25"):
+        train_gang(spread, objects)
+    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
+    assert resumed.resumed_steps in ((20,), (25,))
+    difference = _difference(straight, resumed, spec)
+    assert difference == 0 if then == first else difference < 1e-5
+
+
 def _check_mesh(
     config: TrainConfig,
     spec: ModelSpec,
     mesh: dict[str, Any],
     changes: dict[str, Any],
     bound: float = 1e-5,
-) -> None:
+) -> tuple[TrainResult, TrainResult]:
     one = train_gang(replace(config, **{k: v for k, v in changes.items() if k != "sharding"}))
     workers = int(np.prod([mesh.get(axis, 1) for axis in AXES]))
     uri = str(Path(config.run_uri).parent / "mesh")
@@ -511,6 +607,7 @@ def _check_mesh(
         assert second.train_loss == pytest.approx(first.train_loss, rel=bound)
         assert (second.validation_loss or 0) == pytest.approx(first.validation_loss or 0, rel=bound)
         assert second.metrics == pytest.approx(first.metrics, rel=bound)
+    return one, many
 
 
 def test_weights_of_a_network_of_transformers_or_ones_own_are_cut_by_a_plan(tmp_path: Path) -> None:
