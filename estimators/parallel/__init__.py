@@ -29,7 +29,8 @@ def synchronize_gradients(
     module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
 ) -> GradientSync:
     """Prepares gradient synchronization by the settings' strategy. Runs on every rank."""
-    if any(p.requires_grad for p in module.parameters()):
+    # A compression lets all ranks agree on each step, even those without trained parameters.
+    if settings.sync.compressed is not None or any(p.requires_grad for p in module.parameters()):
         sync = STRATEGIES[settings.sync.strategy]().prepare(module, make_optimizer, mesh, settings)
     else:
         # A stage of a pipeline whose parameters are all frozen, on every rank that has the stage.

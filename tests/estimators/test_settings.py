@@ -150,3 +150,13 @@ def test_ways_of_an_axis_that_has_no_workers_are_said(mesh: Any, told: list[str]
     found = list(settings_without_effect(TorchRegressor(parallelism=mesh), on_shards=False))
     assert len(found) == len(told)
     assert all(re.search(pattern, text) for pattern, text in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize(("data", "is_used"), [(1, False), (2, True)])
+def test_a_compression_without_replicas_is_said(data: int, is_used: bool) -> None:
+    mesh = {"data": data, "tensor": 2}
+    stage = TorchRegressor(
+        parallelism=mesh, numWorkers=2 * data, gradientCompression="fp16", optimizer="momentum"
+    )
+    found = list(settings_without_effect(stage, on_shards=False))
+    assert any(text.startswith("sync's compression has no effect") for text in found) is not is_used

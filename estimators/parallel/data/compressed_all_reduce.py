@@ -3,10 +3,14 @@
 The values that a compressor does not send are the rank's residual, and are added to the next step's gradient.
 Residuals have no loss scale. They change only after all ranks know that all sums of the step are finite, and
 the sum of the ranks' residuals changes only by the values not sent.
+
+Over a mesh that shards the network, the ranks that all-reduce a parameter's gradients compress them. Whole
+parameters are compressed apart from shards: ranks with equal gradients then get equal sums.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -26,8 +30,11 @@ from ringspark.estimators.parallel.data.gradient_buckets import (
     view_like,
 )
 from ringspark.estimators.parallel.data.sparse_rows import split_parameters
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sync_settings import SyncSettings
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -80,25 +87,22 @@ class CompressedGradients:
         self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
         share_weights(module, mesh)
-        return CompressedAllReduce(module, make_optimizer(module), mesh.gradients, settings)
+        return CompressedAllReduce(module, make_optimizer(module), mesh, settings)
 
 
 class CompressedAllReduce(GradientSync):
     """Sums gradients by a compressor.
 
-    A single rank sends nothing. If a single rank resumes a training of several ranks, the first step adds
-    the residuals of all these ranks.
+    A single rank sends nothing. If a training resumes with another number of replicas, the first step adds
+    the residuals of all earlier replicas.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        collective: Collective,
-        settings: SyncSettings,
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
     ) -> None:
         super().__init__(module, optimizer)
-        self._collective = collective
+        self._mesh = mesh
+        self._collective = collective = mesh.gradients
         options = settings.sync.compressed or Uncompressed()
         kind = COMPRESSORS[options.NAME]
         self._levels = find_levels(collective) if options.between == "hosts" else None
@@ -112,7 +116,8 @@ class CompressedAllReduce(GradientSync):
         self._small = [GradientBucket(own) for own in split_into_buckets(rest, None)]
         self._groups = [
             _Group(own, kind([memory_shape(p) for p in own.values()], settings.seed, options))
-            for own in split_into_buckets(large, None)
+            for part in _split_by_holders(module, large)
+            for own in split_into_buckets(part, None)
         ]
         self._waits: list[Callable[[], None]] = []
         collective.on_leave(self._waits.clear)
@@ -130,7 +135,8 @@ class CompressedAllReduce(GradientSync):
         self._step += 1
         hads = []
         # The uncompressed sums are equal on all ranks.
-        is_finite = not self._groups or (
+        has_groups = self._groups or self._mesh.cuts_network
+        is_finite = not has_groups or (
             all(bool(torch.isfinite(bucket.buffer).all()) for bucket in self._small)
             and self._rows.are_finite()
         )
@@ -139,18 +145,25 @@ class CompressedAllReduce(GradientSync):
             counts = counts[len(had) + 1 :]
             hads.append(had)
             is_finite = is_finite and not not_finite
+        is_finite = self._agree(is_finite)
         if not is_finite:
             for group, had in zip(self._groups, hads, strict=True):
                 group.spoil(had)
             return
         send = partial(self._send, is_compressed=is_compressed)
         sums = [group.exchange(had, send) for group, had in zip(self._groups, hads, strict=True)]
-        # The sums are equal on all ranks, so all ranks see an overflow.
-        is_kept = all(bool(torch.isfinite(sent.total).all()) for sent in sums)
+        # The sums are equal on all ranks that compress together, so all of them see an overflow.
+        is_kept = self._agree(all(bool(torch.isfinite(sent.total).all()) for sent in sums))
         for group, had, sent in zip(self._groups, hads, sums, strict=True):
             if is_kept:
                 group.keep(had, factor, sent)
             group.give(had, sent.total)
+
+    def _agree(self, flag: bool) -> bool:
+        """Returns whether the flag is true on all ranks; ranks that compress together have the same flag."""
+        if not self._mesh.cuts_network:
+            return flag
+        return not int(self._mesh.holders.all_reduce(torch.tensor([int(not flag)])))
 
     def _first_messages(self) -> list[int]:
         """All-reduces the small tensors.
@@ -179,34 +192,70 @@ class CompressedAllReduce(GradientSync):
             return all_reduce_by_host(vector, compressor, self._levels, self._step)
         return compressor.sum(vector, self._collective, self._step)
 
+    @property
+    def _part(self) -> dict[str, torch.Tensor]:
+        """This rank's shard of the network: its coordinate, and the number of ranks, along each axis."""
+        mesh = self._mesh
+        places = [(mesh.coordinates.get(axis, 0), mesh.sizes.get(axis, 1)) for axis in ("pipeline", "tensor")]
+        return {"part": torch.tensor(places)} if mesh.cuts_network else {}
+
+    def _has_same_part(self, state: Mapping[str, torch.Tensor]) -> bool:
+        whole = torch.tensor([[0, 1], [0, 1]])
+        lengths = [len(state.get(f"{number}/residual", ())) for number in range(len(self._groups))]
+        is_same = bool(state.get("part", whole).equal(self._part.get("part", whole)))
+        return is_same and lengths == [len(group.residual) for group in self._groups]
+
     def rank_state(self) -> dict[str, torch.Tensor]:
-        state = {"step": torch.tensor([self._step])}
+        state = {"step": torch.tensor([self._step]), **self._part}
         for number, group in enumerate(self._groups):
             state |= {f"{number}/{key}": t.detach().to("cpu", copy=True) for key, t in group.state().items()}
         return state
 
     def load_rank_states(self, states: Sequence[Mapping[str, torch.Tensor]], *, is_same: bool) -> None:
-        rank = self._collective.rank
-        own = states[rank if is_same else 0]
-        if not own:
+        world = self._mesh.world
+        if not states[0]:
             return
-        self._step = int(own["step"])
+        self._step = int(states[0]["step"])
+        alike = [state for state in states if self._has_same_part(state)]
+        if not alike:
+            if world.rank == 0:
+                _log.warning(
+                    "the training resumes over another mesh, so the residuals of its gradient compression "
+                    "are lost; resume with the same axes except 'data' to keep them"
+                )
+            return
         for number, group in enumerate(self._groups):
-            # All ranks take rank 0's state, because rank 0 always compresses. With several hosts only the
-            # first rank of each host compresses, and a rank that becomes the first may have an older state.
+            # All ranks take the first rank's state, because the first rank always compresses. With several
+            # hosts only the first rank of each host compresses, and a rank that becomes the first may have
+            # an older state.
             start = f"{number}/"
-            keys = [key for key in states[0] if key.startswith(start) and key != f"{start}residual"]
-            group.load({key.removeprefix(start): states[0][key] for key in keys})
+            keys = [key for key in alike[0] if key.startswith(start) and key != f"{start}residual"]
+            group.load({key.removeprefix(start): alike[0][key] for key in keys})
             if is_same:
-                group.residual.copy_(own[f"{number}/residual"])
-            elif rank == 0:
-                # The earlier ranks no longer exist, so rank 0 sends their residuals.
+                group.residual.copy_(states[world.rank][f"{number}/residual"])
+            elif self._collective.rank == 0:
+                # The earlier ranks no longer exist, so the first rank sends their residuals.
                 total = torch.zeros(len(group.residual), dtype=torch.float64)
-                for state in states:
+                for state in alike:
                     total += state[f"{number}/residual"]
                 group.residual.copy_(total)
             else:
                 group.residual.zero_()
+
+
+def _split_by_holders(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Splits parameters into shards, parameters on all ranks along an axis, and parameters of several stages.
+
+    A compressor may mix the parameters that it gets together, such as for the largest elements of all.
+    """
+    layout = layout_of(module)
+    if layout is None:
+        return [dict(named)]
+    parts: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in named.items():
+        kind = 0 if name in layout.cuts else 2 if name in layout.tied_to_stages else 1
+        parts.setdefault(kind, {})[name] = parameter
+    return [parts[kind] for kind in sorted(parts)]
 
 
 Send = Callable[[torch.Tensor, Compressor], Sent]

@@ -107,8 +107,8 @@ def shard_network(
         pipeline = build_pipeline(
             module, mesh, options.pipeline, num_micro, None if is_cut else sample, device
         )
-    copies = frozenset() if pipeline is None else frozenset(pipeline.copies)
-    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied, is_adapted)
+    copies, shared = (frozenset[str](),) * 2 if pipeline is None else (pipeline.copies, pipeline.tied)
+    ModelLayout(module, mesh, cuts, shapes, copies, trained, tied, is_adapted, shared)
     return pipeline
 
 

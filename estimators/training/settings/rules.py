@@ -280,10 +280,16 @@ COMBINATIONS: tuple[Combination, ...] = (
         "sequence_parallel=False",
     ),
     Combination(
-        "parallelism that shards the network with a compression",
-        lambda c: c.cuts_network and c.sync.compressed is not None,
-        "sync={sync} compresses whole matrices, but parallelism={parallelism} gives a worker only shards; "
-        "set sync=AllReduce(), or give all workers to 'data'",
+        "parallelism over 'expert' with a compression",
+        lambda c: c.parallelism.expert > 1 and c.sync.compressed is not None,
+        "sync={sync} lets workers compress gradients that they all have, but parallelism={parallelism} gives "
+        "them different experts; set sync=AllReduce(), or leave 'expert' out of parallelism",
+    ),
+    Combination(
+        "parallelism that shards the network with a compression between='hosts'",
+        lambda c: c.cuts_network and c.sync.compressed is not None and c.sync.compressed.between == "hosts",
+        "a compression between='hosts' first sums the gradients of each host's workers, but "
+        "parallelism={parallelism} gives these workers different shards; set between='workers'",
     ),
     Combination(
         "parallelism that shards the network with sync=LocalSGD, DiLoCo or ElasticAveraging",

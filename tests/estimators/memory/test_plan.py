@@ -16,6 +16,7 @@ from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings
 from ringspark.estimators.parallel.data.compressed_all_reduce import CompressedAllReduce
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
@@ -137,7 +138,7 @@ def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one
     sync = CompressedAllReduce(
         module,
         torch.optim.SGD(module.parameters(), 0.1),
-        LocalCollective(),
+        RankMesh.of(LocalCollective()),
         SyncSettings(sync=AllReduce(compression=compression)),
     )
     kept = [t for group in sync._groups for t in (group._vector, group.residual)]

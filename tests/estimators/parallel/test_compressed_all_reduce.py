@@ -326,7 +326,7 @@ def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Te
     sync = CompressedAllReduce(
         layer,
         torch.optim.SGD(layer.parameters(), 0.1),
-        LocalCollective(),
+        RankMesh.of(LocalCollective()),
         SyncSettings(sync=AllReduce(compression=Compression.of({"name": "powersgd", "rank": 1, "least": 1}))),
     )
     torch.manual_seed(1)

@@ -129,7 +129,8 @@ class PipelinePasses:
     Attributes:
         network: The network with only this rank's stages.
         module: The module to call in training: the network, or a wrapper that passes on the keyword `stage`.
-        copies: Names of this rank's tied parameters that another rank owns.
+        tied: Names of this rank's parameters that other ranks of the pipeline hold too.
+        copies: Names of the tied parameters that another rank owns.
         layers: Layers of the whole network that count something over their rows, in order.
         stages: Numbers of this rank's stages.
         late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or a
@@ -151,7 +152,7 @@ class PipelinePasses:
         self.network = network
         self.layers = tuple(layers)
         self.module = network
-        self.copies = ties.copies
+        self.tied, self.copies = ties.names, ties.copies
         self.num_stages = len(place.owners)
         self.stages = [stage for stage in range(self.num_stages) if place.is_own(stage)]
         self._place = place

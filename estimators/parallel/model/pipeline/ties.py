@@ -65,6 +65,10 @@ class TiedGradients:
         self._rank = rank
 
     @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tie.names[tie.ranks.index(self._rank)] for tie, _ in self._own)
+
+    @property
     def copies(self) -> frozenset[str]:
         return frozenset(
             tie.names[tie.ranks.index(self._rank)] for tie, _ in self._own if tie.ranks[0] != self._rank
