@@ -1,7 +1,7 @@
 """Trains a network compiled by `torch.compile` (Ansel et al. 2024, "PyTorch 2").
 
 Only the network's calls are compiled. The network is not wrapped, so gradient synchronization, checkpoints
-and callbacks work unchanged.
+and callbacks work unchanged. Collectives between sharded layers run uncompiled, between the compiled graphs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.environment import environment
+from ringspark.estimators.parallel.model import communication
+from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
 from ringspark.models.recompute.activation_checkpoint import compile_segments
 
 
@@ -40,7 +42,11 @@ def compile_network(network: nn.Module, setting: bool | str, device: torch.devic
     try:
         # In this thread, because a rank has its own core, and torch's pool of compiling processes would
         # outlive it. Random numbers as without compilation, so that results differ only by rounding.
-        with _use_own_code_folder(), config.patch(compile_threads=1, fallback_random=True):
+        with (
+            _use_own_code_folder(),
+            _keep_collectives(),
+            config.patch(compile_threads=1, fallback_random=True),
+        ):
             yield
     except BackendCompilerFailed as error:
         inner = error.inner_exception
@@ -52,6 +58,19 @@ def compile_network(network: nn.Module, setting: bool | str, device: torch.devic
         network._compiled_call_impl = None
         # A Python worker serves later trainings; each starts with its own count of compilations.
         torch._dynamo.reset()
+
+
+@contextmanager
+def _keep_collectives() -> Iterator[None]:
+    """Lets compiled code call collectives, and switches of random streams, as plain Python."""
+    # Not as decorators, which would import the compiler into every training.
+    plain = [(communication, "_apply"), (RankRandomState, "begin"), (RankRandomState, "end")]
+    with ExitStack() as stack:
+        for owner, name in plain:
+            function = getattr(owner, name)
+            setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+            stack.callback(setattr, owner, name, function)
+        yield
 
 
 def skip_single_rows(setting: bool | str, num_rows: int) -> AbstractContextManager[object]:

@@ -322,10 +322,17 @@ COMBINATIONS: tuple[Combination, ...] = (
         "leave noiseScale unset, or give all workers to 'data'",
     ),
     Combination(
-        "parallelism that shards the network with compile",
-        lambda c: c.cuts_network and bool(c.compile),
-        "compile traces the whole network, but parallelism={parallelism} runs collectives inside it; set "
-        "compile=False, or give all workers to 'data'",
+        "parallelism over 'pipeline', 'expert' or 'sequence', or with sequence_parallel, with compile",
+        lambda c: (
+            bool(c.compile)
+            and (
+                any(c.parallelism.size(axis) > 1 for axis in ("pipeline", "expert", "sequence"))
+                or c.parallelism.sequence_parallel
+            )
+        ),
+        "compile takes passes over whole rows and all layers, but parallelism={parallelism} gives a worker "
+        "parts of rows, some of the layers, or other workers' rows; set compile=False, or give all "
+        "workers to 'data' and 'tensor'",
     ),
     Combination(
         "Pipeline's sequence_chunks without a pipeline",

@@ -22,6 +22,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.finetuning import LoRA
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.compilation import compile_network
@@ -76,6 +78,20 @@ class CountGraphs(Callback):
         self.counts.append(counters["stats"]["unique_graphs"])
 
 
+class WritesGraphs(Callback):
+    """Writes the number of graphs that rank 0 has compiled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_end(self, state: TrainingState) -> None:
+        # Imported here, because the class travels by value, with its globals.
+        from torch._dynamo.utils import counters
+
+        if state.rank == 0:
+            self._path.write_text(str(counters["stats"]["unique_graphs"]))
+
+
 @pytest.mark.slow
 def test_batches_of_many_sizes_are_compiled_for_once(make_shards: Any, tmp_path: Path) -> None:
     # 96 training rows, in steps of 31, 31, 31 and 3; 33 held-out rows: 31 and 2.
@@ -118,6 +134,36 @@ def test_compiled_weights_are_the_plain_ones(name: str, make_shards: Any, tmp_pa
     expected, found = (weights_of(train_gang(run), MODEL.build()) for run in (plain, mine))
     tolerance = 2e-2 if plain.precision == "bf16" else 1e-5
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+TEXTS = ModelSpec(
+    "transformer_lm",
+    {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4, "dropout": 0.1},
+)
+SHARDED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation": 2, "max_grad_norm": 0.5},
+    "zero2": {"sync": Zero(stage=2)},
+    "checkpointing": {"gradient_checkpointing": "all"},
+    "adapters": {"lora": LoRA(rank=2, targets=("*.qkv", "*.out", "*.up", "*.down"))},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SHARDED)
+def test_compiled_weights_of_a_mesh_are_the_plain_ones(name: str, make_shards: Any, tmp_path: Path) -> None:
+    """With dropout: compiled ranks also draw the same random numbers."""
+    ids = np.random.default_rng(0).integers(1, 23, (100, 11))
+    manifest = make_shards({"x": ids, "y": np.roll(ids, -1, 1)})
+    changes: dict[str, Any] = {"task": "any", "losses": ("cross_entropy",), "optimizer": "momentum"}
+    plain = config_of(manifest, tmp_path / "plain", model=TEXTS.to_json(), **changes, **SHARDED[name])
+    plain = replace(plain, num_workers=4, collective="torch", parallelism=Mesh(data=2, tensor=2))
+    mine = replace(plain, run_uri=str(tmp_path / "compiled"), compile=True)
+    objects = UserObjects(callbacks=(WritesGraphs(tmp_path / "graphs"),))
+    expected, found = (weights_of(train_gang(run, objects), TEXTS.build()) for run in (plain, mine))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert int((tmp_path / "graphs").read_text()) > 1
 
 
 class Own(nn.Module):
