@@ -46,6 +46,8 @@ class GangSettings(Protocol):
     @property
     def min_workers(self) -> int | None: ...
     @property
+    def workers_per_replica(self) -> int: ...
+    @property
     def use_gpu(self) -> bool: ...
     @property
     def collective(self) -> str: ...
@@ -165,8 +167,8 @@ class Supervisor(Generic[C]):
         return WorkerError(failures, f"; the workers had already been restarted {times} (maxRestarts)")
 
     def _make_room(self, cause: Failure) -> None:
-        """Waits until the workers fit again; if they do not, continues with fewer workers."""
-        wanted = self.config.num_workers
+        """Waits until the workers fit again; if they do not, continues with fewer replicas."""
+        wanted, replica = self.config.num_workers, self.config.workers_per_replica
         least = self.config.min_workers or wanted
         begun = time.monotonic()
         with ExitStack() as stack:
@@ -174,7 +176,7 @@ class Supervisor(Generic[C]):
             while (room := self._stage.slots()) is not None and room < wanted:
                 # New executors take minutes on YARN and Kubernetes.
                 patience = self.config.timeout_seconds
-                if room >= least:
+                if room - room % replica >= least:
                     # A gang that gave up for lack of room has already waited that long.
                     patience = 0.0 if cause.type == NO_ROOM else slots.REGISTRATION_SECONDS
                 if time.monotonic() - begun >= patience:
@@ -186,13 +188,14 @@ class Supervisor(Generic[C]):
                     raise TrainingCancelledError("the training was cancelled while it waited for executors")
         if room is None or room >= wanted:
             return
-        if room < least:
+        fitting = room - room % replica
+        if fitting < least:
             raise RuntimeError(
                 f"{cause.sentence}; the cluster now has {room} task slots left for the {wanted} "
                 "workers of the training; add executors or lower minWorkers"
             ) from None
-        _logger.warning("the training continues with %d workers instead of %d", room, wanted)
-        self.config = self.config.with_workers(room)
+        _logger.warning("the training continues with %d workers instead of %d", fitting, wanted)
+        self.config = self.config.with_workers(fitting)
 
 
 def _reported_failures(beats: list[Beat]) -> list[Failure]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import damage
+import meshes
 import moments
 import processes
 import pytest
@@ -73,7 +74,9 @@ def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, 
 @pytest.mark.spark
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["", "data2 x tensor2"])
+def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path, mesh: str) -> None:
+    """Of a mesh, one replica of two workers remains."""
     # Two machines with two slots each; nothing replaces the lost one.
     with ExitStack() as stack:
         cluster = Cluster(2)
@@ -83,17 +86,23 @@ def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
         driver.write_shards(str(tmp_path / "shards"))
         driver.wait_for_executors(2)
         # Dropout depends on the number of ranks, and Adam divides by numbers close to zero.
-        more = {"minWorkers": 2, "optimizer": "sgd"}
+        more: dict[str, Any] = {"minWorkers": 2, "optimizer": "sgd"}
+        network, collective = None, "horovod"
+        if mesh:
+            more |= meshes.MESHES[mesh].settings()
+            network, collective = {**meshes.MESHES[mesh].network(), "dropout": 0.0}, "torch"
         plans = [
             Plan(
                 run=str(tmp_path / name / "run"),
                 shards=str(tmp_path / "shards"),
                 diary=tmp_path / name,
                 num_workers=4,
+                collective=collective,
                 epochs=2,
                 dropout=0.0,
                 timeout_seconds=20.0,
                 more=more,
+                network=network,
             )
             for name in ("undisturbed", "disturbed")
         ]

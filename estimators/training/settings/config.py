@@ -32,7 +32,8 @@ class TrainConfig(ConfigValues):
         self.parallelism.sizes(self.num_workers)
         for rule in COMBINATIONS:
             if rule.is_broken(self):
-                raise ValueError(rule.message.format(**self._values(), readers=self._readers))
+                words = {"readers": self._readers, "replica": self.workers_per_replica}
+                raise ValueError(rule.message.format(**self._values(), **words))
 
     def without_sharding(self) -> TrainConfig:
         """Returns the config without sharded state; the number of replicas stays the same."""

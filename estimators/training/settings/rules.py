@@ -18,7 +18,7 @@ class Combination(NamedTuple):
 
     settings: str  # in a user's words
     is_broken: Callable[[ConfigValues], bool]
-    message: str  # with fields of the config in braces, and `readers`, the workers that read different rows
+    message: str  # with fields of the config in braces, and `readers` and `replica`: see `TrainConfig`
 
 
 def _is_local(c: ConfigValues) -> bool:
@@ -377,14 +377,10 @@ COMBINATIONS: tuple[Combination, ...] = (
         "'{precision}' and sync={sync}; set precision='bf16' and sync=AllReduce(), or schedule='1f1b'",
     ),
     Combination(
-        "parallelism that shards the network, or over 'shard', with minWorkers",
-        lambda c: (
-            (c.cuts_network or c.parallelism.shard > 1)
-            and c.min_workers is not None
-            and c.min_workers < c.num_workers
-        ),
-        "parallelism={parallelism} needs all of its workers, but minWorkers ({min_workers}) lets a restart "
-        "have fewer than numWorkers ({num_workers}); leave minWorkers unset",
+        "minWorkers < the workers of one replica",
+        lambda c: c.min_workers is not None and c.min_workers < c.workers_per_replica,
+        "minWorkers ({min_workers}) must leave one whole replica, which has {replica} workers with "
+        "parallelism={parallelism}; raise minWorkers, or leave it unset",
     ),
     Combination(
         "parallelism that shards the network with memoryBudget's offload or activation compression",

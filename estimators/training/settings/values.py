@@ -167,6 +167,11 @@ class ConfigValues:
         return math.ceil(self.batch_sizes.largest / self.num_copies)
 
     @property
+    def workers_per_replica(self) -> int:
+        """Number of ranks of a part of the mesh that can train alone: all axes but 'data'."""
+        return self.num_workers // self.axes["data"]
+
+    @property
     def _readers(self) -> str:
         if self.num_copies == self.num_workers:
             return f"numWorkers ({self.num_workers})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import threading
@@ -36,6 +37,7 @@ from ringspark.estimators.launch.monitor import Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import find_lost_workers, was_cancelled
 from ringspark.estimators.launch.supervisor import Supervisor
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
@@ -218,21 +220,38 @@ def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_resul
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(("min_workers", "go_on"), [(None, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("min_workers", "mesh", "room", "go_on"),
+    [
+        (None, {}, 1, 2),
+        (1, {}, 1, 1),
+        (2, {"data": 3, "tensor": 2}, 5, 4),
+        (2, {"data": 2, "pipeline": 2}, 3, 2),
+        (4, {"data": 3, "tensor": 2}, 3, 6),
+    ],
+)
 def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
-    spark: Any, monkeypatch: pytest.MonkeyPatch, min_workers: int | None, go_on: int
+    spark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    min_workers: int | None,
+    mesh: dict[str, int],
+    room: int,
+    go_on: int,
 ) -> None:
-    """If fewer workers are allowed, the run continues after the normal startup wait."""
+    """If fewer workers are allowed, the run continues with whole replicas after the normal startup wait."""
     monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
+    workers = math.prod(mesh.values()) if mesh else 2
     config = TrainConfig(
-        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2,
-        min_workers=min_workers, timeout_seconds=60.0,
+        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=workers,
+        min_workers=min_workers, timeout_seconds=60.0, parallelism=Mesh.of(mesh),
+        collective="torch",
     )  # fmt: skip
     supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
-    counted = iter([1] * 8)
-    supervisor._stage = SimpleNamespace(slots=lambda: next(counted, 2))
+    counted = iter([room] * 8)
+    supervisor._stage = SimpleNamespace(slots=lambda: next(counted, workers))
     supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
     assert supervisor.config.num_workers == go_on
+    assert supervisor.config.axes["data"] == (go_on if not mesh else go_on * mesh["data"] // workers)
 
 
 @contextmanager

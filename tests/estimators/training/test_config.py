@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,12 +63,15 @@ def test_segment_counts_are_numbers() -> None:
 
 
 def test_a_gang_that_goes_on_with_fewer_workers_reads_the_rows_with_those() -> None:
-    """Also with a given size of 'data'; other axes keep their size, or refuse minWorkers."""
+    """Also with a given size of 'data'; other axes keep their size."""
     config = replace(CONFIG, num_workers=4, parallelism={"data": 4}, collective="torch", min_workers=2)
-    assert config.with_workers(3).axes["data"] == 3
-    shards = {"parallelism": {"data": 2, "shard": 2}, "sync": Zero(stage=3)}
-    with pytest.raises(ValueError, match="minWorkers \\(2\\) lets a restart"):
-        replace(config, **shards)
+    assert (config.workers_per_replica, config.with_workers(3).axes["data"]) == (1, 3)
+    shards: dict[str, Any] = {"parallelism": {"data": 2, "shard": 2}, "sync": Zero(stage=3)}
+    hybrid = replace(config, **shards)
+    assert hybrid.workers_per_replica == 2
+    assert hybrid.with_workers(2).axes == {**hybrid.axes, "data": 1}
+    with pytest.raises(ValueError, match="minWorkers \\(1\\) must leave one whole replica, which has 2"):
+        replace(hybrid, min_workers=1)
 
 
 def test_a_schedule_of_batch_sizes_counts_copies_of_the_network() -> None:
