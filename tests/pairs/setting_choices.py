@@ -343,6 +343,8 @@ def params_of(combination: Combination) -> dict[str, Any]:
     for group, name in combination.items():
         params = CHOICES[group][name].params
         found |= params(network) if callable(params) else params
+    if "minWorkers" in found:  # half of the workers are one replica of the meshes with 'data'
+        found["minWorkers"] = found["numWorkers"] // 2
     return found
 
 
