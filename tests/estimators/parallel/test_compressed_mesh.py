@@ -275,3 +275,15 @@ def test_a_table_that_two_stages_share_stays_equal_on_all_ranks(
     mesh = {"data": 2, "pipeline": 2}
     train_gang(_over(config, mesh, tmp_path / "run"), UserObjects(callbacks=(WritesTable(tmp_path),)))
     assert len({(tmp_path / str(rank)).read_bytes() for rank in range(4)}) == 1
+
+
+@pytest.mark.slow
+def test_a_frozen_stage_agrees_with_the_stage_that_compresses(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    """The ranks of the frozen stage have no gradients, but take part in each decision about a step."""
+    sync = AllReduce(compression=_compression("topk"))
+    config = _config(make_shards, tmp_path, sync=sync, learning_rate=0.01, freeze=("trunk.0.*",))
+    mesh = {"data": 2, "pipeline": 2, "cuts": ["trunk.1"]}
+    result = train_gang(_over(replace(config, gradient_accumulation=2), mesh, tmp_path / "run"))
+    assert result.history[-1].train_loss < 0.9 * result.history[0].train_loss
