@@ -117,9 +117,9 @@ class _Part:
             for inner in (own.path, *own.before)
             for path in ancestors(inner)
         }
-        self._empty = {
-            path: copy_to_meta(network.get_submodule(path)) for own in stacks for path in own.before
-        }
+        trunks = {own.trunk for own in stacks}
+        embeddings = [path for own in stacks for path in own.before if path not in trunks]
+        self._empty = {path: copy_to_meta(network.get_submodule(path)) for path in embeddings}
 
     def __call__(self, *values: torch.Tensor | None) -> Any:
         if self._stack == 0 and self._block is None:
@@ -173,27 +173,24 @@ class _Part:
                 found[stack.trunk] = _Finished(state[-1])
             elif index == ending:
                 found |= self._given(stack, hidden)
-                found[stack.path] = self._list(
-                    index, len=stack.length, last=_Return(hidden, self._carried[index])
-                )
+                found[stack.path] = self._list(index, stack.length, _Return(hidden, self._carried[index]))
             elif self._block is None:
                 found[stack.path] = nn.ModuleList([_Capture() for _ in range(stack.length)])
             else:
                 found |= self._given(stack, hidden)
                 block = self.network.get_submodule(self._name())
                 here = _Here(block, state[: 1 + _NUM_CARRIED], self._carried[index])
-                skipped = self._list(index, len=self._block + 1, last=here)
+                skipped = self._list(index, self._block + 1, here)
                 skipped.extend([_Capture() for _ in range(stack.length - len(skipped))])
                 found[stack.path] = skipped
         return found
 
-    def _list(self, index: int, len: int, last: nn.Module) -> nn.ModuleList:
-        skips: list[nn.Module] = [_Return(None, self._carried[index]) for _ in range(len - 1)]
+    def _list(self, index: int, length: int, last: nn.Module) -> nn.ModuleList:
+        skips: list[nn.Module] = [_Return(None, self._carried[index]) for _ in range(length - 1)]
         return nn.ModuleList([*skips, last])
 
     def _given(self, stack: Stack, hidden: torch.Tensor | None) -> dict[str, nn.Module]:
-        done = {other.trunk for other in self._stacks if other is not stack}
-        return {path: _Given(hidden, self._empty[path]) for path in stack.before if path not in done}
+        return {path: _Given(hidden, self._empty[path]) for path in stack.before if path in self._empty}
 
 
 class _Given(nn.Module):
