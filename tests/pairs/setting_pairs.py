@@ -151,7 +151,7 @@ REFUSED = _rules(
         "continuing: minWorkers",
         "must leave one whole replica",
     ),
-    (f"mesh: {CUT}", f"activations: {_PACKED}", "have not been tested with parallelism"),
+    (f"mesh: {_PIPELINES}", f"activations: {_PACKED}", "pack the activations of one forward pass at a time"),
     (f"mesh: {_DELAYED}", "precision: fp16", "gives a step gradients of an earlier step, or none"),
     (f"mesh: {_DELAYED}", "non-finite: rollback", "rows of earlier steps are still in the pipeline"),
     (

@@ -154,6 +154,8 @@ class _MeshCheck:
             config,
             precision="fp32",
             on_non_finite="stop",
+            activation_compression="none",  # codecs round shards in another way than the whole
+            activation_offload="none",
             gradient_accumulation=num_micro,
             batch_size=max(config.batch_size, num_micro * config.num_workers),
             batch_size_schedule=(),

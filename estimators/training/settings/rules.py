@@ -383,9 +383,10 @@ COMBINATIONS: tuple[Combination, ...] = (
         "parallelism={parallelism}; raise minWorkers, or leave it unset",
     ),
     Combination(
-        "parallelism that shards the network with memoryBudget's offload or activation compression",
-        lambda c: c.cuts_network and _packs_activations(c),
+        "parallelism over 'pipeline' with activationOffload or activationCompression",
+        lambda c: c.parallelism.pipeline.stages > 1 and _packs_activations(c),
         "activationOffload ('{activation_offload}') and activationCompression ('{activation_compression}') "
-        "have not been tested with parallelism={parallelism}; set both to 'none'",
+        "pack the activations of one forward pass at a time, but with parallelism={parallelism} several "
+        "passes run at once; set both to 'none', or use 'tensor', 'sequence' or 'expert'",
     ),
 )
