@@ -7,6 +7,8 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Collection
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -35,9 +37,15 @@ def test_a_page_is_what_its_script_prints(script: str, page: str) -> None:
     )
 
 
+@cache
+def _benchmarks() -> Collection[str]:
+    found: Collection[str] = runpy.run_path(str(ROOT / "tests" / "benchmarks" / "run.py"))["benchmarks"]()
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_benchmark_that_a_page_names_is_there(page: Path) -> None:
-    known = runpy.run_path(str(ROOT / "tests" / "benchmarks" / "run.py"))["benchmarks"]()
+    known = _benchmarks()
     for words, program in COMMANDS.findall(page.read_text()):
         names = re.split(r"\s+-", words)[0].split() or [program]
         assert set(names) <= {*known, "run"}, f"{page.name} names {names}; there are {', '.join(known)}"

@@ -336,7 +336,15 @@ def test_second_run_does_nothing(checkout: Checkout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", ["requirements/lock.txt", "requirements/horovod.txt", "pyproject.toml", SCRIPT]
+    "changed",
+    [
+        "requirements/lock.txt",
+        SCRIPT,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("requirements/horovod.txt", "pyproject.toml")
+        ),
+    ],
 )
 def test_changed_input_runs_again(changed: str, checkout: Checkout) -> None:
     checkout.set_up()
@@ -400,10 +408,10 @@ def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:
     ("lacks", "env", "nccl"),
     [
         ("", {}, True),
-        ("CUDA_HOME", {}, False),
-        ("torch_has_cuda", {}, False),
         ("nccl.h", {}, False),
-        ("", {"HOROVOD_GPU_OPERATIONS": ""}, False),
+        pytest.param("CUDA_HOME", {}, False, marks=pytest.mark.slow),
+        pytest.param("torch_has_cuda", {}, False, marks=pytest.mark.slow),
+        pytest.param("", {"HOROVOD_GPU_OPERATIONS": ""}, False, marks=pytest.mark.slow),
     ],
 )
 def test_horovod_is_built_with_nccl_where_cuda_is(
@@ -515,10 +523,11 @@ def test_floor_is_the_environment_behind_older_packages_of_its_own(
     ("changed", "concerned"),
     [
         (LOCK, {".venv", ".venv-floor"}),
-        ("requirements/no_deps.txt", {".venv", ".venv-floor"}),
-        ("requirements/horovod.txt", {".venv", ".venv-floor"}),
-        ("pyproject.toml", {".venv", ".venv-floor"}),
         (FLOOR, {".venv-floor"}),
+        *(
+            pytest.param(name, {".venv", ".venv-floor"}, marks=pytest.mark.slow)
+            for name in ("requirements/no_deps.txt", "requirements/horovod.txt", "pyproject.toml")
+        ),
     ],
 )
 def test_changed_input_runs_its_own_environments(

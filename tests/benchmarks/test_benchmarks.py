@@ -77,6 +77,6 @@ def test_the_peers_of_this_environment_take_part(root: Path, tmp_path: Path) -> 
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_peer_that_hangs_has_the_reason_in_its_row_and_stops_no_other(root: Path) -> None:
+def test_a_peer_that_hangs_has_the_reason_in_each_of_its_rows(root: Path) -> None:
     printed = run_peers(root, "--only", "scikit-learn", "--limit", "1")
     assert len(re.findall("^scikit-learn .*failed: no result in 1 s, ", printed, re.MULTILINE)) == 2, printed

@@ -87,7 +87,9 @@ def test_what_a_file_would_not_give_back_or_is_small_travels_whole(make: Any) ->
 @pytest.mark.modes
 def test_a_network_of_a_gigabyte_trains(spark: Any, tmp_path: Path) -> None:
     """This also holds on Connect, which limits messages to 128 MiB."""
-    model = _fit(spark, tmp_path, Wide(1 << 30), epochs=1, numWorkers=1)
+    network = Wide(1 << 30)
+    model = _fit(spark, tmp_path, network, epochs=1, numWorkers=1)
     assert model.summary.rows == 64
+    assert not model.module().line.weight.equal(network.line.weight)
     frame = spark.range(4).selectExpr("array(id / 64, 1.0) as features")
     assert model.transform(frame).count() == 4

@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 from torch import nn
+from waiting import wait_for
 
 from ringspark.estimators import (
     Callback,
@@ -141,9 +143,24 @@ def test_cross_validation_writes_each_fold_once(
     assert not [path for path in Path(common["storageUri"]).iterdir() if path.name.startswith("shards")]
 
 
+class MeetsAnotherFit(Callback):
+    """Waits in the first epoch until another fit trains, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 1:
+            (self._folder / uuid4().hex).touch()
+            wait_for("another fit", lambda: len(list(self._folder.iterdir())) >= 2, 60.0)
+
+
 @pytest.mark.slow
-def test_train_validation_split_with_two_fits_at_a_time(table: Any, common: dict[str, Any]) -> None:
-    estimator = TorchClassifier(**common)
+def test_train_validation_split_with_two_fits_at_a_time(
+    table: Any, common: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "fits").mkdir()
+    estimator = TorchClassifier(**common, callbacks=[MeetsAnotherFit(tmp_path / "fits")])
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.05]).build()
     fitted = TrainValidationSplit(
         estimator=estimator,

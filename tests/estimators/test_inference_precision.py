@@ -69,7 +69,7 @@ def column(scored: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.modes
-@pytest.mark.parametrize("precision", REDUCED)
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_held_out_rows_differ_as_the_summary_says(table: Any, tmp_path: Path, precision: str) -> None:
     stage = TorchRegressor(
         model=network(1), inferencePrecision=precision, validationIndicatorCol="held", **common(tmp_path)
@@ -91,7 +91,7 @@ def test_held_out_rows_differ_as_the_summary_says(table: Any, tmp_path: Path, pr
     assert 0 < found.mean < found.largest < 0.1 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("precision", REDUCED)
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_class_probabilities_are_compared_on_training_rows(
     table: Any, tmp_path: Path, precision: str
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_stream_predicts_in_bf16(spark: Any, tmp_path: Path) -> None:
     assert np.array_equal(column(found, "probability"), column(model.transform(given), "probability"))
 
 
-@pytest.mark.parametrize("handling", ["error", "skip", "keep"])
+@pytest.mark.parametrize("handling", ["error", pytest.param("skip", marks=pytest.mark.slow), "keep"])
 def test_a_table_without_vectors_is_scored_straight_from_parquet(
     spark: Any, tmp_path: Path, handling: str
 ) -> None:

@@ -131,7 +131,7 @@ def pairs(spark: Any) -> Any:
 
 
 @pytest.mark.parametrize("thresholds", [None, [0.9, 0.05, 0.05]])
-@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_vector_is_predicted_as_transform_predicts_it(
     pairs: Any, tmp_path: Path, width: int, thresholds: list[float] | None
 ) -> None:
@@ -150,7 +150,7 @@ def test_one_vector_is_predicted_as_transform_predicts_it(
         np.testing.assert_allclose(model.predictProbability(row.features), row.probability, rtol=1e-6)
 
 
-@pytest.mark.parametrize("handling", ["error", "keep"])
+@pytest.mark.parametrize("handling", ["error", pytest.param("keep", marks=pytest.mark.slow)])
 def test_a_table_with_vectors_is_scored_straight_from_parquet(
     pairs: Any, tmp_path: Path, handling: str
 ) -> None:
@@ -352,7 +352,7 @@ def test_a_nan_that_the_network_gives_is_no_null(spark: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("thresholds", [None, [0.2, 0.5, 0.3]])
-@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_nan_among_the_logits_makes_the_class_nan(
     spark: Any, tmp_path: Path, width: int, thresholds: list[float] | None
 ) -> None:
@@ -446,8 +446,8 @@ class Counted(nn.Module):
         return self.line(x)
 
 
-@pytest.mark.parametrize("handling", ["error", "skip", "keep"])
-@pytest.mark.parametrize("width", [1, 2, 70])
+@pytest.mark.parametrize("handling", ["error", pytest.param("skip", marks=pytest.mark.slow), "keep"])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 70])
 def test_a_filter_on_the_prediction_runs_the_network_once(
     pairs: Any, tmp_path: Path, width: int, handling: str
 ) -> None:
@@ -479,7 +479,13 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("data_type", INVALID)
+# The other types differ in their elements only.
+QUICK = ("array<double>", "double", "date")
+
+
+@pytest.mark.parametrize(
+    "data_type", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in INVALID]
+)
 def test_invalid_rows_are_left_out_or_kept_without_a_prediction(
     spark: Any, tmp_path: Path, data_type: str
 ) -> None:
@@ -871,16 +877,16 @@ def exported(make_shards: Any, tmp_path: Path) -> Any:
     return make(TorchModel, Looked(), tmp_path, [(3,)], manifest, inputCols=["key", "numbers"])
 
 
-@pytest.mark.parametrize("rows", [1, 7])
 def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(
-    make_shards: Any, tmp_path: Path, rows: int
+    make_shards: Any, tmp_path: Path
 ) -> None:
     model = exported(make_shards, tmp_path)
     model.export(str(tmp_path / "out" / "model.pt2"))
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
-    inputs = (torch.arange(rows) % 5, torch.randn(rows, 2))
-    with torch.no_grad():
-        torch.testing.assert_close(program(*inputs), model.module()(*inputs))
+    for rows in (1, 7):
+        inputs = (torch.arange(rows) % 5, torch.randn(rows, 2))
+        with torch.no_grad():
+            torch.testing.assert_close(program(*inputs), model.module()(*inputs))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

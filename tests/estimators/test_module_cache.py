@@ -34,7 +34,9 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 @pytest.mark.spark
-def test_a_python_worker_lets_a_model_go_after_its_last_use(spark: Any, tmp_path: Path) -> None:
+def test_a_python_worker_loads_a_model_once_and_lets_it_go_after_its_last_use(
+    spark: Any, tmp_path: Path
+) -> None:
     """In a Spark Python worker, the cache frees the module and maps it again for the next use."""
     save_checkpoint(str(tmp_path), SPEC.build())
     predictor = TorchRegressionModel(model=SPEC)._set_trained(str(tmp_path), [(1,)], None)._predictor()
@@ -42,6 +44,7 @@ def test_a_python_worker_lets_a_model_go_after_its_last_use(spark: Any, tmp_path
     def work(batches: Any) -> Any:
         for batch in batches:
             predict.modules.clear()  # an earlier test's model may still be in the cache
+            is_loaded_once = predict.cached_module(predictor) is predict.cached_module(predictor)
             predict.modules.keep_seconds = 0.01
             try:
                 seen = weakref.ref(predict.cached_module(predictor))
@@ -54,7 +57,8 @@ def test_a_python_worker_lets_a_model_go_after_its_last_use(spark: Any, tmp_path
             finally:
                 predict.modules.clear()
                 predict.modules.keep_seconds = predict.KEEP_SECONDS
-            yield pa.RecordBatch.from_pylist([{"freed": freed, "again": again}] * (batch.num_rows > 0))
+            found = {"once": is_loaded_once, "freed": freed, "again": again}
+            yield pa.RecordBatch.from_pylist([found] * (batch.num_rows > 0))
 
-    rows = spark.range(0, 1, 1, 1).mapInArrow(work, "freed boolean, again boolean").collect()
-    assert [(row.freed, row.again) for row in rows] == [(True, True)]
+    rows = spark.range(0, 1, 1, 1).mapInArrow(work, "once boolean, freed boolean, again boolean").collect()
+    assert [tuple(row) for row in rows] == [(True, True, True)]

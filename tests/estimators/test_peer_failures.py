@@ -221,7 +221,7 @@ def test_predictions_are_not_rounded_to_the_type_of_the_label(table: Any, common
     assert np.mean([0.01 < fraction < 0.99 for fraction in fractions]) > 0.5
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_no_row_is_dropped_or_repeated(
     spark: Any, common: dict[str, Any], tmp_path: Path, num_workers: int
 ) -> None:

@@ -19,7 +19,7 @@ import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TorchModel, TorchRegressor, TrainingState
@@ -254,6 +254,7 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_changes_no_weight(table: Any, tmp_path: Path) -> None:
     (tmp_path / "kill").touch()
     given = {**FAST, "numWorkers": 2, "batchSize": 32, "epochs": 3, "checkpointEveryEpochs": 1}
@@ -296,15 +297,15 @@ def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
     assert (kept.getEpochs(), kept.getModel().kwargs["rates"]) == (3, [1.0])
 
 
-def test_in_a_pipeline_and_a_cross_validation(table: Any) -> None:
+def test_in_a_pipeline_and_a_tuner(table: Any) -> None:
     rows = table.select("label", "number", "many")
     estimator = TorchRegressor(**FAST)
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-2]).build()
-    folds = CrossValidator(
-        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(), numFolds=2, seed=1
+    tuner = TrainValidationSplit(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(), seed=1
     )
-    model = Pipeline(stages=[folds]).fit(rows).stages[0]
-    assert len(model.avgMetrics) == 1
+    model = Pipeline(stages=[tuner]).fit(rows).stages[0]
+    assert len(model.validationMetrics) == 1
     # The tuner's own column is no input.
     assert model.bestModel.summary.columns["column"].tolist() == ["number", "many"]
     assert model.transform(rows).count() == ROWS

@@ -174,7 +174,7 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(
     assert [record.train_loss for record in resumed.history] == losses
 
 
-def test_a_step_that_overflows_in_fp16_is_skipped_and_the_scale_halved(
+def test_a_training_in_fp16_stays_finite_and_learns(
     manifest: ShardManifest, tmp_path: Path, device: str
 ) -> None:
     if device == "cpu":

@@ -173,6 +173,7 @@ def test_a_null_number_becomes_the_mean_and_raises_its_flag(features: Any, rows:
     assert (plain != missing).sum() == 2
 
 
+@pytest.mark.slow
 def test_saved_features_encode_the_same(features: Any, rows: DataFrame, tmp_path: Path) -> None:
     from pyspark.ml import PipelineModel
 

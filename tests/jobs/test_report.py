@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from sklearn.tree import DecisionTreeClassifier
 
 from ringspark.jobs import report
@@ -40,10 +40,10 @@ def models() -> list[report.Scored]:
 
 
 def test_metrics_are_those_of_scikit_learn(models: list[report.Scored]) -> None:
-    metrics = report.measure(models[0])
-    assert metrics.roc_auc == pytest.approx(roc_auc_score(models[0].labels, models[0].probabilities))
-    assert metrics.log_loss > 0
-    assert metrics.average_precision > 0.9
+    metrics, (labels, probabilities) = report.measure(models[0]), (models[0].labels, models[0].probabilities)
+    assert metrics.roc_auc == pytest.approx(roc_auc_score(labels, probabilities))
+    assert metrics.log_loss == pytest.approx(log_loss(labels, probabilities))
+    assert metrics.average_precision == pytest.approx(average_precision_score(labels, probabilities))
 
 
 def test_table_is_aligned_and_has_a_line_for_each_model(models: list[report.Scored]) -> None:

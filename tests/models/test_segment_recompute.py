@@ -120,6 +120,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "bert": bert,
 }
 POLICIES: list[str | int] = ["all", "sqrt", 2]
+# For tests of all networks.
+SQRT_AND_SLOW_OTHERS = ["sqrt", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("all", 2))]
 
 
 def build(name: str) -> nn.Module:
@@ -180,14 +182,14 @@ def test_twenty_steps_are_bitwise_equal(name: str, policy: str | int) -> None:
     assert_same(train(build(name), name, 20), train(recomputed, name, 20))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SQRT_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", NETS)
 def test_two_steps_under_bf16_autocast_are_bitwise_equal(name: str, policy: str | int) -> None:
     recomputed = apply_activation_checkpoint(build(name), policy)
     assert_same(train(build(name), name, 2, autocast=True), train(recomputed, name, 2, autocast=True))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SQRT_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", NETS)
 def test_at_most_one_more_forward_pass_is_computed(name: str, policy: str | int) -> None:
     if name == "looped":
@@ -206,7 +208,7 @@ def test_at_most_one_more_forward_pass_is_computed(name: str, policy: str | int)
     assert 0 < backward - plain_backward <= plain_forward
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SQRT_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", NETS)
 def test_fewer_bytes_are_alive_between_forward_and_backward(
     name: str, policy: str | int, count_bytes: Any

@@ -298,7 +298,7 @@ def test_other_bytes_are_found(remote: ShardManifest) -> None:
     ("names", "ranges"),
     [
         (None, 1),
-        (["id"], 1),
+        pytest.param(["id"], 1, marks=pytest.mark.slow),
         (["x", "y"], 1),  # adjacent columns
         (["id", "x"], 2),  # "wide" lies between them
     ],
@@ -346,7 +346,11 @@ def test_resuming_reads_only_what_is_left(store: Store, remote: ShardManifest, e
 # Faults
 
 
-@pytest.mark.parametrize("kind", ["reset", "short", "stall", "reset_before", "slow_down", "internal"])
+# A stall passes in test_a_silent_store_is_given_up_before_its_client_does, too.
+SLOW_FAULTS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("stall", "slow_down")]
+
+
+@pytest.mark.parametrize("kind", ["reset", "short", "reset_before", "internal", *SLOW_FAULTS])
 def test_nothing_is_lost_or_repeated_over_faults(
     store: Store,
     local: ShardManifest,
@@ -517,6 +521,7 @@ def spark_on_store(spark: Any, store: Store) -> Iterator[Any]:
 
 
 @pytest.mark.spark
+@pytest.mark.parametrize("engine", ["arrow"])
 def test_spark_writes_to_a_bucket(spark_on_store: Any, store: Store, tmp_path: Path, engine: str) -> None:
     uri = f"s3://bucket/spark/a b/model={engine}"
     df = spark_on_store.range(0, 3000, 1, 3).selectExpr("id", "cast(id as float) / 7 as x")

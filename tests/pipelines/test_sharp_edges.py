@@ -213,7 +213,9 @@ class _EndlessFile(ArrowReader):
             yield _table(id=np.arange(start, start + self.manifest.row_groups[index], dtype=np.int64))
 
 
-@pytest.fixture(params=[2**31, 2**33], ids=["2**31", "2**33"])
+@pytest.fixture(
+    params=[pytest.param(2**31, id="2**31"), pytest.param(2**33, id="2**33", marks=pytest.mark.slow)]
+)
 def huge(request: pytest.FixtureRequest, tmp_path: Path) -> ShardManifest:
     """A manifest of `request.param` + 12,345 rows; its file holds one byte."""
     (tmp_path / "huge.parquet").write_bytes(b"x")

@@ -298,7 +298,14 @@ def _fails_on_rank_one(by: str, collective: Collective, device: str, status: Sta
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
-@pytest.mark.parametrize("by", ["all_reduce", "start_sum", "library's all_reduce", "library's start_sum"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        "all_reduce",
+        "library's start_sum",
+        *(pytest.param(by, marks=pytest.mark.slow) for by in ("start_sum", "library's all_reduce")),
+    ],
+)
 def test_a_failing_rank_ends_its_peers_and_is_named(name: str, by: str) -> None:
     with pytest.raises(
         WorkerError, match=r"rank 1 on host .* failed in phase 'step 3': KeyError: 'lost'"

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {"gradiveq": {"slice": 64, "components": 4, "samples": 2
 
 GANGS = [
     pytest.param(("torch", (HERE, THERE, THERE)), id="torch1+2"),
-    pytest.param(("horovod", (HERE, HERE, THERE)), id="horovod2+1"),
+    pytest.param(("horovod", (HERE, HERE, THERE)), id="horovod2+1", marks=pytest.mark.slow),
     pytest.param(("torch", (HERE, HERE, THERE, THERE)), id="torch2+2", marks=pytest.mark.slow),
     pytest.param(("horovod", (HERE, HERE, THERE, THERE)), id="horovod2+2", marks=pytest.mark.slow),
 ]

@@ -77,30 +77,36 @@ def test_a_failed_training_goes_on_as_if_nothing_had_happened(
     assert _weights(resumed).equal(straight)
 
 
-@pytest.mark.parametrize(("workers", "next_workers"), [(2, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("workers", "next_workers"), [(2, 3), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_a_resumed_training_may_have_other_workers(
     make_shards: MakeShards, tmp_path: Path, workers: int, next_workers: int
 ) -> None:
-    """The resumed run sends the saved residuals and ends near an uninterrupted one."""
+    """The resumed run loses about as much as an uninterrupted one: dropout draws by rank."""
     config = _config(make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.3}, num_workers=workers)
+    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight"))).history
     objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
     with pytest.raises(WorkerError, match="step 7"):
         train_gang(config, objects)
     resumed = train_gang(replace(config, num_workers=next_workers), UserObjects(callbacks=objects.callbacks))
     assert resumed.resumed_steps == (6,)
-    assert resumed.history[-1].train_loss < resumed.history[0].train_loss
+    first, last = straight[0].train_loss, straight[-1].train_loss
+    assert abs(resumed.history[-1].train_loss - last) < 0.3 * (first - last)
 
 
 def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:
-    """The first steps overflow and are skipped; the loss scale changes; the residuals stay finite."""
-    config = _config(
-        make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.1}, precision="fp16", epochs=6
-    )
-    result = train_gang(config)
+    """First steps overflow and are skipped, which halves the scale; residuals kept in another scale
+    would be sent twice or half as large, and the loss would not fall as in full precision."""
+    config = _config(make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.1}, epochs=6)
+    whole = train_gang(config).history
+    result = train_gang(replace(config, precision="fp16", run_uri=str(tmp_path / "fp16")))
     assert torch.isfinite(_weights(result)).all()
-    assert result.history[-1].train_loss < 0.8 * result.history[0].train_loss
+    assert result.history[0].skipped_steps > 0
+    drops = [run[0].train_loss - run[-1].train_loss for run in (whole, result.history)]
+    assert drops[1] > 0.8 * drops[0]
 
 
 @pytest.mark.slow

@@ -151,7 +151,11 @@ def _gather(sharding: str, collective: Collective) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("sharding", "collective"),
-    [("gradients", "horovod"), ("gradients", "torch"), ("parameters", "torch")],
+    [
+        pytest.param("gradients", "horovod", marks=pytest.mark.slow),
+        ("gradients", "torch"),
+        ("parameters", "torch"),
+    ],
 )
 def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str, collective: str) -> None:
     """Weights and two Adam moments, 512 KiB each; each of three ranks holds a third."""

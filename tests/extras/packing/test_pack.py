@@ -71,12 +71,12 @@ def test_a_package_comes_with_what_it_needs(tmp_path: Path) -> None:
         ("pillow", ["ringspark"], "the archive needs ringspark"),
     ],
 )
-def test_wrong_packages(text: str, exclude: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_packages_are_refused(text: str, exclude: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         choose_distributions(requirements(tmp_path, text), exclude)
 
 
-def test_wrong_outputs(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "there.tgz").touch()
     for name, message in {
         "environment.zip": r"must end in \.tar\.gz or \.tgz",
@@ -106,7 +106,7 @@ def test_packages_whose_files_are_elsewhere(files: dict[str, str], message: str,
         list_files(Distribution.at(folder))
 
 
-def test_packed_files() -> None:
+def test_files_of_tests_are_left_out_unless_a_package_imports_them() -> None:
     for name, expected in {
         "numpy/_core/tests/_natype.py": True,  # imported by numpy.testing
         "numpy/_core/tests/test_dtype.py": False,

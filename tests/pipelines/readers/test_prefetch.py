@@ -5,6 +5,7 @@ import time
 from collections.abc import Generator, Iterator
 
 import pytest
+from waiting import wait_for
 
 from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
 
@@ -87,8 +88,9 @@ def test_a_bundle_ends_at_its_size_or_at_an_error_and_closing_it_closes_the_sour
     ended.clear()
     items = prefetch_bundles(source(100), 1, lambda item: 1, 3)
     assert next(items) == 0
-    time.sleep(0.2)
     # One bundle is used, one waits, and the thread holds one.
+    wait_for("the third bundle", lambda: len(made) >= 9)
+    time.sleep(0.2)
     assert made == list(range(9))
     items.close()
     assert ended.is_set()

@@ -457,7 +457,9 @@ def _files(manifest: ShardManifest) -> list[tuple[str, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["shuffled", "cached", "few rows together"])
+@pytest.mark.parametrize(
+    "layout", ["shuffled", pytest.param("cached", marks=pytest.mark.slow), "few rows together"]
+)
 def test_few_tasks_write_tiny_partitions_into_the_files_of_one_task_each(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:

@@ -21,6 +21,7 @@ from driver import BASE, NUM_DIGITS, NUM_TOKENS, STRUCK, MeshDiary
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.run.identity import identity_of, list_differences, split_changes
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -201,17 +202,24 @@ def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
 def test_four_ranks_two_one_and_four_train_what_one_does(
     make_shards: MakeShards, tmp_path: Path, more: dict[str, Any], meshes: list[dict[str, int]]
 ) -> None:
-    """Each mesh trains one epoch and some steps until a rank is lost; then the next mesh resumes."""
+    """Each mesh trains one epoch and some steps until a rank is lost; then the next mesh resumes.
+
+    A user's run accepts all changes between the meshes.
+    """
     model = ModelSpec("transformer_classifier", {**TEXT, **more})
     config = _config(make_shards, tmp_path / "run", model, ema_decay=0.9)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), _objects(tmp_path / "other", {}))
     diary = tmp_path / "diary"
+    manifest = ShardManifest.load(config.shards_uri)
+    begun = identity_of(config, UserObjects(), manifest)
     resumed: list[int] = []
     result = None
     for number, mesh in enumerate(meshes):
         last = (number + 1) * EPOCH_STEPS + 3  # the last run never reaches its step
         lost = Lost(tmp_path / f"lost {number}", rank=_ranks(mesh) - 1, step=last)
         leg = replace(_leg(config, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
+        identity = identity_of(leg, UserObjects(), manifest)
+        assert list_differences(split_changes(begun, identity)[1], identity) == []
         if number == len(meshes) - 1:
             result = train_gang(leg, _objects(diary, mesh, lost))
             break

@@ -14,7 +14,12 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.parallel.model.fake_collective import FakeCollective
 from ringspark.estimators.parallel.model.shard_network import check_shardable
-from ringspark.estimators.parallel.model.tensor import VocabularyEmbedding, make_region, shard_layers
+from ringspark.estimators.parallel.model.tensor import (
+    VocabularyEmbedding,
+    make_region,
+    plan_of,
+    shard_layers,
+)
 from ringspark.models import TransformerLM
 
 
@@ -169,3 +174,8 @@ def test_an_id_beyond_the_table_is_refused_where_the_table_is_cut(wrong: int) ->
     assert table(torch.tensor([[0, 4]])).shape == (1, 2, 3)
     with pytest.raises(IndexError):
         table(torch.tensor([[0, wrong]]))
+
+
+def test_a_network_without_a_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match="Sequential has none; give it a method tensor_plan"):
+        plan_of(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), 2)
