@@ -114,7 +114,8 @@ def test_a_pair_is_refused_in_one_sentence(place: Place, rule: Rule, pairs: list
         with pytest.raises(ValueError, match=rule.sentence) as caught:
             place.refuse(combination)
         assert "\n" not in str(caught.value), (pair, str(caught.value))
-        assert re.search(r"[;,.] (set|leave|give|use|take|add|fit|raise) ", str(caught.value)), str(caught.value)
+        remedy = r"[;,.] (set|leave|give|use|take|add|fit|raise) "
+        assert re.search(remedy, str(caught.value)), str(caught.value)
 
 
 def test_every_working_pair_is_in_a_fit() -> None:
