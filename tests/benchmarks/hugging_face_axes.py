@@ -17,7 +17,7 @@ from hugging_face_families import FAMILIES, MESHES, MIXTRAL, PRECISIONS, Family,
 
 from ringspark.estimators.options.finetuning import LoRA
 
-ADAPTERS = {"lora": LoRA(rank=4, targets=["*.q_proj", "*.v_proj"]), "optimizer": "adamw"}
+ADAPTERS = {"lora": LoRA(rank=4, targets=["*.q_proj", "*.v_proj"]), "learning_rate": 0.5}
 
 
 def main() -> None:

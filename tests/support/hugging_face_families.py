@@ -135,19 +135,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def make_config(family: Family, folder: Path, **changes: Any) -> TrainConfig:
     """Returns settings of 6 steps for one worker; writes the family's rows as shards."""
-    return config_of(
-        written(folder / "shards", family.columns()),
-        folder / "run",
-        task="any",
-        losses=("own",) if family.losses else ("cross_entropy",),
-        input_columns=family.inputs,
+    settings = {
+        "task": "any",
+        "losses": ("own",) if family.losses else ("cross_entropy",),
+        "input_columns": family.inputs,
         # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
-        optimizer="momentum",
-        learning_rate=0.05,
-        max_grad_norm=1.0,
-        collective="torch",
-        **changes,
-    )
+        "optimizer": "momentum",
+        "learning_rate": 0.05,
+        "max_grad_norm": 1.0,
+        "collective": "torch",
+    }
+    return config_of(written(folder / "shards", family.columns()), folder / "run", **settings | changes)
 
 
 def compare(
