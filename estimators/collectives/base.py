@@ -103,8 +103,10 @@ class Collective(Protocol):
             counts: Length of each rank's tensor, if all ranks know it; this saves a message.
         """
 
-    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Like `all_gather` on the CPU, but only rank 0 gets the tensors; other ranks get an empty list."""
+    def gather(
+        self, tensor: torch.Tensor, counts: Sequence[int] | None = None, root: int = 0
+    ) -> list[torch.Tensor]:
+        """Like `all_gather` on the CPU, but only rank `root` gets the tensors; others get an empty list."""
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         """Sends each rank its own 1-D tensor; returns the tensors for this rank, with lengths `counts`."""

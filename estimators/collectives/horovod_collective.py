@@ -175,20 +175,21 @@ class HorovodCollective(NetworkCollective):
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
         return self._gather_in_turns(tensor, counts)
 
-    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
+    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int) -> list[torch.Tensor]:
         # Horovod has no gather, so use an all-to-all.
+        is_root, at_root = self.rank == root, [int(rank == root) for rank in range(self.size)]
         if counts is not None and sum(counts) > _MOST_ELEMENTS:
-            width, others = tensor.element_size(), self.size - 1
-            arriving = [0 if self.rank else count * width for count in counts]
-            sent = [len(tensor) * width] + [0] * others
+            width = tensor.element_size()
+            arriving = [count * width if is_root else 0 for count in counts]
+            sent = [len(tensor) * width * there for there in at_root]
             received = self._all_to_all(tensor.view(torch.uint8), sent, arriving)
-            return [] if self.rank else [p.view(tensor.dtype) for p in torch.split(received, arriving)]
-        splits = torch.tensor([len(tensor)] + [0] * (self.size - 1), dtype=torch.int32)
+            return [p.view(tensor.dtype) for p in torch.split(received, arriving)] if is_root else []
+        splits = torch.tensor([len(tensor) * there for there in at_root], dtype=torch.int32)
         with peer_errors("gather"):
             joined, lengths = self._hvd.alltoall(
                 tensor, splits, name=self._name("gather"), process_set=self._set
             )
-        return [] if self.rank else list(torch.split(joined, lengths.tolist()))
+        return list(torch.split(joined, lengths.tolist())) if is_root else []
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, counts: Sequence[int]

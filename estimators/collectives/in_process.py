@@ -149,9 +149,11 @@ class InProcessCollective(ConnectedMember):
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         return [piece.clone() for piece in self._start(tensor)()]
 
-    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def gather(
+        self, tensor: torch.Tensor, counts: Sequence[int] | None = None, root: int = 0
+    ) -> list[torch.Tensor]:
         pieces = self.all_gather(tensor, counts)
-        return [] if self.rank else pieces
+        return pieces if self.rank == root else []
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         given = self._start([piece.detach().clone() for piece in pieces])()

@@ -78,12 +78,14 @@ class NetworkCollective(ConnectedMember, ABC):
         return pieces
 
     @record
-    def gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def gather(
+        self, tensor: torch.Tensor, counts: Sequence[int] | None = None, root: int = 0
+    ) -> list[torch.Tensor]:
         tensor = tensor.detach().contiguous()
-        self.traffic.gather(num_bytes([tensor]))
+        self.traffic.gather(num_bytes([tensor]), root)
         if memory := self._memory_for(tensor):
-            return memory.all_gather(tensor, is_read=self.rank == 0)
-        return self._gather(tensor, counts)
+            return memory.all_gather(tensor, is_read=self.rank == root)
+        return self._gather(tensor, counts, root)
 
     @record
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
@@ -141,7 +143,9 @@ class NetworkCollective(ConnectedMember, ABC):
         """All-gathers, and counts the bytes, which depend on the library's padding."""
 
     @abstractmethod
-    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]: ...
+    def _gather(
+        self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int
+    ) -> list[torch.Tensor]: ...
 
     @abstractmethod
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:

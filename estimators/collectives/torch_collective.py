@@ -249,10 +249,10 @@ class TorchCollective(NetworkCollective):
         self.traffic.all_gather([n * tensor.element_size() for n in counts])
         return pieces
 
-    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
+    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int) -> list[torch.Tensor]:
         if counts is None:
             counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
-        return gather_on_root(tensor, counts, self.group, self._ranks)
+        return gather_on_root(tensor, counts, self.group, self._ranks, root)
 
     def _start_reduce_scatter(
         self, tensor: torch.Tensor, counts: Sequence[int]
@@ -354,16 +354,20 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
 
 @peer_errors("gather")
 def gather_on_root(
-    tensor: torch.Tensor, counts: Sequence[int], group: Any = None, ranks: Sequence[int] | None = None
+    tensor: torch.Tensor,
+    counts: Sequence[int],
+    group: Any = None,
+    ranks: Sequence[int] | None = None,
+    root: int = 0,
 ) -> list[torch.Tensor]:
-    """Gathers 1-D tensors on the first rank; other ranks get none. Gloo's own gather needs equal lengths."""
-    first, *others = range(len(counts)) if ranks is None else ranks
-    if dist.get_rank() != first:
+    """Gathers 1-D tensors on rank `root`; other ranks get none. Gloo's own gather needs equal lengths."""
+    members = range(len(counts)) if ranks is None else ranks
+    if dist.get_rank() != members[root]:
         if len(tensor):
-            dist.send(tensor, dst=first, group=group)
+            dist.send(tensor, dst=members[root], group=group)
         return []
-    pieces = [tensor, *(tensor.new_empty(count) for count in counts[1:])]
-    arriving = zip(others, pieces[1:], strict=True)
+    pieces = [tensor if i == root else tensor.new_empty(count) for i, count in enumerate(counts)]
+    arriving = [(r, piece) for i, (r, piece) in enumerate(zip(members, pieces, strict=True)) if i != root]
     works: list[Any] = [dist.irecv(piece, src=r, group=group) for r, piece in arriving if len(piece)]
     for work in works:
         work.wait()

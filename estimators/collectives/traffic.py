@@ -89,8 +89,8 @@ class Traffic:
         # The next rank's tensor arrives here last, after the whole ring.
         self._add(sum(pieces) - pieces[(self._member.rank + 1) % self._member.size])
 
-    def gather(self, num_bytes: int) -> None:
-        if self._member.rank:
+    def gather(self, num_bytes: int, root: int) -> None:
+        if self._member.rank != root:
             self._add(num_bytes)
 
     def reduce_scatter(self, parts: list[int]) -> None:

@@ -10,8 +10,14 @@ from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.estimators.memory.search import find_settings
-from ringspark.estimators.memory.sharing import communication_bytes, shard_group_size, shares
+from ringspark.estimators.memory.sharing import (
+    checkpoint_writers,
+    communication_bytes,
+    shard_group_size,
+    shares,
+)
 from ringspark.estimators.memory.step import StepBytes, UpdateBytes, measure_step
+from ringspark.estimators.training.checkpoint.shards import deal_parameters
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -89,6 +95,13 @@ class Planner:
             step = self._step(config)
             own = {"communication": communication_bytes(config, self.network)}
             peak, parts = step.peaks[config.sync.sharding].with_parts(**own), step.parts
+        copied = parts["parameters"] + parts["optimizer_state"]
+        if (writers := checkpoint_writers(config)) > 1:
+            sizes = dict(self.network.named_parameters(remove_duplicate=False))
+            loads = [0] * writers
+            for name, part in deal_parameters(self.network, writers).items():
+                loads[part] += sizes[name].nbytes
+            copied = copied * max(loads) // sum(loads)
         share = shares(config.sync.sharding, shard_group_size(config))
         most: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in parts.items()}
         return MemoryPlan(
@@ -96,6 +109,7 @@ class Planner:
             rows=self._rows,
             peak=peak.total,
             at_peak=peak.parts,
+            checkpoint=copied,
             budget=budget,
             **most | own,
         )

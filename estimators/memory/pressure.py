@@ -28,7 +28,12 @@ from ringspark.estimators.memory.available import (
 from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.search import change_setting
-from ringspark.estimators.memory.sharing import SHARDED_PARTS, shard_group_size, shares
+from ringspark.estimators.memory.sharing import (
+    SHARDED_PARTS,
+    checkpoint_writers,
+    shard_group_size,
+    shares,
+)
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import SHARDINGS, Zero
 from ringspark.estimators.parallel.mesh import find_data_shard
@@ -180,7 +185,7 @@ def _needs(
     in_epoch = (config.checkpoint_every_steps or num_steps) < num_steps
     after_epoch = (config.checkpoint_every_epochs or config.epochs) < config.epochs
     # Each writer copies its parameters and state while the training waits, after the gradients are freed.
-    copy = {"copy for a checkpoint": parameters // parts + state}
+    copy = {"copy for a checkpoint": (parameters // parts + state) // checkpoint_writers(config)}
     moments: list[dict[str, int]] = [
         # Every rank builds the whole network on the host, unless it can build its shard alone.
         {} if config.builds_in_parts else {"parameters": whole},

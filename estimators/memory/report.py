@@ -19,6 +19,7 @@ TITLES = {
     "batch": "rows of the batch",
     "communication": "communication buffers",
 }
+CHECKPOINT_TITLE = "copy for a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class MemoryPlan:
         activations: Maximum of tensors kept for the backward pass and temporaries of operators.
         batch: Inputs and labels.
         communication: Buffers that carry gradients or parameters between ranks.
+        checkpoint: Copy of the weights, their average and the optimizer state on the host of the rank that
+            copies most. It exists from a checkpoint until the copy is written, next to the training's steps,
+            and is not in `peak`. With `sync=Zero(...)` each rank copies its share of the tensors.
         peak: Maximum of all parts together.
         at_peak: Part -> bytes at the moment of the peak; they add up to `peak`.
         budget: Bytes that the peak is compared with, or None.
@@ -52,6 +56,7 @@ class MemoryPlan:
     activations: int
     batch: int
     communication: int
+    checkpoint: int
     peak: int
     at_peak: Mapping[str, int]
     budget: int | None = None
@@ -73,7 +78,8 @@ class MemoryPlan:
     def _rows(self) -> list[tuple[str, str, str]]:
         parts = TITLES.items()
         rows = [(title, show_bytes(getattr(self, p)), show_bytes(self.at_peak[p])) for p, title in parts]
-        return [*rows, ("peak", "", show_bytes(self.peak))]
+        copied = (CHECKPOINT_TITLE, show_bytes(self.checkpoint), "")
+        return [*rows, ("peak", "", show_bytes(self.peak)), copied]
 
     def save_chart(self, path: str) -> None:
         """Writes a PNG bar chart of the parts at the peak of this plan and the plans in `suggest`.

@@ -44,6 +44,11 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
     return dict.fromkeys(SHARDED_PARTS[sharding], 1.0 / num_workers)
 
 
+def checkpoint_writers(config: TrainConfig) -> int:
+    """Returns the number of ranks that deal the tensors of their shards of the network among them."""
+    return 1 if config.cuts_network or config.sync.sharding == "none" else shard_group_size(config)
+
+
 def reduces_in_buckets(config: TrainConfig) -> bool:
     """Whether reduced gradients stay in the buckets in which they were sent."""
     return data_parallel_size(config) > 1 and config.sync.strategy == "data_parallel"

@@ -11,7 +11,13 @@ from torch import nn
 
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
+from ringspark.estimators.parallel.optimizer_state import (
+    OptimizerState,
+    RootOf,
+    first_rank,
+    load_by_name,
+    state_by_name,
+)
 from ringspark.estimators.parallel.sync_settings import SyncSettings
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -118,9 +124,12 @@ class GradientSync:
     def step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)
 
-    def optimizer_state(self) -> OptimizerState:
-        """Returns the optimizer state by parameter name, complete on rank 0. Runs on every rank."""
-        return state_by_name(self.network, self.optimizer)
+    def optimizer_state(self, root_of: RootOf = first_rank) -> OptimizerState:
+        """Returns the optimizer state by parameter name. Runs on every rank.
+
+        The tensors of a parameter are whole on its root. Rank 0 has all values that are no tensors.
+        """
+        return state_by_name(self.network, self.optimizer, root_of)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         """Loads this rank's shard of a whole optimizer state, from any number of ranks."""

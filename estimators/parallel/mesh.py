@@ -66,6 +66,7 @@ class RankMesh:
         expert_shard_group: How `sync=Zero(...)` shards this rank's experts.
         holders: Ranks that together hold all weights: a replica, and the ranks with different experts.
         is_first_replica: Whether this rank is among the first `holders`, whose weights a checkpoint takes.
+        shards_state: Whether `sync=Zero(...)` shards the state of the training over `shard_group`.
     """
 
     world: Collective
@@ -80,6 +81,7 @@ class RankMesh:
     expert_shard_group: ShardGroup = field(default_factory=ShardGroup)
     holders: Collective = field(default_factory=LocalCollective)
     is_first_replica: bool = True
+    shards_state: bool = False
 
     @classmethod
     def of(cls, world: Collective, sizes: Mapping[str, int] | None = None) -> RankMesh:
@@ -132,6 +134,8 @@ class RankMesh:
     @property
     def num_checkpoint_parts(self) -> int:
         """Number of ranks that write a checkpoint, each its shard of the network."""
+        if self.shards_state and not self.cuts_network:
+            return self.shard_group.shards.size
         return math.prod(self.sizes.get(axis, 1) for axis in _WEIGHTS)
 
     @property
@@ -139,6 +143,8 @@ class RankMesh:
         """Number of the checkpoint part that this rank writes, or None."""
         if self.num_checkpoint_parts == 1:
             return 0 if self.writes else None
+        if not self.cuts_network:
+            return None if self.shard_group.replicas.rank else self.shard_group.shards.rank
         is_writer = self.is_first_replica and not self.coordinates["sequence"]
         return self.checkpoint_part_of(self.holders.rank) if is_writer else None
 

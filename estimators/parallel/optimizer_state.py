@@ -6,7 +6,7 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,14 +17,24 @@ StateValue = torch.Tensor | bool | int | float | str | None
 OptimizerState = dict[str, dict[str, StateValue]]
 
 
+# Name of a parameter -> rank of its shard group that gathers the parameter's tensors.
+RootOf = Callable[[str], int]
+
+
+def first_rank(name: str) -> int:
+    return 0
+
+
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
-def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+def state_by_name(
+    module: nn.Module, optimizer: torch.optim.Optimizer, root_of: RootOf = first_rank
+) -> OptimizerState:
     """Returns the state of an optimizer of the module's own parameters. Runs on every rank.
 
-    Rank 0 gathers `DTensor` shards, one tensor at a time, on the CPU.
+    The root of a parameter gathers `DTensor` shards, one tensor at a time, on the CPU.
     """
     names = parameter_names(module)
     result: OptimizerState = {}
@@ -32,9 +42,10 @@ def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> Optimi
     # In the same order on all ranks, because gathering is a collective call.
     for parameter in sorted(held, key=lambda p: names[p]):
         state = optimizer.state.get(parameter)
+        name = names[parameter]
         if state:
-            result[names[parameter]] = {
-                key: gather_value(check_value(names[parameter], key, state[key])) for key in sorted(state)
+            result[name] = {
+                key: gather_value(check_value(name, key, state[key]), root_of(name)) for key in sorted(state)
             }
     return result
 
@@ -68,8 +79,11 @@ def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, 
     return value.to(parameter.device, copy=True)
 
 
-def gather_value(value: StateValue) -> StateValue:
-    """Returns the whole tensor on the first rank, and at most a shard on others. Runs on every rank."""
+def gather_value(value: StateValue, root: int = 0) -> StateValue:
+    """Returns the whole tensor on rank `root`, and at most a shard on others. Runs on every rank.
+
+    `root` counts the ranks that have different shards.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "full_tensor"):
@@ -94,7 +108,7 @@ def gather_value(value: StateValue) -> StateValue:
     counts = [max(0, min(most, rows - rank * most)) * value.shape[1:].numel() for rank in range(size)]
     group = mesh.get_group(mesh.ndim - 1)
     shards = gather_on_root(
-        shard.contiguous().reshape(-1), counts, group, dist.get_process_group_ranks(group)
+        shard.contiguous().reshape(-1), counts, group, dist.get_process_group_ranks(group), root
     )
     return torch.cat(shards).reshape(value.shape) if shards else shard
 

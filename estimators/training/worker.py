@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def train_worker(
     status = status or Status()
     torch_device = torch.device(device)
     gpus = [torch_device] if torch_device.type == "cuda" else []
-    mesh = RankMesh.of(collective, config.axes)
+    mesh = replace(RankMesh.of(collective, config.axes), shards_state=config.sync.sharding != "none")
     recovery = Recovery(config, mesh, status)
     # Seeds are set only inside the fork, so a reused Python worker keeps its own random state.
     with recovery, torch.random.fork_rng(devices=gpus), keep_shared_generators(), ExitStack() as opened:

@@ -19,7 +19,12 @@ from ringspark.estimators.options.sync import Asynchronous
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
+from ringspark.estimators.parallel.optimizer_state import (
+    OptimizerState,
+    RootOf,
+    check_known,
+    first_rank,
+)
 from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
 from ringspark.estimators.parallel.sharded.parameter_shards import (
     ShardedParameters,
@@ -204,8 +209,8 @@ class ServedSync(GradientSync):
         # No rank reads or pushes before every server has its values.
         self._collective.barrier()
 
-    def optimizer_state(self) -> OptimizerState:
-        return gather_state(self._shard, self._server_optimizer)
+    def optimizer_state(self, root_of: RootOf = first_rank) -> OptimizerState:
+        return gather_state(self._shard, self._server_optimizer, root_of)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_known(state, self._shard.names)

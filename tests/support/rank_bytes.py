@@ -19,12 +19,14 @@ import numpy as np
 import pyarrow
 import torch
 from held_bytes import held_bytes
+from peak_memory import memory_use
 from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training import rank_network, worker
+from ringspark.estimators.training.checkpoint import resume
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -164,6 +166,29 @@ def counted_bytes(config: TrainConfig) -> list[dict[str, int]]:
     """Returns the bytes that each rank of a training holds, by kind."""
     work = partial(_counting, config)
     return run_ranks(config.num_workers, config.collective, work, timeout_seconds=300)
+
+
+def _copying(config: TrainConfig, collective: Collective) -> dict[str, int]:
+    """Trains; returns the most bytes that a copy for a checkpoint keeps, its peak, and the training state."""
+    found = {"kept": 0, "peak": 0, "training": 0}
+    take = resume.take_snapshot
+
+    def counted(*arguments: Any) -> Any:
+        taken: list[Any] = []
+        use = memory_use(lambda: taken.append(take(*arguments)))
+        found["kept"], found["peak"] = max(found["kept"], use.kept), max(found["peak"], use.peak)
+        sync = arguments[0]
+        found["training"] = max(found["training"], sum(held_bytes(sync).values()))
+        return taken.pop()
+
+    resume.take_snapshot = counted  # type: ignore[assignment]
+    worker.train_worker(config, collective)
+    return found
+
+
+def copied_bytes(config: TrainConfig) -> list[dict[str, int]]:
+    """Returns the bytes of each rank's copies for checkpoints, and of its training state."""
+    return run_ranks(config.num_workers, config.collective, partial(_copying, config), timeout_seconds=300)
 
 
 def data_bytes() -> int:

@@ -25,7 +25,7 @@ from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, ke
 from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
-from ringspark.estimators.parallel.optimizer_state import OptimizerState
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, RootOf, first_rank
 from ringspark.estimators.parallel.sharded.parameter_shards import ELEMENTWISE, is_elementwise
 from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.models.outputs import as_outputs
@@ -280,9 +280,9 @@ class FsdpSync(EmptyPasses):
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
-    def optimizer_state(self) -> OptimizerState:
+    def optimizer_state(self, root_of: RootOf = first_rank) -> OptimizerState:
         self._free_whole()
-        return super().optimizer_state()
+        return super().optimizer_state(root_of)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         self._free_whole()

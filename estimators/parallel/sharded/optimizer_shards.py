@@ -1,6 +1,6 @@
 """Gathers and loads the whole optimizer state of a sharded training, by parameter name.
 
-Rank 0 receives one tensor at a time, on the CPU.
+The root of a parameter receives one tensor at a time, on the CPU.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import torch
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.optimizer_state import (
     OptimizerState,
+    RootOf,
     StateValue,
     check_value,
+    first_rank,
     place_value,
 )
 from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, slice_state, view_at
 from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
 
 
-def gather_state(shard: ShardedParameters, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Returns the whole state on rank 0 of the shard's ranks, {} on the other ranks. Runs on every rank."""
+def gather_state(
+    shard: ShardedParameters, optimizer: torch.optim.Optimizer, root_of: RootOf = first_rank
+) -> OptimizerState:
+    """Returns the tensors on the root of each parameter, other values on all ranks. Runs on every rank."""
     collective = shard.collective
     mine = {piece.index: optimizer.state.get(tensor) or {} for piece, tensor in shard.held.items()}
     described = {
@@ -43,8 +47,10 @@ def gather_state(shard: ShardedParameters, optimizer: torch.optim.Optimizer) -> 
                 values[key] = entry["value"]
                 continue
             own = mine.get(index, {}).get(key)
-            values[key] = _gather_tensor(shard, index, own, entry, owners)
-        if values and collective.rank == 0:
+            gathered = _gather_tensor(shard, index, own, entry, owners, root_of(name))
+            if gathered is not None:
+                values[key] = gathered
+        if values:
             result[name] = values
     return result
 
@@ -68,6 +74,7 @@ def _gather_tensor(
     own: torch.Tensor | None,
     entry: dict[str, Any],
     owners: list[ParameterSlice],
+    root: int,
 ) -> torch.Tensor | None:
     dtype: torch.dtype = getattr(torch, entry["dtype"])
     collective = shard.collective
@@ -82,8 +89,8 @@ def _gather_tensor(
     data = torch.zeros(0, dtype=torch.uint8)
     if own is not None and sends:
         data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    parts = collective.gather(data, [n * dtype.itemsize for n in elements])
-    if collective.rank:
+    parts = collective.gather(data, [n * dtype.itemsize for n in elements], root)
+    if collective.rank != root:
         return None
     joined = torch.cat(parts).view(dtype)
     if entry["shape"] is not None:

@@ -21,7 +21,12 @@ from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, nu
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.model.expert import expert_names
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, check_known
+from ringspark.estimators.parallel.optimizer_state import (
+    OptimizerState,
+    RootOf,
+    check_known,
+    first_rank,
+)
 from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
 from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, hide_empty_groups
 from ringspark.estimators.parallel.sync_settings import SyncSettings
@@ -276,12 +281,12 @@ class ZeroSync(GradientSync):
         for own, bucket in self._order:
             own.shard.all_gather(bucket)
 
-    def optimizer_state(self) -> OptimizerState:
+    def optimizer_state(self, root_of: RootOf = first_rank) -> OptimizerState:
         found: OptimizerState = {}
         for own in self._states:
             # The first replica gathers its state.
             if own.group.shard_group.replicas.rank == 0:
-                found |= gather_state(own.shard, self.optimizer)
+                found |= gather_state(own.shard, self.optimizer, root_of)
         return {name: found[name] for name in sorted(found)}
 
     def load_optimizer_state(self, state: OptimizerState) -> None:

@@ -221,7 +221,7 @@ class Recovery:
         average = None if self._config.ema_decay is None else train_state.average.values
         sync, snapshot = train_state.sync, None
         try:
-            snapshot = take_snapshot(sync, position, ranks, self._mesh.writes, self._status.tick, average)
+            snapshot = take_snapshot(sync, position, ranks, self._mesh, self._status.tick, average)
         except ValueError as error:
             # With sharded weights, other ranks may be waiting for this one, so training must end.
             if self._config.sync.sharding != "none" or self._mesh.cuts_network:

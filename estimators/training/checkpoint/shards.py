@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ringspark.estimators.parallel.optimizer_state import StateValue
 from ringspark.estimators.parallel.shard_spec import CheckpointShards, join_shards
@@ -61,6 +62,16 @@ def name_file(name: str, number: int, of: int, token: str) -> str:
 
 def name_files(name: str, of: int, token: str) -> list[str]:
     return [name_file(name, number, of, token) for number in range(of)]
+
+
+def deal_parameters(network: nn.Module, num_parts: int) -> dict[str, int]:
+    """Assigns each parameter to a part: the largest first, each to the part with the fewest bytes."""
+    sizes = {name: tensor.nbytes for name, tensor in network.named_parameters(remove_duplicate=False)}
+    loads, parts = [0] * num_parts, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        parts[name] = loads.index(min(loads))
+        loads[parts[name]] += sizes[name]
+    return parts
 
 
 def _name_report(shard: CheckpointShard, number: int) -> str:

@@ -9,7 +9,8 @@
       training.json             everything else (see `Record`), and size and SHA-256 of the files above
       checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits
 
-If ranks hold different weights, each writes one shard of the first three files (see `shards`).
+If ranks hold different weights or `sync=Zero(...)` shards the state, each writes one shard of the first three
+files (see `shards`). A shard of a mesh holds shards of tensors; a shard of ZeRO holds some of the tensors.
 
 Invariant: a `Snapshot` shares no memory with the training, so it can be written while training continues.
 """
@@ -28,13 +29,20 @@ import torch
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, gather_value
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.optimizer_state import (
+    OptimizerState,
+    RootOf,
+    first_rank,
+    gather_value,
+)
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record
 from ringspark.estimators.training.checkpoint.shards import (
     CheckpointShard,
     ShardError,
+    deal_parameters,
     name_file,
     name_files,
     wait_for_shards,
@@ -71,38 +79,51 @@ def take_snapshot(
     sync: GradientSync,
     position: Position,
     ranks: GatheredRanks | None = None,
-    writes: bool = True,
+    mesh: RankMesh | None = None,
     progress: Callable[[], None] = lambda: None,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> Snapshot | None:
     """Copies a training. Runs on every rank; ranks that write nothing get None.
 
-    Rank 0 raises FloatingPointError if a trained weight is not finite.
+    Rank 0 raises FloatingPointError if a trained weight is not finite. `mesh` of None means one rank.
     """
     ranks = ranks or GatheredRanks()
-    state = sync.optimizer_state()
     weights = sync.network.state_dict()
+    num_tensors = len(weights)
     if (layout := layout_of(sync.network)) is not None:
+        state = sync.optimizer_state()
         return _take_shard(sync, layout, state, weights, position, ranks, progress, average)
-    if not writes:
-        # All ranks exchange shards of tensors in the order of `order_names`.
-        tensor_file.assist(weights)
-        tensor_file.assist(average or {})
-        return None
-    copies = {WEIGHTS: _copy_all(weights, progress)}
-    averaged = _copy_all(average or {}, progress)
-    trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
-    if (bad := _find_not_finite(copies[WEIGHTS], trained)) is not None:
-        raise _not_finite_error(bad, position)
-    copies[OPTIMIZER] = _copy_all(_state_tensors(state), progress)
-    if averaged:
-        copies[AVERAGE] = averaged
+    part, num_parts = (0, 1) if mesh is None else (mesh.checkpoint_part, mesh.num_checkpoint_parts)
+    # Each rank gathers and keeps some parameters, so no rank ever has all of them. Buffers are rank 0's.
+    parts = deal_parameters(sync.network, num_parts)
+    root_of = partial(_part_of, parts)
+    state = sync.optimizer_state(root_of)
     values = {
         name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
         for name, own in state.items()
     }
-    record = _make_record(sync, position, values, ranks)
-    return Snapshot(contents=copies, ranks=ranks, record=record, num_tensors=len(copies[WEIGHTS]))
+    gathered = _state_tensors(state)
+    del state  # each gathered tensor is freed after its copy
+    copies: dict[str, dict[str, torch.Tensor]] = {}
+    bad = None
+    if part is not None:
+        files = {WEIGHTS: weights, OPTIMIZER: gathered} | ({AVERAGE: dict(average)} if average else {})
+        copies = {
+            kind: _copy_all(tensors, progress, lambda name: root_of(name) == part, root_of)
+            for kind, tensors in files.items()
+        }
+        trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
+        bad = _find_not_finite(copies[WEIGHTS], trained)
+    if mesh is not None and num_parts > 1:
+        texts = gather_bytes(mesh.world, (bad or "").encode(), to_all=False)
+        bad = next((text.decode() for text in texts if text), None)
+    if bad is not None:
+        raise _not_finite_error(bad, position)
+    if part is None:
+        return None
+    record = replace(_make_record(sync, position, values, ranks), num_parts=num_parts)
+    shard = CheckpointShard(part, num_parts)
+    return Snapshot(contents=copies, ranks=ranks, record=record, num_tensors=num_tensors, shard=shard)
 
 
 def _take_shard(
@@ -125,7 +146,10 @@ def _take_shard(
         contents[AVERAGE] = {layout.full_name(name): tensor for name, tensor in average.items()}
     pieces = {name: layout.plan_checkpoint(tensors) for name, tensors in contents.items()}
     # If this rank's tensors are sharded once more, the ranks of that sharding run this together.
-    copies = {name: _copy_all(tensors, progress, pieces[name].names) for name, tensors in contents.items()}
+    copies = {
+        name: _copy_all(dict(tensors), progress, pieces[name].names.__contains__)
+        for name, tensors in contents.items()
+    }
     bad = _find_not_finite(copies[WEIGHTS], set(layout.trained)) or ""
     found = [text.decode() for text in gather_bytes(mesh.world, bad.encode(), to_all=False)]
     if any(found):
@@ -183,16 +207,25 @@ def _not_finite_error(name: str, position: Position) -> FloatingPointError:
     )
 
 
+def _part_of(parts: Mapping[str, int], name: str) -> int:
+    """Returns the part that has the tensor `name`, or the state `name`, "<parameter>/<key>"."""
+    return parts[name] if name in parts else parts.get(name.rpartition("/")[0], 0)
+
+
 def _copy_all(
-    tensors: Mapping[str, torch.Tensor], progress: Callable[[], None], names: frozenset[str] | None = None
+    tensors: dict[str, torch.Tensor],
+    progress: Callable[[], None],
+    keeps: Callable[[str], bool],
+    root_of: RootOf = first_rank,
 ) -> dict[str, torch.Tensor]:
-    """Copies tensors (only `names`, if given) to the CPU, in the same order on all ranks."""
+    """Copies the tensors to keep to the CPU, in the same order on all ranks; empties `tensors`."""
     copies: dict[str, torch.Tensor] = {}
     for name in tensor_file.order_names(tensors):
-        value = gather_value(tensors[name])
+        tensor = tensors.pop(name)
+        value = gather_value(tensor, root_of(name))
         assert isinstance(value, torch.Tensor)
-        if names is None or name in names:
-            is_copy = hasattr(tensors[name], "full_tensor")
+        if keeps(name):
+            is_copy = hasattr(tensor, "full_tensor")
             copies[name] = value.to("cpu", copy=not is_copy, memory_format=torch.contiguous_format)
         progress()
     return copies

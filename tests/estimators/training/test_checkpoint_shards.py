@@ -331,7 +331,7 @@ def _peak(collective: Collective) -> Any:
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         sync.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
     own = 3 * sum(p.nbytes for p in module.parameters())
-    use = memory_use(lambda: take_snapshot(sync, Position(step=1), writes=collective.rank == 0))
+    use = memory_use(lambda: take_snapshot(sync, Position(step=1), mesh=mesh))
     return [own, use.peak, use.kept]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.checkpoint import tensor_file
-from ringspark.estimators.training.checkpoint.reading import load_training_state
+from ringspark.estimators.training.checkpoint.reading import load_training_state, read_record
 from ringspark.estimators.training.checkpoint.record import Position
-from ringspark.estimators.training.checkpoint.shards import map_shards
-from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint, load_state
+from ringspark.estimators.training.checkpoint.shards import map_shards, name_files, report_shard
+from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_shard, write_snapshot
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, load_state
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.pipelines import storage
@@ -67,16 +68,24 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
         sync.step(scaler)
 
 
-def _write(uri: str, sync: GradientSync, step: int, rank: int = 0) -> None:
-    snapshot = take_snapshot(sync, Position(epoch=step // 10, step=step), writes=rank == 0)
-    if snapshot is not None:
+def _mesh(sharding: str, collective: Collective) -> RankMesh:
+    return replace(RankMesh.of(collective), shards_state=sharding != "none")
+
+
+def _write(uri: str, sync: GradientSync, step: int, mesh: RankMesh | None = None) -> None:
+    snapshot = take_snapshot(sync, Position(epoch=step // 10, step=step), mesh=mesh)
+    if snapshot is None:
+        return
+    if snapshot.shard.number:
+        report_shard(uri, snapshot.shard, write_shard(uri, snapshot))
+    else:
         write_snapshot(uri, snapshot)
 
 
 def _save(sharding: str, optimizer: str, uri: str, collective: Collective) -> None:
     sync = _prepare(collective, sharding, optimizer)
     _steps(sync, collective, 0, 10)
-    _write(uri, sync, 10, collective.rank)
+    _write(uri, sync, 10, _mesh(sharding, collective))
 
 
 def _resume(sharding: str, optimizer: str, uri: str, target: str, collective: Collective) -> Any:
@@ -86,7 +95,7 @@ def _resume(sharding: str, optimizer: str, uri: str, target: str, collective: Co
             parameter.mul_(0.0)
     record, _ = load_training_state(uri, sync)
     _steps(sync, collective, record.position.step, 20)
-    _write(target, sync, 20, collective.rank)
+    _write(target, sync, 20, _mesh(sharding, collective))
     return [record.position.epoch, record.position.step]
 
 
@@ -104,9 +113,10 @@ def _both(
 
 
 def _weights(uri: str) -> torch.Tensor:
-    net = _net()
-    load_checkpoint(uri, net)
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+    record = read_record(uri)
+    names = name_files(WEIGHTS, record.num_parts, record.token)
+    tensors = map_shards([f"{uri}/{name}" for name in names], {})
+    return torch.cat([tensors[name].flatten() for name, _ in _net().named_parameters()])
 
 
 def _whole_run(optimizer: str) -> torch.Tensor:
@@ -132,19 +142,22 @@ def test_ten_steps_at_two_workers_and_ten_at_one_are_twenty_at_one_and_back(
     assert (_weights(at_two) - expected).abs().max() < 1e-5
 
 
+WIDTH, DEPTH = 256, 12
+
+
 def _gather(sharding: str, collective: Collective) -> Any:
-    """Returns the peak memory of a full snapshot on this rank, the bytes kept, and the bytes sent."""
-    module = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+    """Returns the peak memory of a snapshot on this rank, the bytes kept, and the bytes sent."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
     sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
         module, make, RankMesh.of(collective), SyncSettings()
     )
     with sync.micro_batch(last=True):
-        sync.module(torch.ones(1, 256)).sum().backward()
+        sync.module(torch.ones(1, WIDTH)).sum().backward()
     sync.reduce()
     sync.step(LossScaler("fp32", torch.device("cpu")))
-    position, writes, before = Position(epoch=1, step=1), collective.rank == 0, collective.bytes_sent
-    use = memory_use(lambda: take_snapshot(sync, position, writes=writes))
+    position, mesh, before = Position(epoch=1, step=1), _mesh(sharding, collective), collective.bytes_sent
+    use = memory_use(lambda: take_snapshot(sync, position, mesh=mesh))
     return [use.peak, use.kept, collective.bytes_sent - before]
 
 
@@ -157,16 +170,18 @@ def _gather(sharding: str, collective: Collective) -> Any:
         ("parameters", "torch"),
     ],
 )
-def test_a_rank_that_does_not_write_is_sent_nothing_of_the_others(sharding: str, collective: str) -> None:
-    """Weights and two Adam moments, 512 KiB each; each of three ranks holds a third."""
-    whole = 512 * 256 * 4
-    ranks = run_ranks(3, collective, partial(_gather, sharding))
-    assert ranks[0][1] >= 6 * whole
-    described = 4096
-    for peak, _, sent in ranks[1:]:
-        assert peak < 0.7 * whole  # its own shard and a copy of it
-        assert sent <= 4 * whole / 3 + described
-    assert ranks[0][2] <= described
+def test_each_rank_of_a_sharded_training_copies_its_share_of_the_tensors(
+    sharding: str, collective: str
+) -> None:
+    """Weights and two Adam moments, 256 KiB each; each of three ranks copies a third of all tensors."""
+    one = WIDTH * WIDTH * 4
+    share = 3 * DEPTH * one // 3
+    sends = (3 if sharding == "parameters" else 2) * DEPTH * one // 3  # at most the rank's shard
+    described = 16384
+    for peak, kept, sent in run_ranks(3, collective, partial(_gather, sharding)):
+        assert share <= kept <= share + described
+        assert peak <= share + 3 * one + described  # a tensor, its pieces, and this rank's own piece
+        assert sent <= sends + described
 
 
 LAYERS = 8

@@ -12,6 +12,7 @@ from rank_bytes import (
     KINDS,
     columns,
     config_of,
+    copied_bytes,
     counted_bytes,
     expected_bytes,
     is_of_the_limit,
@@ -20,7 +21,10 @@ from rank_bytes import (
 from safetensors.torch import load_file
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.memory.columns import shard_columns
+from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import AllReduce, Zero
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
@@ -65,6 +69,25 @@ def test_the_fullest_rank_holds_what_theory_gives_it(
     expected, ranks = expected_bytes(config, LAYERS, WIDTH), counted_bytes(config)
     most = {kind: max(rank[kind] for rank in ranks) for kind in KINDS}
     assert most == {kind: pytest.approx(count, rel=0.1) for kind, count in expected.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_copy_for_a_checkpoint_is_the_planned_share_of_each_rank(
+    make_shards: MakeShards, tmp_path: Path, stage: int
+) -> None:
+    """Four ranks share four pairs of layers, so the shares are equal up to biases and step counts."""
+    manifest = make_shards(columns(3 * ROWS, WIDTH))
+    settings = {"num_workers": 4, "sync": Zero(stage=stage), "checkpoint_every_steps": 2, "ema_decay": 0.5}
+    config = config_of(manifest, tmp_path / "run", LAYERS, WIDTH, ROWS, **settings)
+    planned = Planner(config, UserObjects(), *shard_columns(config, manifest, ROWS // 4)).plan().checkpoint
+    one = WIDTH * WIDTH * 4
+    whole = 4 * (LAYERS + 1) * one  # weights, their average and two moments
+    assert planned == pytest.approx(whole / 4, rel=0.02)
+    for rank in copied_bytes(config):
+        assert rank["kept"] == pytest.approx(planned, rel=0.05)
+        # A gathered tensor, its pieces, and this rank's own piece.
+        assert rank["peak"] < rank["kept"] + 3 * one
 
 
 # 24 layers of 16 MiB: weights, gradients and AdamW's moments need 1,536 MiB.
