@@ -50,7 +50,7 @@ def frame(spark: Any) -> Any:
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("collective", ["horovod", "torch"])
+@pytest.mark.parametrize("collective", [pytest.param("horovod", marks=pytest.mark.slow), "torch"])
 def test_exact_settings_together_train_the_network_that_none_of_them_does(
     frame: Any, storage_uri: str, tmp_path: Path, collective: str
 ) -> None:

@@ -19,7 +19,7 @@ SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 3})
 
 
 @pytest.mark.modes
-@pytest.mark.parametrize("handling", ["skip", "keep"])
+@pytest.mark.parametrize("handling", ["skip", pytest.param("keep", marks=pytest.mark.slow)])
 def test_a_stream_scores_files_as_they_arrive(spark: Any, tmp_path: Path, handling: str) -> None:
     torch.manual_seed(0)
     save_checkpoint(str(tmp_path / "c"), SPEC.build())

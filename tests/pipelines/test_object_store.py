@@ -347,10 +347,10 @@ def test_resuming_reads_only_what_is_left(store: Store, remote: ShardManifest, e
 
 
 # A stall passes in test_a_silent_store_is_given_up_before_its_client_does, too.
-SLOW_FAULTS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("stall", "slow_down")]
+SLOW_FAULTS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("stall", "slow_down", "internal")]
 
 
-@pytest.mark.parametrize("kind", ["reset", "short", "reset_before", "internal", *SLOW_FAULTS])
+@pytest.mark.parametrize("kind", ["reset", "short", "reset_before", *SLOW_FAULTS])
 def test_nothing_is_lost_or_repeated_over_faults(
     store: Store,
     local: ShardManifest,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import attacked_gang
 import pytest
-from ranks import GANGS
+from ranks import TORCH_AND_SLOW_OTHERS
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_training_with_strangers_at_its_ports_ends_as_one_without(collective: str, tmp_path: Path) -> None:
     quiet = attacked_gang.run(collective, tmp_path, steps=150, attacked=False)
     attacked = attacked_gang.run(collective, tmp_path, steps=150, attacked=True)

@@ -72,7 +72,7 @@ def test_the_best_checkpoint_of_two_workers_is_that_of_one(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("policy", ["sqrt", "all"])
+@pytest.mark.parametrize("policy", [pytest.param("sqrt", marks=pytest.mark.slow), "all"])
 def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(
     make_shards: MakeShards, tmp_path: Path, policy: str
 ) -> None:

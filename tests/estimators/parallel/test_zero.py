@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import GANGS, run_one, run_ranks
+from ranks import TORCH_AND_SLOW_OTHERS, run_one, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,7 +87,7 @@ def _ranks(collective: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("case", CASES)
 def test_many_buckets_and_late_gradients_give_the_weights_and_state_of_one_worker(
     collective: str, case: tuple[bool, int | None]

@@ -49,7 +49,7 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
     [
         pytest.param("horovod", {"checkpoint_every_epochs": 1}, marks=pytest.mark.slow),
         ("torch", {"checkpoint_every_epochs": 1, "keep": "best"}),
-        ("torch", {"sync": Zero(stage=3)}),
+        pytest.param("torch", {"sync": Zero(stage=3)}, marks=pytest.mark.slow),
     ],
 )
 def test_no_rank_stands_still_while_the_weights_are_written(

@@ -175,7 +175,9 @@ def test_a_prediction_depends_neither_on_the_batch_nor_on_its_padding(router: st
     assert net(ids[:0]).shape == (0, 3)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "router", [pytest.param(name, marks=[pytest.mark.slow] * bool(i)) for i, name in enumerate(ROUTERS)]
+)
 def test_an_exported_network_predicts_the_same_for_any_number_of_rows(router: str) -> None:
     torch.manual_seed(0)
     options = {"num_experts": 3, "router": router, "capacity_factor": 1.0, "min_capacity": 1}

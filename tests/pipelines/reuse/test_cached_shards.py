@@ -306,11 +306,14 @@ NEVER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "subquery": (lambda df: df.where("id <= (select max(id) from range(99))"), "subquery"),
 }
 
+# The fast ones: an expression, a node of the plan, a function of Python. `judge` decides all of them alike.
+MARKS: dict[str, Any] = {"clock": pytest.mark.modes, "udf": pytest.mark.modes, "rand": (), "sample": ()}
+
 
 @spark_test
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.modes if name in ("clock", "udf") else ()) for name in NEVER],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in NEVER],
 )
 def test_rows_that_may_differ_next_time_are_written_anew(
     spark: Any, source: Path, root: str, caplog: pytest.LogCaptureFixture, name: str

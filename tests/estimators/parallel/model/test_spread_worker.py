@@ -258,7 +258,7 @@ OVER_TEXT = [
     _slow({"tensor": 4, "between": "parts"}, gradient_checkpointing="all"),
     _slow({"data": 2, "tensor": 2, "between": "parts"}, gradient_accumulation=2, sync=Zero(stage=1)),
     _slow({"sequence": 2, "tensor": 2, "between": "parts"}),
-    _quick({"pipeline": 2}, gradient_accumulation=2),
+    _slow({"pipeline": 2}, gradient_accumulation=2),
     _quick({"sequence": 2}),
     _slow({"tensor": 4}, gradient_checkpointing="all"),
     _slow({"pipeline": 4}, gradient_accumulation=4),
