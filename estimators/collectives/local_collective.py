@@ -45,7 +45,10 @@ class LocalCollective(ConnectedMember):
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         return [tensor.detach().clone()]
 
-    gather = all_gather
+    def gather(
+        self, tensor: torch.Tensor, counts: Sequence[int] | None = None, root: int = 0
+    ) -> list[torch.Tensor]:
+        return self.all_gather(tensor)
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         return [piece.detach().clone() for piece in pieces]

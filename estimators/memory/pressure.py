@@ -199,8 +199,8 @@ def _needs(
 def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> str:
     """Suggests a change that lowers the largest part, and a change that always helps."""
     largest = max(needs, key=lambda part: needs[part])
-    stages = range(3, SHARDINGS.index(config.sync.sharding), -1)
-    stage = next((s for s in stages if change_setting(config, "sync", Zero(stage=s))), None)
+    stages = (Zero(stage=1), Zero(stage=2), Zero(stage=3))[SHARDINGS.index(config.sync.sharding) :]
+    better = next((sync for sync in reversed(stages) if change_setting(config, "sync", sync)), None)
     if largest == "copy for a checkpoint":
         first = "leave checkpointEverySteps and checkpointEveryEpochs unset"
     elif largest == "row groups in flight":
@@ -209,8 +209,8 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
         first = "set cache='disk' or cache='auto'"
     elif largest == "batches":
         first = "lower batchSize" + (" and the sizes of batchSizeSchedule" * bool(config.batch_size_schedule))
-    elif config.num_workers > 1 and stage is not None and len(needs) > 1:
-        first = f"set sync=Zero(stage={stage})"
+    elif config.num_workers > 1 and better is not None and len(needs) > 1:
+        first = f"set sync={better!r}"
     elif needs.get("optimizer state"):
         first = "take an optimizer with less state, such as 'adafactor' or 'sgd', or a smaller model"
     else:

@@ -137,7 +137,11 @@ def _gathers(collective: Collective) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(horovod_collective, "_MOST_ELEMENTS", 2)
         long_pieces = collective.gather(torch.arange(3 * rank), known)
+        last_long = collective.gather(torch.arange(3 * rank), known, root=size - 1)
     result["more than Horovod counts on root"] = [piece.tolist() for piece in long_pieces]
+    last = collective.gather(torch.arange(3 * rank), known, root=size - 1)
+    result["on the last"] = [piece.tolist() for piece in last]
+    result["more than Horovod counts on the last"] = [piece.tolist() for piece in last_long]
     files = gather_bytes(collective, bytes([0, 255]) * rank, to_all=False)
     result["bytes on root"] = [data.hex() for data in files]
     return result
@@ -156,6 +160,8 @@ def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> Non
         }
         for key, wanted_on_root in on_root.items():
             assert result[key] == ([] if rank else wanted_on_root), key
+        for key in ("on the last", "more than Horovod counts on the last"):
+            assert result[key] == (on_root["on root"] if rank == size - 1 else []), key
         # Ranks send their values to rank 0 only.
         assert result["sent"] == 3 * 8 * rank
         for dtype in DTYPES:
