@@ -85,7 +85,7 @@ def main() -> None:
         elif command := os.read(0, 1):
             text = kept.text() if is_new else b""
             with suppress(OSError):
-                write_all(answers, len(text).to_bytes(LENGTH_BYTES, "big") + text)
+                _answer(answers, len(text).to_bytes(LENGTH_BYTES, "big") + text, end)
             is_new = False
             if command == b"!":
                 watched = [source for source in watched if source in targets]
@@ -95,6 +95,17 @@ def main() -> None:
             watched.remove(0)  # the rank has died, or is about to
     signal.alarm(_STORE_SECONDS)
     _store(kept.text())
+
+
+def _answer(descriptor: int, data: bytes, end: int) -> None:
+    """Writes all, but not after the rank's end: a child that holds the pipe open never reads it."""
+    os.set_blocking(descriptor, False)
+    while data:
+        ended, writable, _ = select.select([end], [descriptor], [])
+        if ended:
+            return
+        if writable:
+            data = data[os.write(descriptor, data) :]
 
 
 def write_all(descriptor: int, data: bytes) -> None:

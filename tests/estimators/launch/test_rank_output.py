@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from waiting import wait_for
 from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.launch.log_process import HEAD_BYTES, TAIL_BYTES, KeptEnds
+from ringspark.estimators.launch.log_process import HEAD_BYTES, TAIL_BYTES, KeptEnds, write_all
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.phase import Status
 from ringspark.models import ModelSpec
@@ -157,6 +158,37 @@ def test_what_the_ranks_print_is_read_on_the_driver(spark: Any, tmp_path: Path) 
         assert re.fullmatch(rf"\[rank {rank} \S+\] epoch 1 of rank {rank}", line)
         assert line in summary.logs(rank)
         assert line not in summary.logs(1 - rank)
+
+
+def test_a_rank_that_dies_before_it_reads_an_answer_is_stored(tmp_path: Path) -> None:
+    """A child of the rank holds the pipe of the answers open, as this process does, and never reads it."""
+    (tmp_path / "heartbeat").mkdir()
+    died = tmp_path / "heartbeat" / "rank-3.died"
+    rank = subprocess.Popen(["sleep", "600"])
+    (out, out_target), (err, err_target), (answers, answers_target) = (os.pipe() for _ in range(3))
+    command = [sys.executable, "-m", "ringspark.estimators.launch.log_process"]
+    line = rank_log.format_start(3, "host-a", rank.pid, "t.0")
+    arguments = [rank.pid, out, err, answers_target, tmp_path, 3, "t.0", line]
+    log_process = subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(out, err, answers_target),
+    )
+    lines = [f"line {number}" for number in range(20_000)]
+    assert log_process.stdin is not None
+    with log_process.stdin:
+        write_all(err_target, "".join(f"{line}\n" for line in lines).encode())
+        os.write(log_process.stdin.fileno(), b"?")
+        # The answer is longer than a pipe takes, so the log process waits for a reader.
+        wait_for("the first bytes of the answer", lambda: select.select([answers], [], [], 0)[0] != [])
+        rank.kill()
+        rank.wait()
+        wait_for("the log process", died.exists, seconds=60)
+    assert log_process.wait(60) == 0
+    assert rank_log.last_lines(str(tmp_path), 3, "t.0") == tuple(lines[-10:])
+    for descriptor in (out, out_target, err, err_target, answers, answers_target):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
