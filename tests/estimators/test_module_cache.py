@@ -44,7 +44,6 @@ def test_a_python_worker_loads_a_model_once_and_lets_it_go_after_its_last_use(
     def work(batches: Any) -> Any:
         for batch in batches:
             predict.modules.clear()  # an earlier test's model may still be in the cache
-            is_loaded_once = predict.cached_module(predictor) is predict.cached_module(predictor)
             predict.modules.keep_seconds = 0.01
             try:
                 seen = weakref.ref(predict.cached_module(predictor))
@@ -57,6 +56,8 @@ def test_a_python_worker_loads_a_model_once_and_lets_it_go_after_its_last_use(
             finally:
                 predict.modules.clear()
                 predict.modules.keep_seconds = predict.KEEP_SECONDS
+            is_loaded_once = predict.cached_module(predictor) is predict.cached_module(predictor)
+            predict.modules.clear()
             found = {"once": is_loaded_once, "freed": freed, "again": again}
             yield pa.RecordBatch.from_pylist([found] * (batch.num_rows > 0))
 
