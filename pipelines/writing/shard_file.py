@@ -147,7 +147,8 @@ class ShardFileWriter:
     def _open(self, first_group: Any) -> None:
         self._file = _DigestFile(storage.open_file(self._uri, "wb"))
         schema = first_group.schema
-        repeated = [name for name in schema.names if _repeats(first_group[name])]
+        # Parquet refuses a dictionary for a column with an encoding. Row numbers repeat over small files.
+        repeated = [name for name in schema.names if name != ROW and _repeats(first_group[name])]
         codecs = {
             name: self._compression if name in repeated else _codec(first_group[name], self._compression)
             for name in schema.names

@@ -320,6 +320,15 @@ def test_a_run_continues_with_its_rows_and_refuses_changed_files(
         _linear(tmp_path, **settings, resume=True).fit(spark.read.parquet(root).where("narrow % 3 = 0"))
 
 
+def test_row_numbers_of_many_small_files_repeat(spark: Any, tmp_path: Path) -> None:
+    spark.range(0, 600, 1, 60).write.parquet(str(tmp_path / "table"))
+    data = FitData(columns=("id",), root="", place="inPlace")
+    frame = spark.read.parquet(str(tmp_path / "table")).coalesce(1)
+    manifest = data.write(frame, str(tmp_path / "shards"))
+    found = [int(value) for batch in open_reader(manifest).batches(1) for value in batch["id"]]
+    assert sorted(found) == list(range(600))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
