@@ -57,7 +57,7 @@ def page() -> str:
         "",
         f"The {sum(map(len, NAMES.values()))} choices below form {len(PAIRS):,} pairs of different groups. "
         f"{counts['works']:,} pairs work, {counts['refused']:,} are refused in one sentence before Spark "
-        f"starts a job, and {counts['meaningless']:,} has no meaning. No pair is unknown.",
+        f"starts a job, and {counts['meaningless']:,} have no meaning. No pair is unknown.",
         "",
         f"`make test-all` trains a tiny table in {num_fits} Spark fits, which together contain every working "
         "pair. `make test` runs a sample, which changes every day, and all refusals. A choice makes one of "

@@ -169,6 +169,11 @@ MEANINGLESS = _rules(
         "freezing: freeze",
         "freeze has no effect, and fit says so: lora freezes all but its adapters",
     ),
+    (
+        f"sync: {COMPRESSED}",
+        "mesh: tensor|tensor sequence_parallel|pipeline*|tensor x pipeline",
+        "compression has no effect, and fit says so: no gradients of a mesh with one replica are summed",
+    ),
 )
 
 
