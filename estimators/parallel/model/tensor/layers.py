@@ -70,6 +70,9 @@ class ColumnLinear(nn.Module):
         weight = self.weight.t() if self._is_transposed else self.weight
         out = F.linear(region.boundary.enter(x), weight, self.bias)
         if has_adapter(self):
+            if region.random_state is not None:
+                # All ranks have the same inputs, also of a region's later layers, and drop the same ones.
+                region.random_state.end()
             out = out + adapter_product(self, x, region.boundary.enter)
         if self._gathers:
             return all_gather(out, -1, region.collective, self._outputs)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.model.tensor import make_region, shard_layers
 from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
 from ringspark.models import apply_activation_checkpoint
+from ringspark.models.lora import add_lora
 
 
 class Seat:
@@ -108,3 +112,38 @@ def test_a_layer_that_is_left_open_and_restored_begins_anew() -> None:
         torch.set_rng_state(before)
         torch.randint(2**62, ())
         assert torch.equal(torch.rand(4), outside)
+
+
+class Attention(nn.Module):
+    """Two column-sharded layers of equal inputs, before dropout and a row-sharded layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.o(self.dropout(self.q(x) * self.k(x)))
+        return out
+
+
+def _train_adapters(collective: Collective) -> dict[str, list[float]]:
+    torch.manual_seed(1)
+    network = Attention()
+    add_lora(network, 2, 2.0, ["q", "k"], dropout=0.5)
+    shard_layers(network, make_region(collective), {"q": "column", "k": "column", "o": "row"})
+    trained = {n: p for n, p in network.named_parameters() if n.endswith("lora_A")}
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    torch.manual_seed(7)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(torch.ones(4, 8)).square().sum().backward()
+        optimizer.step()
+    return {name: p.detach().flatten().tolist() for name, p in trained.items()}
+
+
+@pytest.mark.distributed
+def test_adapters_of_column_sharded_layers_drop_the_same_inputs_on_all_ranks() -> None:
+    first, second = run_ranks(2, "torch", _train_adapters)
+    assert set(first) == {"q.lora_A", "k.lora_A"}
+    assert first == second
