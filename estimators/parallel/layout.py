@@ -64,7 +64,7 @@ class ModelLayout:
         cuts: Sharded parameters; ranks hold the other parameters whole.
         shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
-        tied_to_stages: Parameters of this rank that other stages of a pipeline hold too.
+        tied_to_stages: Parameters of this rank that other stages of a pipeline hold too -> ranks of the stages.
         is_adapted: Whether any layer of the whole network has an adapter of `lora`.
     """
 
@@ -78,7 +78,7 @@ class ModelLayout:
         trained: Sequence[str] = (),
         tied: Mapping[str, str] | None = None,
         is_adapted: bool = False,
-        tied_to_stages: frozenset[str] = frozenset(),
+        tied_to_stages: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Registers the layout of `module`, this rank's shard of the network.
 
@@ -91,7 +91,7 @@ class ModelLayout:
         self.shapes = dict(shapes)
         self.trained = tuple(trained)
         self.is_adapted = is_adapted
-        self.tied_to_stages = tied_to_stages
+        self.tied_to_stages = dict(tied_to_stages or {})
         self._tied = dict(tied or {})
         self._parameters = [name for name, _ in module.named_parameters()]
         self._copies = copies

@@ -244,16 +244,16 @@ class CompressedAllReduce(GradientSync):
 
 
 def _split_by_holders(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Splits parameters into shards, parameters on all ranks along an axis, and parameters of several stages.
+    """Splits parameters into shards and parameters on all ranks along an axis, each by the stages with it.
 
     A compressor may mix the parameters that it gets together, such as for the largest elements of all.
     """
     layout = layout_of(module)
     if layout is None:
         return [dict(named)]
-    parts: dict[int, dict[str, nn.Parameter]] = {}
+    parts: dict[tuple[bool, tuple[int, ...]], dict[str, nn.Parameter]] = {}
     for name, parameter in named.items():
-        kind = 0 if name in layout.cuts else 2 if name in layout.tied_to_stages else 1
+        kind = name not in layout.cuts, layout.tied_to_stages.get(name, ())
         parts.setdefault(kind, {})[name] = parameter
     return [parts[kind] for kind in sorted(parts)]
 

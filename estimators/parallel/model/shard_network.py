@@ -107,7 +107,8 @@ def shard_network(
         pipeline = build_pipeline(
             module, mesh, options.pipeline, num_micro, None if is_cut else sample, device
         )
-    copies, shared = (frozenset[str](),) * 2 if pipeline is None else (pipeline.copies, pipeline.tied)
+    copies = frozenset[str]() if pipeline is None else pipeline.copies
+    shared = {} if pipeline is None else pipeline.tied
     ModelLayout(module, mesh, cuts, shapes, copies, trained, tied, is_adapted, shared)
     return pipeline
 

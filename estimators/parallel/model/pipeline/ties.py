@@ -65,8 +65,9 @@ class TiedGradients:
         self._rank = rank
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tie.names[tie.ranks.index(self._rank)] for tie, _ in self._own)
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Names of this rank's tied parameters, and the ranks that have each of them."""
+        return {tie.names[tie.ranks.index(self._rank)]: tie.ranks for tie, _ in self._own}
 
     @property
     def copies(self) -> frozenset[str]:
