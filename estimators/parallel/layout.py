@@ -64,7 +64,7 @@ class ModelLayout:
         cuts: Sharded parameters; ranks hold the other parameters whole.
         shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
-        tied_to_stages: Parameters of this rank that other stages of a pipeline hold too -> ranks of the stages.
+        tied_to_stages: Parameters of this rank that other stages of a pipeline hold too -> their ranks.
         is_adapted: Whether any layer of the whole network has an adapter of `lora`.
     """
 

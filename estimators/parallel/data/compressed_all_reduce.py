@@ -10,9 +10,11 @@ parameters are compressed apart from shards: ranks with equal gradients then get
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -192,22 +194,16 @@ class CompressedAllReduce(GradientSync):
             return all_reduce_by_host(vector, compressor, self._levels, self._step)
         return compressor.sum(vector, self._collective, self._step)
 
-    @property
-    def _part(self) -> dict[str, torch.Tensor]:
-        """This rank's shard of the network: its coordinate, and the number of ranks, along each axis."""
+    def _part_of(self, group: _Group) -> torch.Tensor:
+        """Returns the rank's coordinates, the number of ranks per axis, and a checksum of the group."""
         mesh = self._mesh
         places = [(mesh.coordinates.get(axis, 0), mesh.sizes.get(axis, 1)) for axis in ("pipeline", "tensor")]
-        return {"part": torch.tensor(places)} if mesh.cuts_network else {}
-
-    def _has_same_part(self, state: Mapping[str, torch.Tensor]) -> bool:
-        whole = torch.tensor([[0, 1], [0, 1]])
-        lengths = [len(state.get(f"{number}/residual", ())) for number in range(len(self._groups))]
-        is_same = bool(state.get("part", whole).equal(self._part.get("part", whole)))
-        return is_same and lengths == [len(group.residual) for group in self._groups]
+        return torch.tensor([*places[0], *places[1], group.checksum])
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        state = {"step": torch.tensor([self._step]), **self._part}
+        state = {"step": torch.tensor([self._step])}
         for number, group in enumerate(self._groups):
+            state[f"{number}/part"] = self._part_of(group)
             state |= {f"{number}/{key}": t.detach().to("cpu", copy=True) for key, t in group.state().items()}
         return state
 
@@ -216,21 +212,20 @@ class CompressedAllReduce(GradientSync):
         if not states[0]:
             return
         self._step = int(states[0]["step"])
-        alike = [state for state in states if self._has_same_part(state)]
-        if not alike:
-            if world.rank == 0:
-                _log.warning(
-                    "the training resumes over another mesh, so the residuals of its gradient compression "
-                    "are lost; resume with the same axes except 'data' to keep them"
-                )
-            return
+        is_lost = False
         for number, group in enumerate(self._groups):
+            part, none = self._part_of(group), torch.empty(0, dtype=torch.int64)
+            alike = [state for state in states if state.get(f"{number}/part", none).equal(part)]
+            if not alike:
+                is_lost = True
+                continue
             # All ranks take the first rank's state, because the first rank always compresses. With several
             # hosts only the first rank of each host compresses, and a rank that becomes the first may have
             # an older state.
             start = f"{number}/"
-            keys = [key for key in alike[0] if key.startswith(start) and key != f"{start}residual"]
-            group.load({key.removeprefix(start): alike[0][key] for key in keys})
+            keys = [key for key in alike[0] if key.startswith(start)]
+            names = [key.removeprefix(start) for key in keys]
+            group.load({name: alike[0][start + name] for name in names if name not in ("part", "residual")})
             if is_same:
                 group.residual.copy_(states[world.rank][f"{number}/residual"])
             elif self._collective.rank == 0:
@@ -241,6 +236,11 @@ class CompressedAllReduce(GradientSync):
                 group.residual.copy_(total)
             else:
                 group.residual.zero_()
+        if is_lost and self._collective.rank == 0:
+            _log.warning(
+                "the training resumes over another mesh or other stages, so residuals of gradient "
+                "compression are lost; to keep them, resume with the same cuts and axes except 'data'"
+            )
 
 
 def _split_by_holders(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
@@ -268,6 +268,7 @@ class _Group:
         residual: Values that this rank has not sent yet, (elements,); zeros without error feedback.
         had: 1 for each parameter with a gradient on this rank, else 0.
         is_bad: Whether a gradient, or its sum with the residual, is not finite.
+        checksum: Checksum of the parameters' names and sizes.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], compressor: Compressor) -> None:
@@ -281,6 +282,7 @@ class _Group:
         self.residual = torch.zeros_like(self._vector)
         self.had = [0] * len(self.parameters)
         self.is_bad = False
+        self.checksum = crc32(json.dumps([self._names, self._sizes]).encode())
 
     def _views_of(self, vector: torch.Tensor) -> list[torch.Tensor]:
         pieces = torch.split(vector, self._sizes)
