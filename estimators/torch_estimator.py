@@ -243,7 +243,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 ).to_json()
                 run.finish(finished)
             model = self._trained_model(spark, run, fit, training, finished)
-            # Also for a run whose driver died before it came here.
+            # Also cleans a finished run whose earlier driver died before this line.
             run.clean(keeps_checkpoints=(run.last_config() or config).keeps_state)
             watcher.end(RunEnd(status="finished", model=model))
         return model

@@ -10,8 +10,8 @@ from torch import nn
 
 # Package -> module of its adapter, with `adapt(model)` and `build(description)`.
 ADAPTERS = dict.fromkeys(("keras", "tf_keras"), "ringspark.extras.keras_models")
-# Package -> module that prepares networks of the package for the axes of a mesh, with `links(network)`,
-# `prepare_sequence(network, way)` and `prepare_experts(network)`.
+# Package -> module that prepares the package's networks for a mesh: it has `links(network)`,
+# `prepare_sequence(network)` and `prepare_experts(network)`.
 MESH_SUPPORT = {"transformers": "ringspark.extras.hugging_face"}
 
 

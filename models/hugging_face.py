@@ -93,7 +93,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
 
 
 def stop_caching(network: nn.Module) -> None:
-    """Makes a network's decoders keep no keys and values: a recomputed block would append its own again."""
+    """Turns off key-value caches, because a recomputed block would append its keys and values twice."""
     for module in network.modules() if type(network).__module__.startswith(f"{LIBRARY}.") else ():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):

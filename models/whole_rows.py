@@ -63,7 +63,7 @@ class WholeRows:
         return x
 
     def whole(self, x: torch.Tensor, dim: int, seq: int) -> torch.Tensor:
-        """Returns all tokens like `joined`, for outputs that `alike` marks."""
+        """All-gathers the tokens, like `joined`, if all ranks then compute the same and `alike` marks it."""
         return x
 
 

@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _answer(descriptor: int, data: bytes, end: int) -> None:
-    """Writes all, but not after the rank's end: a child that holds the pipe open never reads it."""
+    """Writes all data; stops if the rank ends, because a child of the rank may hold the pipe and not read."""
     os.set_blocking(descriptor, False)
     while data:
         ended, writable, _ = select.select([end], [descriptor], [])

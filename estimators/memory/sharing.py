@@ -45,7 +45,7 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
 
 
 def checkpoint_writers(config: TrainConfig) -> int:
-    """Returns the number of ranks that deal the tensors of their shards of the network among them."""
+    """Returns how many ranks share the checkpoint copy of one shard of the network."""
     return 1 if config.cuts_network or config.sync.sharding == "none" else shard_group_size(config)
 
 

@@ -29,7 +29,7 @@ def synchronize_gradients(
     module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
 ) -> GradientSync:
     """Prepares gradient synchronization by the settings' strategy. Runs on every rank."""
-    # A compression lets all ranks agree on each step, even those without trained parameters.
+    # With a compression all ranks decide together on each step, so ranks without trained parameters do too.
     if settings.sync.compressed is not None or any(p.requires_grad for p in module.parameters()):
         sync = STRATEGIES[settings.sync.strategy]().prepare(module, make_optimizer, mesh, settings)
     else:

@@ -127,7 +127,7 @@ class GradientSync:
     def optimizer_state(self, root_of: RootOf = first_rank) -> OptimizerState:
         """Returns the optimizer state by parameter name. Runs on every rank.
 
-        The tensors of a parameter are whole on its root. Rank 0 has all values that are no tensors.
+        The root of a parameter has its whole tensors. Rank 0 has all values that are not tensors.
         """
         return state_by_name(self.network, self.optimizer, root_of)
 

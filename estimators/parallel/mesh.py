@@ -133,7 +133,7 @@ class RankMesh:
 
     @property
     def num_checkpoint_parts(self) -> int:
-        """Number of ranks that write a checkpoint, each its shard of the network."""
+        """Number of ranks that write a checkpoint, each its shard of the network or some tensors (ZeRO)."""
         if self.shards_state and not self.cuts_network:
             return self.shard_group.shards.size
         return math.prod(self.sizes.get(axis, 1) for axis in _WEIGHTS)

@@ -82,7 +82,7 @@ def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, 
 def gather_value(value: StateValue, root: int = 0) -> StateValue:
     """Returns the whole tensor on rank `root`, and at most a shard on others. Runs on every rank.
 
-    `root` counts the ranks that have different shards.
+    `root` is an index into the ranks that together hold all shards.
     """
     if not isinstance(value, torch.Tensor):
         return value

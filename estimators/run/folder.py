@@ -196,7 +196,7 @@ class RunFolder:
         write_owner(self.uri, self.token, 0)
         storage.write_atomic(storage.join(self.uri, run_layout.CONFIG), config.to_json().encode())
         if changes:
-            # A killed driver may have recorded values with which nothing was trained.
+            # A killed driver may have recorded changes before any step used them.
             untrained = [c for c in self.changes() if c.step >= changes[0].step and c.setting in found]
             first = {c.setting: c.before for c in reversed(untrained)}
             changes = [replace(c, before=first.get(c.setting, c.before)) for c in changes]

@@ -26,7 +26,7 @@ from ringspark.estimators.parallel.sharded.parameter_shards import hide_empty_gr
 # One worker's gradients of a step, by the parameter's index, and the settings of its optimizer's groups.
 Gradients = Mapping[int, torch.Tensor]
 Groups = Sequence[Mapping[str, Any]]
-# Worker -> what it has pushed in one step.
+# Worker -> the gradients that it pushed in one step, and its parameter groups.
 _Pushes = dict[int, tuple[dict[int, torch.Tensor], Groups]]
 
 
@@ -147,7 +147,7 @@ class ParameterTable:
             progress()
 
     def sum_step(self) -> list[torch.Tensor]:
-        """Sums the gradients that all workers have pushed in the present step; returns the sums.
+        """Sums the gradients that all workers have pushed in the current step; returns the sums.
 
         The optimizer will use these tensors, so the caller may change them until its own worker's tick.
         """

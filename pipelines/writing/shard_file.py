@@ -147,7 +147,7 @@ class ShardFileWriter:
     def _open(self, first_group: Any) -> None:
         self._file = _DigestFile(storage.open_file(self._uri, "wb"))
         schema = first_group.schema
-        # Parquet refuses a dictionary for a column with an encoding. Row numbers repeat over small files.
+        # Parquet refuses a dictionary for a column with an encoding, and row numbers have an encoding.
         repeated = [name for name in schema.names if name != ROW and _repeats(first_group[name])]
         codecs = {
             name: self._compression if name in repeated else _codec(first_group[name], self._compression)

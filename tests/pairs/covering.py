@@ -27,9 +27,8 @@ def cover(
 ) -> tuple[list[dict[str, str]], set[Pair]]:
     """Returns combinations of one choice per group, and the pairs that no allowed combination contains.
 
-    Each combination begins with the first uncovered pair. Then every group takes the choice that covers most
-    uncovered pairs, and of equal ones the first, which is the cheapest. If a group has no allowed choice, the
-    group before it takes another one.
+    Each combination begins with the first uncovered pair. Then every group takes the allowed choice that
+    covers most uncovered pairs; the first choice wins a tie. If no choice is allowed, the search backtracks.
 
     Args:
         is_allowed: (choices of some groups, choice of another group) -> whether they can stand together.

@@ -44,7 +44,7 @@ class CountSteps(Callback):
 
 
 class EndOnce(Callback):
-    """Raises, or kills the last rank, in a step, while `path` exists."""
+    """Fails once on the last rank, at STEP_OF_LOSS: kills the process or raises. Deletes `path` first."""
 
     def __init__(self, path: str, is_killed: bool) -> None:
         self.path, self.is_killed = path, is_killed

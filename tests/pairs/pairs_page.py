@@ -34,7 +34,7 @@ from ringspark.estimators.stages.to_config import config_of
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 
 
-# Long lists, in words.
+# Short names for long lists of choices.
 _SHORT = {
     frozenset(matching("mesh", CUT)): "every axis but data and shard",
     frozenset(matching("mesh", f"{CUT}|{SHARD}")): "every axis but data",
@@ -61,11 +61,11 @@ def page() -> str:
         "",
         f"`make test-all` trains a tiny table in {num_fits} Spark fits, which together contain every working "
         "pair. `make test` runs a sample, which changes every day, and all refusals. A choice makes one of "
-        "three promises. *Equal*: within 1e-5 the weights of one worker without this choice. "
-        "With AdamW, Adafactor and LAMB, which divide a gradient by its size, the losses agree within 1e-4. "
-        "*Kept*: the weights of one worker with this choice. *Learns*: the choice changes the training, so "
-        "the test only asks that the loss falls. A fit with such a choice is compared by its loss alone. The "
-        "first choice of a group is its default.",
+        "three promises. *Equal*: the weights equal one worker's weights without this choice, within 1e-5. "
+        "*Kept*: the weights equal one worker's weights with this choice, within 1e-5. *Learns*: the loss "
+        "falls. If a fit has a choice that only learns, the test checks only the loss. AdamW, Adafactor and "
+        "LAMB divide a gradient by its size, so the test compares their losses, within 1e-4. To train "
+        "without an *equal* choice, the test takes the default of its group, in bold.",
         "",
         "## Choices",
         "",
@@ -74,16 +74,18 @@ def page() -> str:
     ]
     for group, choices in GROUPS.items():
         cells = [
-            ", ".join(c.name for c in choices if c.promise == kind) for kind in ("equal", "kept", "learns")
+            ", ".join(f"**{c.name}**" if c is choices[0] else c.name for c in choices if c.promise == kind)
+            for kind in ("equal", "kept", "learns")
         ]
         lines.append(f"| {group} | {' | '.join(cells)} |")
     lines += [
         "",
         "## Pairs of groups",
         "",
-        "Refused pairs of each pair of groups, of all its pairs. All pairs of other groups work.",
+        "Each row counts the pairs of two groups that are refused or have no meaning. All other groups work "
+        "together.",
         "",
-        "| groups | refused or without meaning | of |",
+        "| groups | refused or without meaning | all pairs |",
         "| --- | --- | --- |",
     ]
     for left, right in combinations(NAMES, 2):
@@ -91,7 +93,8 @@ def page() -> str:
         num = sum(state != "works" for state in states_here)
         if num:
             lines.append(f"| {left}, {right} | {num} | {len(states_here)} |")
-    lines += ["", "## Refused pairs", "", "| choice | with | error message |", "| --- | --- | --- |"]
+    lines += ["", "## Refused pairs", ""]
+    lines += ["| choice | with | error message, or words of it |", "| --- | --- | --- |"]
     lines += [_row(rule) for rule in REFUSED]
     if MEANINGLESS:
         lines += ["", "## Pairs without meaning", "", "| choice | with | reason |", "| --- | --- | --- |"]
@@ -111,7 +114,7 @@ def _row(rule: Rule) -> str:
 
 
 def _message(rule: Rule, pair: tuple[Value, Value]) -> str:
-    """Returns the message for a pair if the settings alone raise it, else the rule's words."""
+    """Returns the error message if the settings alone raise it; otherwise the rule's pattern."""
     params = params_of(beside(pair))
     try:
         config_of(TorchClassifier(batchSize=12, epochs=2, **params), "classification", ["label"])

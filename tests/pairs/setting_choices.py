@@ -42,7 +42,7 @@ class Choice:
         params: Params of the estimator, or a function that makes them for the network of the columns.
         promise: 'equal' if the weights equal the training without this value; 'kept' if the weights equal one
             worker's with this value; 'learns' if only the loss falls.
-        extras: Whether `ringspark.extras` has it.
+        extras: Whether `ringspark.extras` implements the value.
         workers: Workers along the mesh, for meshes.
     """
 
@@ -61,7 +61,7 @@ class Network:
         params: Params of columns and model.
         linear: Pattern of linear layers, for LoRA.
         frozen: Pattern of the parameters that are frozen.
-        grouped: Pattern of the parameters with a rate of their own, which LoRA trains too.
+        grouped: Pattern of parameters with their own learning rate; LoRA trains them too.
     """
 
     params: Callable[[], dict[str, Any]]

@@ -42,7 +42,7 @@ class Rule(NamedTuple):
 
 
 def _rules(*lines: tuple[str, ...]) -> list[Rule]:
-    """Returns rules of lines: "group: patterns" twice or more, and the sentence."""
+    """Makes a rule of each line: two or more "group: patterns", then the sentence."""
     found = []
     for *choices, sentence in lines:
         pairs = tuple((group, names.strip()) for group, _, names in (c.partition(":") for c in choices))
@@ -179,7 +179,7 @@ MEANINGLESS = _rules(
 
 @cache
 def rule_of(pair: Pair) -> Rule | None:
-    """Returns the refusal or the reason of a pair; None if it works."""
+    """Returns the rule that excludes a pair; None if the pair works."""
     values = dict(pair)
     return next((rule for rule in (*REFUSED, *MEANINGLESS) if rule.fits(values)), None)
 
@@ -196,13 +196,13 @@ _OUT = {frozenset(pair) for pair in PAIRS if status(frozenset(pair)) != "works"}
 
 
 def is_allowed(chosen: Mapping[str, str], value: Value) -> bool:
-    """Whether another choice can stand with some choices."""
+    """Returns whether `value` works with all chosen values."""
     return not any(frozenset((value, other)) in _OUT for other in chosen.items())
 
 
 @cache
 def fits() -> tuple[list[Combination], set[Pair]]:
-    """Returns the combinations that cover every working pair, and the working pairs that no one can hold.
+    """Returns combinations that cover the working pairs, and the working pairs in no combination.
 
     Combinations whose weights must equal the plain training come first, so that a pair of two such choices
     is compared by weights.
@@ -219,7 +219,7 @@ def fits() -> tuple[list[Combination], set[Pair]]:
 
 
 def beside(pair: tuple[Value, Value]) -> Combination:
-    """Returns the pair with the first choice of every other group that works with all choices before."""
+    """Returns the pair, completed by the first choice of each other group that works with the rest."""
     chosen = dict(pair)
     for group, names in NAMES.items():
         if group not in chosen:

@@ -110,7 +110,7 @@ class Place:
         return self._plain[key]
 
     def fit(self, combination: Combination) -> Any:
-        """Fits, and checks what the choices do besides the training."""
+        """Fits; also checks restarts, callbacks and predictions."""
         folder = self._new_folder()
         own: dict[str, Any] = {"callbacks": []}
         if combination["callbacks"] != "none":
@@ -135,7 +135,7 @@ class Place:
         return model
 
     def refuse(self, combination: Combination) -> None:
-        """Fits, on shards if possible, so that nothing but the check of the driver runs."""
+        """Calls fit, which the driver's check must refuse; uses shards if possible, to run no Spark job."""
         estimator, columns = self.estimator(combination), combination["columns"]
         if combination["rows"] == default("rows"):
             uri = self._shards_of(estimator, columns).uri
@@ -235,7 +235,7 @@ def write_table(spark: Any, uri: str) -> None:
 
 
 def describe(combination: Combination) -> str:
-    """Returns the settings that differ from the defaults, and the call that repeats the fit."""
+    """Returns the choices that differ from the defaults, and the Params of the fit."""
     changed = {group: name for group, name in combination.items() if name != default(group)}
     params = {name: value for name, value in params_of(combination).items() if name != "model"}
     return f"{changed}\nParams: {params}"

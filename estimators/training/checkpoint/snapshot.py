@@ -10,7 +10,8 @@
       checkpoint.json           `CheckpointInfo` with the SHA-256 of training.json; written last: it commits
 
 If ranks hold different weights or `sync=Zero(...)` shards the state, each writes one shard of the first three
-files (see `shards`). A shard of a mesh holds shards of tensors; a shard of ZeRO holds some of the tensors.
+files (see `shards`). With a mesh, such a shard holds a slice of each tensor. With ZeRO alone it holds some
+tensors, each whole.
 
 Invariant: a `Snapshot` shares no memory with the training, so it can be written while training continues.
 """
@@ -208,7 +209,7 @@ def _not_finite_error(name: str, position: Position) -> FloatingPointError:
 
 
 def _part_of(parts: Mapping[str, int], name: str) -> int:
-    """Returns the part that has the tensor `name`, or the state `name`, "<parameter>/<key>"."""
+    """Returns the part that holds a tensor: `name` is a parameter, a buffer or "<parameter>/<state key>"."""
     return parts[name] if name in parts else parts.get(name.rpartition("/")[0], 0)
 
 

@@ -168,7 +168,7 @@ class ConfigValues:
 
     @property
     def workers_per_replica(self) -> int:
-        """Number of ranks of a part of the mesh that can train alone: all axes but 'data'."""
+        """Number of ranks in one replica: the product of all axes except 'data'."""
         return self.num_workers // self.axes["data"]
 
     @property
