@@ -31,7 +31,7 @@ def prepare_experts(network: nn.Module) -> dict[str, Mixture]:
 
 def _is_known(layer: Any) -> bool:
     names = {name for name, _ in layer.named_parameters()}
-    if names != {"gate_up_proj", "down_proj"} or not callable(getattr(layer, "act_fn", None)):
+    if names != {"gate_up_proj", "down_proj"} or not callable(getattr(layer, "_apply_gate", None)):
         return False
     width = layer.down_proj.shape[-1]
     return bool(layer.gate_up_proj.shape[1:] == (2 * width, layer.down_proj.shape[1]))
@@ -69,8 +69,8 @@ class Mixture:
         found = []
         # An expert without rows runs too, so its gradient is zeros on any number of ranks.
         for own, (up, down) in zip(torch.split(rows, list(sizes)), stacked, strict=True):
-            gate, values = F.linear(own, up).chunk(2, -1)
-            found.append(F.linear(experts.act_fn(gate) * values, down))
+            # Some classes clamp the gate.
+            found.append(F.linear(experts._apply_gate(F.linear(own, up)), down))
         return torch.cat(found)
 
 

@@ -259,8 +259,8 @@ class _Here(nn.Module):
 
 
 def _without_values(value: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns an argument for later links; only the embeddings need the values of pixels."""
-    if value is None or not value.is_floating_point():
+    """Returns an argument for later links; only the embeddings read pixels, and all links masks."""
+    if value is None or value.dim() <= 2 or not value.is_floating_point():
         return value
     return value.new_empty((len(value), 0))
 

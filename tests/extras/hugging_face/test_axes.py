@@ -43,6 +43,36 @@ def test_the_links_compute_the_network_bitwise(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_links_read_a_mask_of_floats(name: str) -> None:
+    family = FAMILIES[name]
+    network = family.build().eval()
+    ids, mask = (torch.tensor(family.columns(6)[key]) for key in family.inputs)
+    mask = mask.float()
+    mask[:, :2] = 0.0
+    (whole,), (parts,) = as_outputs(network(ids, mask)), as_outputs(run_links(links_of(network), [ids, mask]))
+    assert torch.equal(parts, whole)
+    assert not torch.equal(parts, as_outputs(network(ids, torch.ones_like(mask)))[0])
+
+
+def test_experts_keep_the_gate_of_their_class() -> None:
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+
+    from ringspark.extras.hugging_face.experts import Mixture
+
+    experts = DeepseekV4Experts(
+        DeepseekV4Config(hidden_size=16, moe_intermediate_size=8, num_local_experts=4, num_experts_per_tok=2)
+    )
+    for parameter in experts.parameters():  # so large that the class clamps the gate
+        nn.init.normal_(parameter, std=2.0)
+    rows, index = torch.randn(6, 16), torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]])
+    expected = DeepseekV4Experts.forward(experts, rows, index, torch.full((6, 2), 0.5))
+    mixture = Mixture(experts)
+    mixture.dispatch = lambda run, rows, sizes: run(rows, sizes)
+    assert torch.allclose(mixture(rows, index, torch.full((6, 2), 0.5)), expected, rtol=1e-5, atol=1e-3)
+
+
 def test_a_stage_holds_only_the_weights_of_its_links() -> None:
     links = links_of(FAMILIES["Llama"].build())
     blocks = [link for link in links if link.name.startswith("model.layers.")]
