@@ -17,16 +17,31 @@ from ringspark.models.outputs import as_outputs
 Dispatch = Callable[[Any, torch.Tensor, list[int]], torch.Tensor]
 
 
-def prepare_experts(network: nn.Module) -> dict[str, Mixture]:
-    """Returns the mixtures by the name of the module with the experts and the router; changes the network."""
-    mixtures = {
-        name.rpartition(".")[0]: Mixture(layer)
+def find_experts(network: nn.Module) -> dict[str, nn.Module]:
+    """Returns the layers with stacked experts, by name."""
+    return {
+        name: layer
         for name, layer in network.named_modules()
         if name.endswith(".experts") and _is_known(layer)
     }
-    if mixtures and not isinstance(vars(network).get("forward"), _WithRows):
+
+
+def prepare_experts(network: nn.Module) -> dict[str, Mixture]:
+    """Returns each mixture by the name of its module; replaces the network's `forward` if it has any."""
+    mixtures = {name.rpartition(".")[0]: Mixture(layer) for name, layer in find_experts(network).items()}
+    if mixtures and not fills_rows(network):
         network.forward = _WithRows(network)
     return mixtures
+
+
+def fills_rows(network: nn.Module) -> bool:
+    """Whether `prepare_experts` has changed the network, so that it takes batches without rows."""
+    return isinstance(vars(network).get("forward"), _WithRows)
+
+
+def fill_rows(value: torch.Tensor | None) -> torch.Tensor | None:
+    """Adds a row of ones to a tensor without rows. The result has the tensor's gradient."""
+    return None if value is None else torch.cat([value, value.new_ones((1, *value.shape[1:]))])
 
 
 def _is_known(layer: Any) -> bool:
@@ -38,7 +53,7 @@ def _is_known(layer: Any) -> bool:
 
 
 class Mixture:
-    """Replaces the `forward` of the experts when it gets `dispatch`; networks with it can be copied."""
+    """The experts of one mixture. Setting `dispatch` replaces their `forward`; copies keep working."""
 
     def __init__(self, experts: Any) -> None:
         self.experts, self.num_experts = experts, int(experts.gate_up_proj.shape[0])
@@ -46,7 +61,7 @@ class Mixture:
 
     @property
     def dispatch(self) -> Dispatch | None:
-        """Sends rows to experts on other ranks and returns their outputs; None if all are here."""
+        """Function that sends rows to experts on other ranks and returns outputs; None if all are local."""
         return self._dispatch
 
     @dispatch.setter
@@ -75,7 +90,7 @@ class Mixture:
 
 
 class _WithRows:
-    """Replaces the network's `forward`: the library's views fail without rows, so one row is computed."""
+    """Replaces the network's `forward`. Without rows it computes one row, because the library would fail."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
@@ -88,6 +103,5 @@ class _WithRows:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not inputs or len(inputs[0]):
             return self.__wrapped__(*inputs, **named)
-        filled = [value.new_ones((1, *value.shape[1:])) for value in inputs]
-        found = tuple(value[:0] for value in as_outputs(self.__wrapped__(*filled, **named)))
+        found = tuple(v[:0] for v in as_outputs(self.__wrapped__(*map(fill_rows, inputs), **named)))
         return found[0] if len(found) == 1 else found

@@ -1,9 +1,9 @@
 """Divides a network of the transformers library into links for a pipeline: embeddings, each block, the head.
 
-Every link runs the `forward` of the whole network, in which other modules take the place of the parts of
-other links. So the library's own code computes masks, positions and the order of the blocks on each stage. A
-link passes on (hidden states, values that one block gives to the next, encoder's result, the network's
-arguments).
+Every link runs the `forward` of the whole network, but modules of other links are replaced by cheap ones. So
+the library's own code computes masks, positions and the order of the blocks on each stage. A link returns the
+hidden states, the values that blocks carry to the next block, the encoder's result, and the network's
+arguments.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringspark.extras.hugging_face.experts import fill_rows, fills_rows
 from ringspark.extras.hugging_face.stacks import Stack, ancestors, find_stacks
 from ringspark.models.chain import Link, belongs_to
 from ringspark.models.meta_device import copy_to_meta
+from ringspark.models.outputs import as_outputs
 from ringspark.models.whole_rows import WholeRows
 
-# Class of a block that returns a tuple -> (index in the tuple, position and name of the argument) of values
-# that the next block takes.
+# Class of a block -> its outputs that the next block takes: (index in the returned tuple, position of the
+# argument, name of the argument).
 _CARRIED = {"T5Block": ((1, 2, "position_bias"), (2, 5, "encoder_decoder_position_bias"))}
 _NUM_CARRIED = 2
 
@@ -75,7 +77,7 @@ def _own_modules(stack: Stack, earlier: list[Stack]) -> list[str]:
 
 
 def _leaves(network: nn.Module) -> list[str]:
-    """Returns the names of layers with tensors; of tensors, if a module has tensors and other modules."""
+    """Returns the names of layers with tensors; names single tensors if the module also has submodules."""
     found = []
     for name, module in network.named_modules():
         own = [key for key, _ in [*module._parameters.items(), *module._buffers.items()]]
@@ -122,6 +124,15 @@ class _Part:
         self._empty = {path: copy_to_meta(network.get_submodule(path)) for path in embeddings}
 
     def __call__(self, *values: torch.Tensor | None) -> Any:
+        is_empty = any(value is not None and not len(value) for value in values)
+        if not is_empty or not fills_rows(self.network):
+            return self._run(*values)
+        found = self._run(*map(fill_rows, values))
+        outputs = found if isinstance(found, tuple) else as_outputs(found)
+        cut = tuple(None if value is None else value[:0] for value in outputs)
+        return cut if len(cut) > 1 else cut[0]
+
+    def _run(self, *values: torch.Tensor | None) -> Any:
         if self._stack == 0 and self._block is None:
             values = (*(None,) * (2 + _NUM_CARRIED), *values)
         state, inputs = values[: 2 + _NUM_CARRIED], values[2 + _NUM_CARRIED :]
@@ -281,7 +292,7 @@ def _shell(module: nn.Module) -> nn.Module:
 def _replaced(
     network: nn.Module, modules: Mapping[str, nn.Module], shells: Mapping[str, nn.Module]
 ) -> Iterator[None]:
-    """Puts the modules at their names for the time of the context, inside containers that a stage lacks."""
+    """Puts modules at their names inside the context, and adds the containers that a stage lacks."""
     undone: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(path: str, module: nn.Module) -> None:

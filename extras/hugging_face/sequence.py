@@ -75,7 +75,7 @@ class _Tokens:
     """Hooks of one network; a class, so that networks can be copied.
 
     Attributes:
-        seq: Number of all tokens of a row of this pass.
+        seq: Tokens per whole row in this pass.
     """
 
     def __init__(self, network: Any) -> None:

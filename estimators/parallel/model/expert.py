@@ -99,15 +99,12 @@ def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardS
     return cuts
 
 
-def _is_hugging_face(layer: nn.Module) -> bool:
-    """Returns whether the layer has stacked experts of the transformers library."""
-    return type(layer).__module__.startswith("transformers.") and "gate_up_proj" in layer._parameters
-
-
 def expert_names(module: nn.Module) -> frozenset[str]:
+    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, Experts)}
+    if not found and (support := find_mesh_support(module)) is not None:
+        found = support.find_experts(module)
     return frozenset(
         f"{name}.{key}" if name else key
-        for name, layer in module.named_modules()
-        if isinstance(layer, Experts) or _is_hugging_face(layer)
+        for name, layer in found.items()
         for key, _ in layer.named_parameters()
     )

@@ -10,6 +10,7 @@ import torch
 from hugging_face_families import FAMILIES, MESHES, MIXTRAL, PRECISIONS, compare, make_config
 from torch import nn
 
+from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.models.chain import links_of, run_links
 from ringspark.models.outputs import as_outputs
@@ -71,6 +72,30 @@ def test_experts_keep_the_gate_of_their_class() -> None:
     mixture = Mixture(experts)
     mixture.dispatch = lambda run, rows, sizes: run(rows, sizes)
     assert torch.allclose(mixture(rows, index, torch.full((6, 2), 0.5)), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_links_of_a_mixture_take_batches_without_rows() -> None:
+    from ringspark.extras.hugging_face import prepare_experts
+
+    network = MIXTRAL.build()
+    for mixture in prepare_experts(network).values():
+        mixture.dispatch = lambda run, rows, sizes: run(rows, sizes)
+    columns = MIXTRAL.columns(4)
+    rows = [torch.tensor(columns[key])[:0] for key in MIXTRAL.inputs]
+    (whole,), (parts,) = as_outputs(network(*rows)), as_outputs(run_links(links_of(network), rows))
+    assert parts.shape == whole.shape
+    assert len(parts) == 0
+    parts.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in network.parameters())
+
+
+def test_only_sharded_experts_count_as_experts() -> None:
+    network = MIXTRAL.build()
+    # A mixture by another name, which is not sharded.
+    block = network.model.layers[0].mlp
+    block.others = block._modules.pop("experts")
+    experts = {"gate_up_proj", "down_proj"}
+    assert expert_names(network) == {f"model.layers.1.mlp.experts.{name}" for name in experts}
 
 
 def test_a_stage_holds_only_the_weights_of_its_links() -> None:
