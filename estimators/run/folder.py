@@ -283,12 +283,15 @@ class RunFolder:
 
         `keeps_checkpoints` keeps the newest checkpoint and the shards, so that more epochs can follow.
         """
+        states = storage.join(self.uri, run_layout.SHARD_STATES)
+        if not storage.exists(states):  # written before the training, and removed last
+            return
         root = checkpoints_uri(self.uri)
         if not keeps_checkpoints:
             discard(root)
         elif steps := list_steps(root):
             keep_newest(root, steps[-1], 1)
-        for name in (run_layout.HEARTBEAT, run_layout.SHARD_STATES, run_layout.FIRST_WEIGHTS):
+        for name in (run_layout.HEARTBEAT, run_layout.FIRST_WEIGHTS):
             discard(storage.join(self.uri, name))
         # A killed `write_atomic` leaves its temporary file.
         for name in self._own_names():
@@ -299,6 +302,7 @@ class RunFolder:
             for name in storage.list_names(shards):
                 if name != "manifest.json":
                     discard(storage.join(shards, name))
+        discard(states)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
