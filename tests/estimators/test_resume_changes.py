@@ -48,6 +48,19 @@ def _estimator(root: Path, **changes: Any) -> Any:
     return TorchRegressor(**(params | changes))
 
 
+def _failing(root: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns a file, and settings of a run that ends in the middle of epoch 2 while the file exists."""
+    fails = root / "fails"
+    fails.touch()
+    return fails, {
+        "epochs": 3,
+        "callbacks": [Raises(fails)],
+        "checkpointEverySteps": 4,
+        "keepTrainingState": False,
+        "maxRestarts": 0,
+    }
+
+
 def _weights(model: Any) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in model.module().state_dict().values()])
 
@@ -102,15 +115,7 @@ def test_another_sharding_continues_the_same_training(
 
 
 def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table: Any, tmp_path: Path) -> None:
-    fails = tmp_path / "fails"
-    fails.touch()
-    run: dict[str, Any] = {
-        "epochs": 3,
-        "callbacks": [Raises(fails)],
-        "checkpointEverySteps": 4,
-        "keepTrainingState": False,
-        "maxRestarts": 0,
-    }
+    fails, run = _failing(tmp_path)
     with pytest.raises(WorkerError, match="on purpose"):
         _estimator(tmp_path, precision="fp16", **run).fit(table)
     fails.unlink()
@@ -132,16 +137,8 @@ def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table: Any, tmp_pat
 
 @pytest.mark.slow
 def test_changes_with_which_nothing_was_trained_are_joined(table: Any, tmp_path: Path) -> None:
-    fails = tmp_path / "fails"
-    fails.touch()
-    run: dict[str, Any] = {
-        "epochs": 3,
-        "callbacks": [Raises(fails)],
-        "checkpointEverySteps": 4,
-        "keepTrainingState": False,
-        "maxRestarts": 0,
-        "numWorkers": 1,
-    }
+    fails, run = _failing(tmp_path)
+    run["numWorkers"] = 1
     resumes: list[dict[str, Any]] = [
         {},
         {"learningRate": 0.05},

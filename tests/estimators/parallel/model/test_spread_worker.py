@@ -379,15 +379,7 @@ def test_a_training_of_spread_rows_goes_on_over_another_mesh(
     attention = {"attention_dropout": dropout} if "tensor" in first else {}
     spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout, **attention})
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
-    spread = replace(config, num_workers=2, parallelism=first)
-    straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
-    with pytest.raises(WorkerError, match="step 25"):
-        train_gang(spread, objects)
-    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
-    assert resumed.resumed_steps in ((20,), (25,))
-    difference = _difference(straight, resumed, spec)
-    assert difference == 0 if then == first else difference < 1e-5
+    resumed = _check_resume(config, spec, first, then)
     assert [r.rows for r in resumed.history] == [ROWS] * 3
 
 
@@ -579,15 +571,24 @@ def test_a_training_of_adapters_goes_on_over_another_mesh(
     adapters = replace(ADAPTED["classifier"], dropout=0.2 if then == first else 0.0)
     config = _texts(make_shards, tmp_path / "run", spec, lora=adapters, checkpoint_every_steps=5)
     config = replace(config, gradient_accumulation=2)
+    _check_resume(config, spec, first, then)
+
+
+def _check_resume(
+    config: TrainConfig, spec: ModelSpec, first: dict[str, Any], then: dict[str, Any]
+) -> TrainResult:
+    """Checks a training over `first` that fails and resumes over `then` (one rank if empty)."""
+    folder = Path(config.run_uri).parent
     spread = replace(config, num_workers=2, parallelism=first)
-    straight = train_gang(replace(spread, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    straight = train_gang(replace(spread, run_uri=str(folder / "straight")))
+    objects = UserObjects(callbacks=(Fails(folder / "failed"),))
     with pytest.raises(WorkerError, match="step 25"):
         train_gang(spread, objects)
     resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
     assert resumed.resumed_steps in ((20,), (25,))
     difference = _difference(straight, resumed, spec)
     assert difference == 0 if then == first else difference < 1e-5
+    return resumed
 
 
 def _check_mesh(
