@@ -160,8 +160,8 @@ def matrix_names(module: nn.Module) -> set[str]:
 def merged_state(module: nn.Module) -> State:
     """Returns the state dict with each adapter's product added to its layer's weight, and without adapters.
 
-    If the weights are sharded, every rank must call this. A layer with a block of the weight has a method
-    `own_block`, which takes the block of a whole matrix.
+    If the weights are sharded, every rank must call this. A layer that holds one block of its weight has a
+    method `own_block`, which returns the same block of a whole matrix.
     """
     state: State = module.state_dict()
     for prefix, layer in find_adapters(module).items():
@@ -176,7 +176,7 @@ def merged_state(module: nn.Module) -> State:
 def _product(
     second: Any, first: Any, weight: Any, cut: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Returns the product B A, as `cut` returns its block.
+    """Returns this rank's block of the product B A; `cut` takes the block of a whole matrix.
 
     If the weights are sharded (`DTensor`), the product is sharded in the same way.
     """

@@ -112,7 +112,7 @@ def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator
         if mesh.size(axis) == 1 and idle:
             yield f"parallelism's {idle[0]} has no effect: {axis} has one worker"
     if compression and 1 < mesh.size("pipeline") * mesh.size("tensor") == given["numWorkers"]:
-        yield "sync's compression has no effect: the mesh has one replica, whose gradients are never summed"
+        yield "sync's compression has no effect: the mesh has one replica, so it all-reduces no gradients"
     schedule, epochs = given["batchSizeSchedule"], given["epochs"]
     if schedule and schedule[0][0] <= epochs < schedule[-1][0]:
         yield (

@@ -137,7 +137,7 @@ class ServedSync(GradientSync):
 
     def clip_gradients(self, max_norm: float) -> None:
         if not self.in_step:
-            # Each push is a step of its own, so each worker bounds its own gradient.
+            # Each push is a separate step, so each worker bounds its own gradient.
             super().clip_gradients(max_norm)
             return
         self.client.progress = self.progress

@@ -100,7 +100,7 @@ REFUSED = _rules(
     (
         f"sync: {COMPRESSED}|between hosts",
         f"mesh: {_EXPERTS}",
-        "lets workers compress gradients that they all have, .* set sync=AllReduce",
+        "compresses gradients of parameters that all workers have, .* set sync=AllReduce",
     ),
     ("sync: between hosts", f"mesh: {CUT}", "gives these workers different shards"),
     (
@@ -149,7 +149,7 @@ REFUSED = _rules(
     (
         "mesh: shard|tensor*|pipeline*|sequence*|expert",
         "continuing: minWorkers",
-        "must leave one whole replica",
+        "workers of one replica",
     ),
     (f"mesh: {_PIPELINES}", f"activations: {_PACKED}", "pack the activations of one forward pass at a time"),
     (f"mesh: {_DELAYED}", "precision: fp16", "gives a step gradients of an earlier step, or none"),
@@ -157,7 +157,7 @@ REFUSED = _rules(
     (
         f"mesh: {_PIPELINES}|{_SEQUENCES}|{_EXPERTS}|tensor sequence_parallel",
         "compile: compile",
-        "compile takes passes over whole rows and all layers",
+        "compile needs whole rows and all layers",
     ),
     ("columns: windows", "rows: in place", "plan has"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
@@ -172,7 +172,7 @@ MEANINGLESS = _rules(
     (
         f"sync: {COMPRESSED}",
         "mesh: tensor|tensor sequence_parallel|pipeline*|tensor x pipeline",
-        "compression has no effect, and fit says so: no gradients of a mesh with one replica are summed",
+        "compression has no effect, and fit says so: a mesh with one replica all-reduces no gradients",
     ),
 )
 

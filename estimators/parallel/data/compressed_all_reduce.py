@@ -4,8 +4,8 @@ The values that a compressor does not send are the rank's residual, and are adde
 Residuals have no loss scale. They change only after all ranks know that all sums of the step are finite, and
 the sum of the ranks' residuals changes only by the values not sent.
 
-Over a mesh that shards the network, the ranks that all-reduce a parameter's gradients compress them. Whole
-parameters are compressed apart from shards: ranks with equal gradients then get equal sums.
+On a mesh, the ranks that all-reduce a parameter's gradients compress them. Unsharded parameters are
+compressed separately from shards, so that ranks with equal gradients get equal sums.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class CompressedAllReduce(GradientSync):
 def _split_by_holders(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
     """Splits parameters into shards and parameters on all ranks along an axis, each by the stages with it.
 
-    A compressor may mix the parameters that it gets together, such as for the largest elements of all.
+    A compressor mixes the parameters of a part: TopK, for example, takes the largest elements of all of them.
     """
     layout = layout_of(module)
     if layout is None:

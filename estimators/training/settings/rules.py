@@ -282,13 +282,14 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "parallelism over 'expert' with a compression",
         lambda c: c.parallelism.expert > 1 and c.sync.compressed is not None,
-        "sync={sync} lets workers compress gradients that they all have, but parallelism={parallelism} gives "
-        "them different experts; set sync=AllReduce(), or leave 'expert' out of parallelism",
+        "sync={sync} compresses gradients of parameters that all workers have, but "
+        "parallelism={parallelism} gives workers different experts; set sync=AllReduce(), or leave "
+        "'expert' out of parallelism",
     ),
     Combination(
         "parallelism that shards the network with a compression between='hosts'",
         lambda c: c.cuts_network and c.sync.compressed is not None and c.sync.compressed.between == "hosts",
-        "a compression between='hosts' first sums the gradients of each host's workers, but "
+        "a compression between='hosts' first all-reduces the gradients on each host, but "
         "parallelism={parallelism} gives these workers different shards; set between='workers'",
     ),
     Combination(
@@ -330,9 +331,9 @@ COMBINATIONS: tuple[Combination, ...] = (
                 or c.parallelism.sequence_parallel
             )
         ),
-        "compile takes passes over whole rows and all layers, but parallelism={parallelism} gives a worker "
-        "parts of rows, some of the layers, or other workers' rows; set compile=False, or give all "
-        "workers to 'data' and 'tensor'",
+        "compile needs whole rows and all layers on each worker, but with parallelism={parallelism} a "
+        "worker has parts of rows, some of the layers, or other workers' rows; set compile=False, or give "
+        "all workers to 'data' and 'tensor'",
     ),
     Combination(
         "Pipeline's sequence_chunks without a pipeline",
@@ -379,8 +380,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "minWorkers < the workers of one replica",
         lambda c: c.min_workers is not None and c.min_workers < c.workers_per_replica,
-        "minWorkers ({min_workers}) must leave one whole replica, which has {replica} workers with "
-        "parallelism={parallelism}; raise minWorkers, or leave it unset",
+        "minWorkers ({min_workers}) is less than the {replica} workers of one replica with "
+        "parallelism={parallelism}; set minWorkers to {replica} or more, or leave it unset",
     ),
     Combination(
         "parallelism over 'pipeline' with activationOffload or activationCompression",

@@ -70,7 +70,7 @@ def test_a_gang_that_goes_on_with_fewer_workers_reads_the_rows_with_those() -> N
     hybrid = replace(config, **shards)
     assert hybrid.workers_per_replica == 2
     assert hybrid.with_workers(2).axes == {**hybrid.axes, "data": 1}
-    with pytest.raises(ValueError, match="minWorkers \\(1\\) must leave one whole replica, which has 2"):
+    with pytest.raises(ValueError, match="minWorkers \\(1\\) is less than the 2 workers of one"):
         replace(hybrid, min_workers=1)
 
 

@@ -54,7 +54,7 @@ def check_heads(module: Any, num_ranks: int) -> None:
 
 
 def set_own_heads(module: nn.Module) -> None:
-    """Sets the sizes that attention layers store (heads of T5, widths of GPT-2) to those of this rank."""
+    """Sets the sizes that attention layers store (heads of T5, width of GPT-2) to this rank's sizes."""
     for layer in module.modules():
         own: Any = layer
         if hasattr(getattr(own, "q", None), "cuts") and hasattr(own, "n_heads"):

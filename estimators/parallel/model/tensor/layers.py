@@ -37,7 +37,7 @@ class Region:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Returns whether a linear layer has a weight of (in, out), as those of GPT-2 in transformers."""
+    """Returns whether a linear layer stores its weight as (in, out), as `Conv1D` of transformers does."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
 
 
