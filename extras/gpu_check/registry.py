@@ -47,7 +47,7 @@ PARTS: dict[str, Entry] = {
     "table": _entry("table:Table", "Networks for tables", 60),
     "memory": _entry("memory:Memory", "Memory plan and measured peak", 70, *SHARDS),
     "optimizers": _entry("optimizers:Optimizers", "Optimizers", 60),
-    "offload": _entry("offload:Offload", "Activation offload", 45),
+    "offload": _entry("offload:Offload", "Activation offload", 75),
     "codecs": _entry("codecs:Codecs", "Activation compression", 45),
     "tests": _entry("suite:Suite", "Tests", 170, *SHARDS, "hypothesis", "pytest"),
     "compile": _entry("compilation:Compilation", "torch.compile", 150),
