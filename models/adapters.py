@@ -11,7 +11,8 @@ from torch import nn
 # Package -> module of its adapter, with `adapt(model)` and `build(description)`.
 ADAPTERS = dict.fromkeys(("keras", "tf_keras"), "ringspark.extras.keras_models")
 # Package -> module that prepares the package's networks for a mesh: it has `links(network)`,
-# `prepare_sequence(network)`, `find_experts(network)` and `prepare_experts(network)`.
+# `prepare_sequence(network)`, `find_experts(network)`, `prepare_experts(network)`, and
+# `shorten(spec, num_blocks)`.
 MESH_SUPPORT = {"transformers": "ringspark.extras.hugging_face"}
 
 

@@ -72,7 +72,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if any(part in _BY_TIMM for part in kind.__module__.split(".")):
         raise ValueError(f"{name} builds its network by timm, which may fetch code or weights")
     _refuse_fetching(name, settings)
-    if description["attention"] not in _ATTENTION:
+    if description["attention"] not in (*_ATTENTION, None):
         raise ValueError(
             f"the attention of {name} must be one of {_ATTENTION}, got {description['attention']!r}"
         )
@@ -80,7 +80,8 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         config: Any = kind.config_class.from_dict(settings)  # type: ignore[attr-defined]
         # The class's defaults too.
         _refuse_fetching(name, config.to_dict())
-        config._attn_implementation = description["attention"]
+        if description["attention"] is not None:
+            config._attn_implementation = description["attention"]
         module: nn.Module = kind(config)
         module.to(getattr(torch, description["dtype"]))
         freeze(module, description["frozen"])
@@ -90,6 +91,18 @@ def build(description: Mapping[str, Any]) -> nn.Module:
             f"({type(error).__name__}: {error}); use the version that saved it"
         ) from error
     return module
+
+
+def build_from_config(
+    name: str, config: Mapping[str, Any], attention: str | None = None, dtype: str = "float32"
+) -> nn.Module:
+    """Builds a network with random weights from a dict such as `config.json`; keys may be missing.
+
+    `attention` is "eager", "sdpa" or None for the default of the class.
+    """
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype must be the name of a torch dtype such as 'float32', got {dtype!r}")
+    return build({LIBRARY: name, "config": config, "attention": attention, "dtype": dtype, "frozen": []})
 
 
 def stop_caching(network: nn.Module) -> None:

@@ -9,8 +9,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from ringspark.models.adapters import adapt_network
 from ringspark.models.checks import suggest
+from ringspark.models.hugging_face import LIBRARY, build_from_config
 from ringspark.models.registry import MODELS
 
 _IMPORTABLE = "give the class's own import path, in a module that driver and workers have, or an nn.Module"
@@ -35,7 +37,8 @@ class ModelSpec:
 
     Attributes:
         target: A name in `MODELS`, or `"package.module:Class"` for a network of your own.
-        kwargs: Keyword arguments of the class. Tuples become lists, as they would in JSON.
+        kwargs: Keyword arguments of the class. Tuples become lists, as they would in JSON. A class of the
+            transformers library takes the dict `config`, and may take `attention` and `dtype`.
 
     Raises:
         ValueError: If the target is neither a known name nor an import path, or an argument is not JSON.
@@ -60,9 +63,17 @@ class ModelSpec:
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "kwargs", checked)
 
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the class belongs to the transformers library."""
+        return self.target.partition(":")[0].partition(".")[0] == LIBRARY
+
     def build(self) -> nn.Module:
         cls = _import_class(self.target)
-        signature = inspect.signature(cls)
+        make: Callable[..., nn.Module] = cls
+        if self.is_hugging_face:
+            make = partial(build_from_config, cls.__name__)
+        signature = inspect.signature(make)
         try:
             signature.bind(**self.kwargs)
         except TypeError as error:
@@ -72,7 +83,7 @@ class ModelSpec:
             ) from error
         try:
             # A copy, because a network may keep and change its lists.
-            network: nn.Module = adapt_network(cls(**copy.deepcopy(self.kwargs)))
+            network: nn.Module = adapt_network(make(**copy.deepcopy(self.kwargs)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model {self.target!r} could not be built: {error}") from error
         return network

@@ -17,6 +17,7 @@ from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import ModelSpec
 
 VOCABULARY, LENGTH, ROWS, LABELS = 37, 12, 96, 3
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -52,6 +53,10 @@ class Family:
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**{**self.sizes, **changes})
         return getattr(transformers, self.network)(config)
+
+    def spec(self, **changes: Any) -> ModelSpec:
+        """Returns the same network as a spec."""
+        return ModelSpec(f"transformers:{self.network}", {"config": {**self.sizes, **changes}})
 
     def columns(self, rows: int = ROWS) -> Columns:
         """Returns the inputs and the label `y`; the label can be learned."""
