@@ -18,7 +18,7 @@ from ringspark.estimators.parallel.model.shard_network import shard_network
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.probe import probe, samples
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
-from ringspark.estimators.training.finetuning.pretrained import load_pretrained
+from ringspark.estimators.training.finetuning.pretrained import load_pretrained, open_pretrained
 from ringspark.estimators.training.optimizers.registry import TAKES_SPARSE
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
@@ -73,8 +73,14 @@ class RankNetwork:
             section = RankZeroSection(self._mesh, self._status.tick)
             if self._mesh.writes:
                 # The other ranks receive them with the initial weights.
-                load_pretrained(config.start_weights, module, section.progress)
+                if found is None:
+                    load_pretrained(config.start_weights, module, section.progress)
+                else:
+                    first = open_pretrained(config.start_weights, module, first, section.progress)
+                    defer_weights(module, first)
             section.end()
+            if found is not None and (buffers := [b for b in module.state_dict().values() if not b.is_meta]):
+                self._mesh.world.broadcast(buffers)
         if not is_deferred(module):
             module = module.to(self._device)
         accept_single_rows(module)

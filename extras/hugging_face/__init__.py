@@ -7,5 +7,6 @@ method `links()`.
 from ringspark.extras.hugging_face.experts import find_experts, prepare_experts
 from ringspark.extras.hugging_face.links import links
 from ringspark.extras.hugging_face.sequence import prepare_sequence
+from ringspark.extras.hugging_face.short import shorten
 
-__all__ = ["find_experts", "links", "prepare_experts", "prepare_sequence"]
+__all__ = ["find_experts", "links", "prepare_experts", "prepare_sequence", "shorten"]

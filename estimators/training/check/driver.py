@@ -9,12 +9,14 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import collective_class
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.sync import AllReduce, ParameterServer
 from ringspark.estimators.parallel import STRATEGIES
@@ -52,7 +54,10 @@ from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, defer_compiler_import
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.models import apply_activation_checkpoint
+from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models.adapters import MESH_SUPPORT
+from ringspark.models.hugging_face import LIBRARY
+from ringspark.models.meta_device import build_on_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest, check_engine
@@ -118,20 +123,23 @@ def check_training(
     splits: list[Split] = [split for split in _SPLITS if manifest.select(split).num_rows]
     if heads is None:
         heads = check_schema(config, objects, manifest.columns, splits)
-    module = build_module(config, objects)
-    check_network(config, module)
-    num_steps = _check_optimizer(config, objects, module, manifest.select("train").num_rows)
+    whole, module = _build_networks(config, objects)
+    check_network(config, whole)
+    num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
     if config.cuts_network:
-        check_mesh(config, objects, manifest, module)
+        if whole is not module and (config.parallelism.plan or config.parallelism.pipeline.cuts):
+            _log.warning("parallelism %s is not checked, because it names layers", config.parallelism)
+        else:
+            check_mesh(config, objects, manifest, module)
     if config.start_weights is not None:
-        check_pretrained(config.start_weights, module, is_initial=config.initial_weights is not None)
+        check_pretrained(config.start_weights, whole, is_initial=config.initial_weights is not None)
     if config.initial_training_state is None:
         _check_average(config, num_steps)
-    _check_sparse(config, module)
+    _check_sparse(config, whole)
     check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
-        apply_activation_checkpoint(module, segment_policy(config.gradient_checkpointing))
+        apply_activation_checkpoint(whole, segment_policy(config.gradient_checkpointing))
     shapes = [tuple(output.shape) for output in outputs]
     config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
     heads = settle_heads(heads, config, objects, manifest)
@@ -155,6 +163,29 @@ def check_training(
         heads=heads,
         shapes=tuple(shape[1:] for shape in shapes),
     )
+
+
+def _build_networks(config: TrainConfig, objects: UserObjects) -> tuple[nn.Module, nn.Module]:
+    """Returns the whole network, and the network that the checks run.
+
+    They differ for a `ModelSpec` of the transformers library: the first one is on `meta`, and the second one
+    has fewer blocks, so that the driver never holds the whole network.
+    """
+    short = None
+    if config.model is not None and (spec := ModelSpec.from_json(config.model)).is_hugging_face:
+        mesh = config.parallelism
+        short = load_object(f"{MESH_SUPPORT[LIBRARY]}:shorten")(
+            spec, max(2, mesh.pipeline.stages * mesh.pipeline.virtual)
+        )
+    if short is None:
+        module = build_module(config, objects)
+        return module, module
+    whole = build_on_meta(partial(build_module, config, objects))
+    shorter = replace(config, model=short.to_json())
+    try:
+        return whole, build_module(shorter, objects)
+    except ValueError:  # `freeze` or `lora` name blocks that only the whole network has
+        return whole, build_module(replace(shorter, freeze=(), lora=None), objects)
 
 
 def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module, num_rows: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,6 +18,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, local_file
+from ringspark.models.deferred_init import InitialWeights
 from ringspark.models.lora import matrix_names
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object
@@ -56,6 +58,60 @@ def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], N
             for key in sorted(names & header.keys()):
                 state[key].copy_(tensors[key])
                 tick()
+
+
+def open_pretrained(
+    setting: Pretrained, module: nn.Module, first: InitialWeights, tick: Callable[[], None]
+) -> InitialWeights:
+    """Returns `first` with the checkpoint's tensors in the place of its own; copies the buffers.
+
+    Raises like `check_pretrained`. Runs on rank 0, for a module with deferred initialization.
+    """
+    headers = {uri: _read_shapes(uri) for uri in _files(setting.uri)}
+    names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
+    opened = _OpenedFiles()
+    for uri, header in headers.items():
+        folder, _, name = uri.rpartition("/")
+        path = opened.downloads.enter_context(local_file(folder, name, tick))
+        opened.paths |= dict.fromkeys(names & header.keys(), path)
+    state = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name in names:
+            if not state[name].is_meta:
+                state[name].copy_(opened.read(name))
+    # One name of a tied tensor is enough.
+    keys = {id(state[name]): name for name in sorted(names)}
+    opened.keys = {n: keys[id(state[n])] for n in first.tensors if id(state[n]) in keys}
+    return _PretrainedWeights(first, opened)
+
+
+class _OpenedFiles:
+    """Local paths of a checkpoint's files; maps one file at a time."""
+
+    def __init__(self) -> None:
+        self.downloads = ExitStack()
+        self.paths: dict[str, str] = {}  # by the tensor's name in the file
+        self.keys: dict[str, str] = {}  # parameter -> the tensor's name in the file
+        self._path, self._tensors = "", dict[str, torch.Tensor]()
+
+    def read(self, key: str) -> torch.Tensor:
+        if self._path != self.paths[key]:
+            self._tensors = {}
+            self._path, self._tensors = self.paths[key], tensor_file.read(self.paths[key])
+        return self._tensors[key]
+
+
+class _PretrainedWeights(InitialWeights):
+    def __init__(self, first: InitialWeights, opened: _OpenedFiles) -> None:
+        super().__init__(first._recorder, first.tensors)
+        self._opened = opened
+
+    def initialize(self, name: str) -> torch.Tensor:
+        key = self._opened.keys.get(name)
+        if key is None:
+            return super().initialize(name)
+        like = self.tensors[name]
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(self._opened.read(key))
 
 
 def _choose(setting: Pretrained, found: Shapes, module: nn.Module, is_initial: bool = False) -> set[str]:

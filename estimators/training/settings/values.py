@@ -139,11 +139,12 @@ class ConfigValues:
     def builds_in_parts(self) -> bool:
         """Whether each rank builds its shard alone, without the whole network."""
         parts_it = self.num_workers > 1 and (self.cuts_network or self.sync.sharding == "parameters")
-        # A network from the driver arrives whole; adapters and loaded weights need it whole.
-        if not parts_it or self.model is None or self.start_weights is not None or self.lora is not None:
+        # A network from the driver arrives whole.
+        if not parts_it or self.model is None:
             return False
         # A user's constructor may hook parameters, seed, or keep tensors elsewhere.
-        return ModelSpec.from_json(self.model).target in MODELS
+        spec = ModelSpec.from_json(self.model)
+        return spec.target in MODELS or spec.is_hugging_face
 
     @property
     def start_weights(self) -> Pretrained | None:

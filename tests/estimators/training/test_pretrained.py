@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,21 @@ import numpy as np
 import pytest
 import torch
 from earlier_settings import sync_of
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from small_training import config_of, train_gang
 from torch import nn
 
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.finetuning import Pretrained
+from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained, load_pretrained
-from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.rank_network import RankNetwork
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.lora import add_lora
 from ringspark.pipelines import ShardManifest
@@ -217,3 +224,28 @@ def test_all_ranks_start_from_what_rank_0_has_read(
     first, second = (load_file(Path(r.checkpoint_uri) / "model.safetensors") for r in (one, two))
     for name in first:
         assert torch.allclose(first[name], second[name], atol=1e-6), name
+
+
+def _running_means(config: TrainConfig, collective: Collective) -> list[float]:
+    manifest, mesh = ShardManifest.load(config.shards_uri), RankMesh.of(collective, config.axes)
+    network = RankNetwork(config, UserObjects(), manifest, mesh, torch.device("cpu"), Status())
+    network.build()
+    assert all(parameter.is_meta for parameter in network.module.parameters())
+    return [float(b.sum()) for name, b in network.module.named_buffers() if name.endswith("running_mean")]
+
+
+@pytest.mark.distributed
+def test_ranks_that_build_only_their_shard_get_the_checkpoints_buffers(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    spec = ModelSpec("resnet", {"in_channels": 1, "out_features": 1, "depths": [1], "width": 4})
+    saved = spec.build()
+    saved(torch.randn(8, 1, 8, 8))
+    save_file(_tensors(saved), tmp_path / "model.safetensors")
+    manifest = make_shards({"x": np.ones((8, 1, 8, 8), np.float32), "y": np.ones(8, np.float32)})
+    settings = {"pretrained": _setting(tmp_path), "sync": Zero(stage=3)}
+    config = _config(manifest, tmp_path / "run", num_workers=2, collective="torch", **settings)
+    config = replace(config, model=spec.to_json())
+    expected = [float(b.sum()) for name, b in saved.named_buffers() if name.endswith("running_mean")]
+    assert any(expected)
+    assert run_ranks(2, "torch", partial(_running_means, config)) == [pytest.approx(expected)] * 2
