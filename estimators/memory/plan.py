@@ -100,6 +100,7 @@ def plan_memory(
         activation_compression=cast(Any, activationCompression),
         sync=write_earlier(AllReduce(), {"sharding": sharding}),
         reader="arrow",
+        checkpoint_every_seconds=0.0,
     )
     objects = UserObjects(
         module=None if isinstance(model, ModelSpec) else model,

@@ -13,6 +13,7 @@ from ringspark.estimators.memory.search import find_settings
 from ringspark.estimators.memory.sharing import (
     checkpoint_writers,
     communication_bytes,
+    count_checkpoint,
     shard_group_size,
     shares,
 )
@@ -102,13 +103,14 @@ class Planner:
             for name, part in deal_parameters(self.network, writers).items():
                 loads[part] += sizes[name].nbytes
             copied = copied * max(loads) // sum(loads)
+        kept = count_checkpoint(config, copied)
         share = shares(config.sync.sharding, shard_group_size(config))
         most: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
             rows=self._rows,
-            peak=peak.total,
-            at_peak=peak.parts,
+            peak=peak.total + kept,
+            at_peak={**peak.parts, "checkpoint": kept},
             checkpoint=copied,
             budget=budget,
             **most | own,

@@ -18,8 +18,8 @@ TITLES = {
     "activations": "activations and temporaries",
     "batch": "rows of the batch",
     "communication": "communication buffers",
+    "checkpoint": "copy for a checkpoint",
 }
-CHECKPOINT_TITLE = "copy for a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,9 @@ class MemoryPlan:
         batch: Inputs and labels.
         communication: Buffers that carry gradients or parameters between ranks.
         checkpoint: Copy of the weights, their average and the optimizer state on the host of the rank that
-            copies most. It exists from a checkpoint until the copy is written, next to the training's steps,
-            and is not in `peak`. With `sync=Zero(...)` each rank copies its share of the tensors.
+            copies most. It exists from a checkpoint until the copy is written, next to the training's steps.
+            `peak` has it if the settings write checkpoints and train on the CPU. With `sync=Zero(...)` each
+            rank copies its share of the tensors.
         peak: Maximum of all parts together.
         at_peak: Part -> bytes at the moment of the peak; they add up to `peak`.
         budget: Bytes that the peak is compared with, or None.
@@ -78,8 +79,7 @@ class MemoryPlan:
     def _rows(self) -> list[tuple[str, str, str]]:
         parts = TITLES.items()
         rows = [(title, show_bytes(getattr(self, p)), show_bytes(self.at_peak[p])) for p, title in parts]
-        copied = (CHECKPOINT_TITLE, show_bytes(self.checkpoint), "")
-        return [*rows, ("peak", "", show_bytes(self.peak)), copied]
+        return [*rows, ("peak", "", show_bytes(self.peak))]
 
     def save_chart(self, path: str) -> None:
         """Writes a PNG bar chart of the parts at the peak of this plan and the plans in `suggest`.

@@ -49,6 +49,12 @@ def checkpoint_writers(config: TrainConfig) -> int:
     return 1 if config.cuts_network or config.sync.sharding == "none" else shard_group_size(config)
 
 
+def count_checkpoint(config: TrainConfig, copied: int) -> int:
+    """Returns the bytes of a checkpoint's copy of `copied` bytes that lie next to the tensors of a step."""
+    # With a GPU the copy is in the memory of the host.
+    return copied if config.writes_checkpoints and not config.use_gpu else 0
+
+
 def reduces_in_buckets(config: TrainConfig) -> bool:
     """Whether reduced gradients stay in the buckets in which they were sent."""
     return data_parallel_size(config) > 1 and config.sync.strategy == "data_parallel"

@@ -83,10 +83,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "onNonFinite='rollback' without checkpoints",
-        lambda c: (
-            c.on_non_finite == "rollback"
-            and not (c.checkpoint_every_steps or c.checkpoint_every_epochs or c.checkpoint_every_seconds)
-        ),
+        lambda c: c.on_non_finite == "rollback" and not c.writes_checkpoints,
         "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; set "
         "checkpointEverySteps, checkpointEveryEpochs or checkpointEverySeconds",
     ),

@@ -152,6 +152,13 @@ class ConfigValues:
         return self.pretrained if self.initial_weights is None else Pretrained(uri=self.initial_weights)
 
     @property
+    def writes_checkpoints(self) -> bool:
+        """Whether checkpoints are written between the steps of the training."""
+        return bool(
+            self.checkpoint_every_steps or self.checkpoint_every_epochs or self.checkpoint_every_seconds
+        )
+
+    @property
     def keeps_state(self) -> bool:
         """Whether a checkpoint is written at the end of the training, and stays."""
         return self.keep_training_state or self.pause_after is not None

@@ -16,6 +16,7 @@ from typing import Any
 
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.meter import Peak
+from ringspark.estimators.memory.sharing import checkpoint_writers, count_checkpoint
 from ringspark.estimators.memory.step import initialize_lazy_layers
 from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
 from ringspark.estimators.parallel.model.fake_collective import Message
@@ -88,6 +89,8 @@ class Profile:
         for few, many, steps in zip(self.few, self.many, by_rank, strict=True):
             small, large = (peak_of_steps(own, steps, config) for own in (few, many))
             parts = {part: round(self._at(n, large.parts[part], rows)) for part, n in small.parts.items()}
+            copied = many.parts["parameters"] + many.parts["optimizer_state"]
+            parts["checkpoint"] = count_checkpoint(config, copied // checkpoint_writers(config))
             peaks.append(Peak(total=sum(parts.values()), parts=parts))
         return max(peaks, key=lambda peak: peak.total)
 

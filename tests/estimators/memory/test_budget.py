@@ -1,15 +1,25 @@
 """`memoryBudget` fails before a gang starts, and only warns about networks that it cannot analyse."""
 
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from small_training import config_of
 from torch import nn
 
 from ringspark.estimators import TorchEstimator
+from ringspark.estimators.memory.budget import check_budget
+from ringspark.estimators.memory.columns import shard_columns
+from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
 
 WIDE = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 6, "out_features": 1})
 
@@ -72,3 +82,45 @@ def test_a_network_that_cannot_be_judged_is_trained_with_a_warning(spark: Any, t
     said = [str(entry.message) for entry in seen if entry.category is UserWarning]
     (sentence,) = [text for text in said if "memoryBudget" in text]
     assert sentence.startswith("memoryBudget 4.0 GiB could not be checked: model Branches does not run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"checkpoint_every_steps": 1}, True),
+        ({"checkpoint_every_epochs": 1}, True),
+        ({"checkpoint_every_seconds": 600.0}, True),
+        ({}, False),
+        ({"checkpoint_every_steps": 1, "use_gpu": True}, False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("workers", "share"),
+    [
+        ({}, 1.0),
+        ({"num_workers": 2, "sync": Zero(stage=1)}, 0.5),
+        # The first rank of a shard group copies its whole stage.
+        ({"num_workers": 4, "sync": Zero(stage=1), "parallelism": {"pipeline": 2}}, 0.5),
+    ],
+)
+def test_the_copy_for_a_checkpoint_counts_if_checkpoints_are_on(
+    make_shards: Callable[..., ShardManifest],
+    changes: dict[str, Any],
+    counts: bool,
+    workers: dict[str, Any],
+    share: float,
+) -> None:
+    """The budget lies between the memory of a step and this memory with the copy."""
+    manifest = make_shards({"x": np.zeros((64, 2), np.float32), "y": np.zeros(64, np.float32)})
+    base = {"model": WIDE.to_json(), "collective": "torch", "checkpoint_every_seconds": 0.0, **workers}
+    config, objects = config_of(manifest, Path("run"), **base), UserObjects()
+    plan = Planner(config, objects, *shard_columns(config, manifest, config.most_rows)).plan()
+    weights = sum(parameter.nbytes for parameter in WIDE.build().parameters())
+    assert plan.checkpoint == pytest.approx(3 * weights * share, rel=0.2)
+    budget = plan.peak + plan.checkpoint // 2
+    check_budget(config, objects, manifest, budget)
+    if counts:
+        with pytest.raises(ValueError, match="memoryBudget is"):
+            check_budget(replace(config, **changes), objects, manifest, budget)
+    else:
+        check_budget(replace(config, **changes), objects, manifest, budget)

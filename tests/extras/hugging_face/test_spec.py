@@ -173,20 +173,29 @@ def _starts(name: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-2", "Qwen"])
-def test_ranks_that_build_shards_train_like_one(name: str, tmp_path: Path) -> None:
+def test_ranks_that_build_shards_train_like_ranks_that_build_the_whole_network(
+    name: str, tmp_path: Path
+) -> None:
     family, config, objects = _config(name, tmp_path)
     module = family.build()
-    configs, alone = {}, {}
+    configs, wholes = {}, {}
     for start, options in _starts(name, tmp_path / "saved"):
-        one = replace(config, run_uri=str(tmp_path / start), **options)
-        alone[start] = weights_of(train_here(one, objects), module)
         for mesh in AXES:
             run_uri = str(tmp_path / f"{start} {mesh}")
-            configs[f"{start}, {mesh}"] = replace(one, run_uri=run_uri, num_workers=2, **MESHES[mesh])
-    assert float((alone["own"] - alone["pretrained"]).abs().max()) > 1e-3
+            two = replace(config, run_uri=run_uri, num_workers=2, **options, **MESHES[mesh])
+            configs[f"{start}, {mesh}"] = two
+            # A module on the driver is sent whole to each worker.
+            wholes[f"{start}, {mesh}"] = replace(two, run_uri=f"{run_uri} whole", model=None)
+    alone = replace(config, run_uri=str(tmp_path / "alone"))
+    expected = {
+        key: weights_of(train_here(alone, objects), module) for key in configs if key.startswith("own")
+    }
+    of_modules = {key: whole for key, whole in wholes.items() if key not in expected}
+    for key, result in train_in_turn(of_modules, family.objects()).items():
+        expected[key] = weights_of(result, module)
+    assert float((expected["own, tensor 2"] - expected["pretrained, tensor 2"]).abs().max()) > 1e-3
     for key, result in train_in_turn(configs, objects).items():
-        expected = alone[key.partition(",")[0]]
-        assert float((weights_of(result, module) - expected).abs().max()) < 1e-6, key
+        assert float((weights_of(result, module) - expected[key]).abs().max()) < 1e-6, key
 
 
 def test_pretrained_tensors_replace_deferred_ones_under_each_name_of_a_tied_weight(tmp_path: Path) -> None:
