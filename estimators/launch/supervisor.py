@@ -190,9 +190,10 @@ class Supervisor(Generic[C]):
             return
         fitting = room - room % replica
         if fitting < least:
+            lower = f" or set minWorkers={fitting}" if fitting else f"; one replica needs {replica} workers"
             raise RuntimeError(
                 f"{cause.sentence}; the cluster now has {room} task slots left for the {wanted} "
-                "workers of the training; add executors or lower minWorkers"
+                f"workers of the training; add executors{lower if replica > 1 or fitting else ''}"
             ) from None
         _logger.warning("the training continues with %d workers instead of %d", fitting, wanted)
         self.config = self.config.with_workers(fitting)

@@ -254,6 +254,28 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
     assert supervisor.config.axes["data"] == (go_on if not mesh else go_on * mesh["data"] // workers)
 
 
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("mesh", "room", "remedy"),
+    [
+        ({"data": 3, "tensor": 2}, 5, "add executors or set minWorkers=4"),
+        ({"data": 2, "tensor": 2}, 1, "add executors; one replica needs 2 workers"),
+        ({"data": 2}, 0, "add executors"),
+    ],
+)
+def test_a_lower_minimum_is_suggested_only_if_a_replica_fits(
+    spark: Any, mesh: dict[str, int], room: int, remedy: str
+) -> None:
+    config = TrainConfig(
+        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), collective="torch",
+        num_workers=math.prod(mesh.values()), timeout_seconds=0.1, parallelism=Mesh.of(mesh),
+    )  # fmt: skip
+    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    supervisor._stage = SimpleNamespace(slots=lambda: room)
+    with pytest.raises(RuntimeError, match=f"workers of the training; {remedy}$"):
+        supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
+
+
 @contextmanager
 def _no_file_can_be_written() -> Iterator[None]:
     """Makes all writes of this process fail as on a full disk; reads still work."""
