@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing_callback import Fails
 from ranks import run_ranks
 from registries import EXTRAS, list_available, names_of
 from small_training import config_of, train_gang, weights_of
@@ -194,18 +195,6 @@ def _texts(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig
         "collective": "torch",
     }
     return config_of(manifest, folder, **settings | changes)
-
-
-class Fails(Callback):
-    """Fails in step 7, the first time."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 7 and state.rank == 1 and not self._mark.exists():
-            self._mark.touch()
-            raise RuntimeError("step 7")
 
 
 class WritesTable(Callback):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing_callback import Fails
 from registries import names_of
 from small_training import config_of, train_gang, weights_of
 
@@ -48,18 +49,6 @@ def _config(make_shards: MakeShards, folder: Path, compression: Any, **changes: 
         **{"num_workers": 2, "collective": "torch", "checkpoint_every_steps": 2, "keep_checkpoints": 9}
         | changes,
     )
-
-
-class Fails(Callback):
-    """Fails in step 7, the first time."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 7 and state.rank == 1 and not self._mark.exists():
-            self._mark.touch()
-            raise RuntimeError("step 7")
 
 
 @pytest.mark.parametrize("name", names_of(COMPRESSORS, ["topk", "powersgd", "gradiveq"]))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing_callback import Fails
 from ranks import run_ranks
 from small_training import config_of, train_gang, weights_of
 from torch import nn
@@ -65,18 +66,6 @@ def _over(config: TrainConfig, parallelism: dict[str, Any], **changes: Any) -> T
 
 def _difference(first: Any, second: Any) -> float:
     return float((weights_of(first, _network()) - weights_of(second, _network())).abs().max())
-
-
-class Fails(Callback):
-    """Fails in step 7, the first time."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 7 and state.rank == state.size - 1 and not self._mark.exists():
-            self._mark.touch()
-            raise RuntimeError("step 7")
 
 
 STAGES = {"pipeline": 2, "cuts": ["middle"]}

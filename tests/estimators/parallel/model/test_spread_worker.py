@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from earlier_settings import sync_of
+from failing_callback import Fails
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_adapter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -127,18 +127,6 @@ def test_a_mesh_trains_what_one_worker_does(
         assert second.cost.flops == (None if "pipeline" in mesh else first.cost.flops)
 
 
-class Fails(Callback):
-    """Fails in step 25, the first time."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 25 and state.rank == state.size - 1 and not self._mark.exists():
-            self._mark.touch()
-            raise RuntimeError("step 25")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -157,7 +145,7 @@ def test_a_training_goes_on_over_another_mesh(
     straight = train_gang(
         replace(config, run_uri=str(tmp_path / "straight"), num_workers=2, parallelism=first)
     )
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed", step=25),))
     with pytest.raises(WorkerError, match="step 25"):
         train_gang(replace(config, num_workers=2, parallelism=first), objects)
     workers = 2 if then else 1
@@ -188,7 +176,7 @@ def test_stages_train_by_optimizers_that_look_at_whole_parameters(
     bound = 1e-2 if optimizer == "adamw8bit" else 1e-5
     assert _difference(one, straight, WIDE) < bound
     for name, then in (("stages", staged), ("alone", {})):
-        objects = UserObjects(callbacks=(Fails(tmp_path / f"failed-{name}"),))
+        objects = UserObjects(callbacks=(Fails(tmp_path / f"failed-{name}", step=25),))
         run = replace(config, run_uri=str(tmp_path / name))
         with pytest.raises(WorkerError, match="step 25"):
             train_gang(replace(run, **staged), objects)
@@ -326,7 +314,7 @@ def test_a_sharded_state_of_whole_parameters_goes_on_over_another_mesh(
     spec, settings = TRANSFORMERS["language model"], GENTLE | {"optimizer": "adafactor"}
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, **settings)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed", step=25),))
     with pytest.raises(WorkerError, match="step 25"):
         train_gang(replace(config, num_workers=4, parallelism=mesh, sync=Zero(stage=1)), objects)
     resumed = train_gang(replace(config, num_workers=2, parallelism={"sequence": 2}), objects)
@@ -478,7 +466,7 @@ def test_counts_of_an_epoch_go_on_over_another_mesh(
     spec, seed = MIXTURES["classifier"], SEEDS["classifier"]
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, seed=seed)
     straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
+    objects = UserObjects(callbacks=(Fails(tmp_path / "failed", step=25),))
     with pytest.raises(WorkerError, match="step 25"):
         train_gang(replace(config, num_workers=2 if first else 1, parallelism=first), objects)
     resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
@@ -581,7 +569,7 @@ def _check_resume(
     folder = Path(config.run_uri).parent
     spread = replace(config, num_workers=2, parallelism=first)
     straight = train_gang(replace(spread, run_uri=str(folder / "straight")))
-    objects = UserObjects(callbacks=(Fails(folder / "failed"),))
+    objects = UserObjects(callbacks=(Fails(folder / "failed", step=25),))
     with pytest.raises(WorkerError, match="step 25"):
         train_gang(spread, objects)
     resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)

@@ -1,0 +1,19 @@
+"""A callback that makes a training fail once, so that it restarts from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+
+
+class Fails(Callback):
+    """Fails on the last rank after step `step`, unless the file `mark` exists."""
+
+    def __init__(self, mark: Path, step: int = 7) -> None:
+        self._mark, self._step = mark, step
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self._step and state.rank == state.size - 1 and not self._mark.exists():
+            self._mark.touch()
+            raise RuntimeError(f"step {self._step}")
