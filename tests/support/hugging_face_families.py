@@ -125,6 +125,13 @@ MIXTRAL = Family(
     ("ids", "mask"),
 )
 
+# Changed sizes of networks that are much larger than their largest tensor.
+LARGE = {
+    "Llama": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12},
+    "BERT": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12},
+    "GPT-2": {"n_embd": 512, "n_inner": 1024, "n_layer": 12},
+}
+
 MESHES: dict[str, dict[str, Any]] = {
     "data 2": {},
     "tensor 2": {"parallelism": {"tensor": 2}},

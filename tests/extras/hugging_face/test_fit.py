@@ -21,7 +21,7 @@ def _fit(spark: Any, name: str, **settings: Any) -> dict[str, torch.Tensor]:
     rows = [tuple(columns[key][row].tolist() for key in (*family.inputs, "y")) for row in range(48)]
     frame = spark.createDataFrame(rows, [*family.inputs, "y"]).repartition(2)
     estimator = TorchEstimator(
-        model=family.build(),
+        **{"model": family.build(), **settings},
         inputCols=list(family.inputs),
         labelCol="y",
         loss=family.losses[0] if family.losses else "cross_entropy",
@@ -31,7 +31,6 @@ def _fit(spark: Any, name: str, **settings: Any) -> dict[str, torch.Tensor]:
         epochs=1,
         collective="torch",
         shuffle=False,
-        **settings,
     )
     state: dict[str, torch.Tensor] = estimator.fit(frame.cache()).module().state_dict()
     return state
@@ -58,7 +57,7 @@ def test_a_fit_on_two_workers_equals_one(spark: Any, name: str, settings: dict[s
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_saved_folder_is_tuned_by_adapters_like_on_one_worker(spark: Any, tmp_path: Path) -> None:
+def test_a_saved_folder_is_tuned_by_adapters_on_two_workers_like_on_one(spark: Any, tmp_path: Path) -> None:
     changed = FAMILIES["Llama"].build()
     with torch.no_grad():
         changed.model.norm.weight.mul_(1.5)
@@ -70,3 +69,22 @@ def test_a_saved_folder_is_tuned_by_adapters_like_on_one_worker(spark: Any, tmp_
     tuned = "model.layers.0.self_attn.v_proj.weight"
     assert not torch.equal(one[tuned], before[tuned])
     assert _largest(one, _fit(spark, "Llama", numWorkers=2, **options)) < 1e-5
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_adapters_of_a_network_sharded_by_tensor_are_those_of_one_worker(spark: Any, tmp_path: Path) -> None:
+    """The driver has only a spec. Adapters start from other random numbers than those of a module."""
+    saved = FAMILIES["Llama"].build()
+    saved.save_pretrained(tmp_path / "saved")
+    options = {
+        "model": FAMILIES["Llama"].spec(),
+        "pretrained": str(tmp_path / "saved"),
+        "lora": LoRA(rank=4, targets=["*.q_proj", "*.v_proj"]),
+    }
+    one = _fit(spark, "Llama", numWorkers=1, **options)
+    two = _fit(spark, "Llama", numWorkers=2, parallelism={"tensor": 2}, **options)
+    tuned = "model.layers.0.self_attn.v_proj.weight"
+    assert float((two[tuned] - saved.state_dict()[tuned]).abs().max()) > 1e-4
+    assert torch.equal(two["lm_head.weight"], saved.state_dict()["lm_head.weight"])
+    assert _largest(one, two) < 1e-5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from building_bytes import driver_bytes, rank_bytes
-from hugging_face_families import FAMILIES, MESHES, MIXTRAL, Family, make_config
+from hugging_face_families import FAMILIES, LARGE, MESHES, MIXTRAL, Family, make_config
 from small_training import train_in_turn, weights_of
 
 from ringspark.estimators.launch.local import train_here
@@ -27,11 +27,6 @@ from ringspark.pipelines import ShardManifest
 
 pytest.importorskip("transformers")
 AXES = ("tensor 2", "pipeline 2", "shard 2")
-LARGE = {
-    "Llama": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12},
-    "BERT": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12},
-    "GPT-2": {"n_embd": 512, "n_inner": 1024, "n_layer": 12},
-}
 # Small tensors are broadcast together: up to 4 MiB, on the sender and as this rank's shards.
 BUNDLES = 12 << 20
 
@@ -178,20 +173,18 @@ def test_ranks_that_build_shards_train_like_ranks_that_build_the_whole_network(
 ) -> None:
     family, config, objects = _config(name, tmp_path)
     module = family.build()
-    configs, wholes = {}, {}
+    configs, modules, expected = {}, {}, {}
     for start, options in _starts(name, tmp_path / "saved"):
+        alone = replace(config, run_uri=str(tmp_path / start), **options)
+        trained = weights_of(train_here(alone, objects), module) if start != "pretrained" else None
         for mesh in AXES:
-            run_uri = str(tmp_path / f"{start} {mesh}")
-            two = replace(config, run_uri=run_uri, num_workers=2, **options, **MESHES[mesh])
-            configs[f"{start}, {mesh}"] = two
-            # A module on the driver is sent whole to each worker.
-            wholes[f"{start}, {mesh}"] = replace(two, run_uri=f"{run_uri} whole", model=None)
-    alone = replace(config, run_uri=str(tmp_path / "alone"))
-    expected = {
-        key: weights_of(train_here(alone, objects), module) for key in configs if key.startswith("own")
-    }
-    of_modules = {key: whole for key, whole in wholes.items() if key not in expected}
-    for key, result in train_in_turn(of_modules, family.objects()).items():
+            key, run_uri = f"{start}, {mesh}", str(tmp_path / f"{start} {mesh}")
+            configs[key] = replace(alone, run_uri=run_uri, num_workers=2, **MESHES[mesh])
+            if trained is None:  # a module on the driver is sent whole to each worker
+                modules[key] = replace(configs[key], run_uri=f"{run_uri} whole", model=None)
+            else:
+                expected[key] = trained
+    for key, result in train_in_turn(modules, family.objects()).items():
         expected[key] = weights_of(result, module)
     assert float((expected["own, tensor 2"] - expected["pretrained, tensor 2"]).abs().max()) > 1e-3
     for key, result in train_in_turn(configs, objects).items():
