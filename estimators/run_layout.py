@@ -25,6 +25,7 @@ run/
   checkpoints/    step-<n>: positions to resume from, until the training has ended
   checkpoint/     the final weights
   best-<epoch>/   the weights of the best epoch, if they are kept
+  certificate/    chain.json: hashes of the training, if `certify` is set; run.sig: their signature
   result.json     the finished training
 """
 
@@ -57,6 +58,7 @@ FIRST_WEIGHTS = "first-weights"
 CHECKPOINTS = "checkpoints"
 CHECKPOINT = "checkpoint"
 BEST = "best"
+CERTIFICATE = "certificate"
 RESULT = "result.json"
 
 _NAMES = {value for name, value in globals().items() if name.isupper()}

@@ -187,6 +187,11 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _run_uri(self, spark: SparkSession) -> str | None:
         given = self.getRunUri()
+        if self.getCertify() and (given is None or self.getData() != "copy"):
+            raise ValueError(
+                "certify=True keeps the rows and every checkpoint in the folder of the run, got "
+                f"runUri={given!r} and data={self.getData()!r}; set runUri to a new folder and data='copy'"
+            )
         run_uri = None if given is None else storage.normalize(resolve(spark, given))
         check_run_uri(run_uri, self.getResume())
         return run_uri
@@ -244,7 +249,8 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                 run.finish(finished)
             model = self._trained_model(spark, run, fit, training, finished)
             # Also cleans a finished run whose earlier driver died before this line.
-            run.clean(keeps_checkpoints=(run.last_config() or config).keeps_state)
+            last = run.last_config() or config
+            run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.certify)
             watcher.end(RunEnd(status="finished", model=model))
         return model
 

@@ -43,6 +43,7 @@ from ringspark.estimators.inference.predict import (
 )
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
@@ -65,6 +66,8 @@ from ringspark.pipelines.table_plan import ColumnUse
 from ringspark.pipelines.typed_json import added
 
 M = TypeVar("M", bound="TorchModel")
+
+CERTIFICATE = "ringspark.extras.certificate:certify"
 
 Shape = tuple[int, ...]
 
@@ -185,6 +188,14 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training to the file `path` on any store."""
         self.summary.report(path)
+
+    def certificate(self, key: str | os.PathLike[str] | None = None) -> Any:
+        """Returns the `Certificate` of a training with `certify=True`.
+
+        `key` is a private EC key as a PEM file. It signs the run's folder in the format of OpenSSF
+        model-signing.
+        """
+        return load_object(CERTIFICATE)(self.summary.run_uri, key)
 
     def removeRun(self) -> None:
         """Removes the folder of the training that made this model, after the model was saved.

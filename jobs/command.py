@@ -28,6 +28,8 @@ COMMANDS = {
     "plan": "plan_job",
     "runs": "runs",
     "report": "run_report",
+    "certify": "certify",
+    "verify": "verify",
     "shards": "shards",
     "build-horovod": "build_horovod",
     "pack": "pack",

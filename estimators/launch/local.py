@@ -49,8 +49,9 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     write_note(config.run_uri, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
     write_note(config.run_uri, run_layout.RESULT, FinishedRun(result=result).to_json())
-    # The training is over, so nobody will resume from the checkpoints.
-    storage.remove(checkpoints_uri(config.run_uri), recursive=True)
+    if not config.certify:
+        # The training is over, so nobody will resume from the checkpoints.
+        storage.remove(checkpoints_uri(config.run_uri), recursive=True)
     return result
 
 

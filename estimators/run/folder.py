@@ -278,10 +278,11 @@ class RunFolder:
         """Marks the training as finished. The files that `clean` removes are not needed from now on."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
 
-    def clean(self, *, keeps_checkpoints: bool = False) -> None:
+    def clean(self, *, keeps_checkpoints: bool = False, keeps_all: bool = False) -> None:
         """Removes files of a finished training: checkpoints and shards, but not the shards' manifest.
 
-        `keeps_checkpoints` keeps the newest checkpoint and the shards, so that more epochs can follow.
+        `keeps_checkpoints` keeps the newest checkpoint and the shards, so that more epochs can follow;
+        `keeps_all` keeps the earlier checkpoints too.
         """
         states = storage.join(self.uri, run_layout.SHARD_STATES)
         if not storage.exists(states):  # written before the training, and removed last
@@ -289,7 +290,7 @@ class RunFolder:
         root = checkpoints_uri(self.uri)
         if not keeps_checkpoints:
             discard(root)
-        elif steps := list_steps(root):
+        elif (steps := list_steps(root)) and not keeps_all:
             keep_newest(root, steps[-1], 1)
         for name in (run_layout.HEARTBEAT, run_layout.FIRST_WEIGHTS):
             discard(storage.join(self.uri, name))

@@ -26,7 +26,7 @@ from ringspark.pipelines.columns import Column
 FORMAT_VERSION = 2
 
 # Config fields that may differ between the starts of one run.
-_FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after"} | {
+_FREE = {"shards_uri", "run_uri", "own_metrics", "pause_after", "pause_after_step"} | {
     s.field for s in SETTINGS.values() if s.may_differ_on_resume
 }
 # Names of settings that a resume may change; the run records the change.

@@ -108,6 +108,7 @@ class _TrainingParams(
     )
     keepCheckpoints, getKeepCheckpoints, setKeepCheckpoints = declared(recovery.KEEP_CHECKPOINTS)
     keepTrainingState, getKeepTrainingState, setKeepTrainingState = declared(recovery.KEEP_TRAINING_STATE)
+    certify, getCertify, setCertify = declared(recovery.CERTIFY)
     onNonFinite, getOnNonFinite, setOnNonFinite = declared(recovery.ON_NON_FINITE)
     runUri, getRunUri, setRunUri = declared(recovery.RUN_URI)
     resume, getResume, setResume = declared(recovery.RESUME)

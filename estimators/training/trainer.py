@@ -34,6 +34,10 @@ from ringspark.estimators.training.train_state import TrainState
 from ringspark.pipelines.readers import ShardReader
 
 
+class _PauseError(Exception):
+    """The training ends within an epoch, at `pause_after_step`."""
+
+
 class Trainer:
     def __init__(
         self, config: TrainConfig, mesh: RankMesh, train_state: TrainState, recovery: Recovery, status: Status
@@ -55,14 +59,16 @@ class Trainer:
             self._recovery.load(self._train_state)
         else:
             self._recovery.load_initial(self._train_state)
-            if self._config.on_non_finite == "rollback":
-                self._save()  # the first step may have to be rolled back
+            if self._config.on_non_finite == "rollback" or self._config.certify:
+                self._save()  # the first step may have to be rolled back, or is to be proved
         is_over = False
         while not is_over:
             try:
                 is_over = self._epoch(train, validation)
             except RollBackError as event:
                 self._recovery.roll_back(event.found, self._train_state)
+            except _PauseError:
+                is_over = True
         self._scaler.check_trained(self._state.step)
         self._call("on_train_end")
 
@@ -159,6 +165,8 @@ class Trainer:
                     is_due = step + 1 == plan.num_steps
                     if not is_due:
                         self._save()
+                        if state.step == self._config.pause_after_step:
+                            raise _PauseError
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
 

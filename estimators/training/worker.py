@@ -146,6 +146,7 @@ def _train(
         config.warmup_steps,
         RateScaling.of(config.scale_learning_rate, steps),
     )
+    recovery.certify(objects, manifest, device)
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
@@ -160,6 +161,7 @@ def _train(
     recovery.finish()
     state = train_state.state
     checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
+    recovery.certify_end(checkpoint_uri)
     bytes_sent = mesh.world.bytes_sent  # without the record of the memory
     record_memory(config.run_uri, mesh, device, start)
     status.phase = "done"

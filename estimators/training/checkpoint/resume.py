@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, find_newest_good, step_uri
 from ringspark.estimators.training.checkpoint.rank_state import (
@@ -29,9 +32,12 @@ from ringspark.estimators.training.checkpoint.snapshot import take_snapshot
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.non_finite import MAX_REPORTED, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.train_state import TrainState
+from ringspark.pipelines import ShardManifest
 
+# Writes the hash chain of a training with `certify`.
+RECORDER = "ringspark.extras.certificate.recorder:Recorder"
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
 # A checkpoint is left out if the write before it takes longer than this share of `timeout_seconds`.
@@ -113,7 +119,9 @@ class Recovery:
         self.schedule = CheckpointSchedule(config, mesh)
         self._writer: BackgroundWriter | None = None
         if self.schedule.is_enabled and mesh.checkpoint_part is not None:
-            self._writer = BackgroundWriter(self._root, config.keep_checkpoints)
+            keep = sys.maxsize if config.certify else config.keep_checkpoints
+            self._writer = BackgroundWriter(self._root, keep)
+        self._recorder: Any = None
         self._start = time.monotonic()
         self._rollbacks = 0
         self._rolled_to: int | None = None
@@ -137,6 +145,17 @@ class Recovery:
         """Why checkpoints are missing, one line per checkpoint; empty except on rank 0."""
         return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
+    def certify(self, objects: UserObjects, manifest: ShardManifest, device: torch.device) -> None:
+        """Prepares the hash chain of the training, if the config asks for one. Call before `begin`."""
+        if self._config.certify and self._mesh.writes and self._writer is not None:
+            self._recorder = load_object(RECORDER)(self._config, objects, manifest, device)
+            self._writer.on_commit = self._recorder.add
+
+    def certify_end(self, weights_uri: str) -> None:
+        """Adds the final weights to the hash chain, if there is one."""
+        if self._recorder is not None:
+            self._recorder.end(weights_uri)
+
     def begin(self, train_state: TrainState) -> bool:
         """Finds a checkpoint and restores its position; returns whether there is one. Call `load` next."""
         self._status.phase = "looking for a checkpoint"
@@ -145,6 +164,8 @@ class Recovery:
             train_state.callbacks.state_dicts()
         step = self._find_newest()
         self.schedule.restart(step or 0)
+        if self._recorder is not None:
+            self._recorder.start(step)
         if step is None:
             train_state.log.restore([])
             return False

@@ -20,6 +20,7 @@ from ringspark.estimators.training.checkpoint.folders import (
 )
 from ringspark.estimators.training.checkpoint.shards import ShardError, report_shard
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_shard, write_snapshot
+from ringspark.estimators.training.checkpoint.weights import CheckpointInfo
 
 # Number of errors that a result reports; all are logged.
 MAX_ERRORS = 20
@@ -40,9 +41,12 @@ class BackgroundWriter:
     `is_mute` is True if this rank could neither write its last shard nor report the failure.
     """
 
-    def __init__(self, root: str, keep: int) -> None:
+    def __init__(
+        self, root: str, keep: int, on_commit: Callable[[CheckpointInfo], None] = lambda info: None
+    ) -> None:
         self._root = root
         self._keep = keep
+        self.on_commit = on_commit
         self._thread: threading.Thread | None = None
         self._abandoned = threading.Event()
         self._hopeless = ""
@@ -117,7 +121,7 @@ class BackgroundWriter:
         try:
             if snapshot.shard.of == 1:
                 remove_unfinished(self._root, step)
-            write_snapshot(step_uri(self._root, step), snapshot, self._check)
+            self.on_commit(write_snapshot(step_uri(self._root, step), snapshot, self._check))
         except Exception as error:  # store clients raise exceptions of any type
             if not isinstance(error, _AbandonedError):
                 self.note(step, f"{type(error).__name__}: {error}")

@@ -58,6 +58,13 @@ KEEP_TRAINING_STATE = Setting(
     default=False,
     may_differ_on_resume=True,
 )
+CERTIFY = Setting(
+    name="certify",
+    field="certify",
+    words="whether the run keeps its rows and all checkpoints and chains their hashes, for a certificate",
+    default=False,
+    may_differ_on_resume=True,
+)
 ON_NON_FINITE = Setting[NonFinite](
     name="onNonFinite",
     field="on_non_finite",

@@ -88,6 +88,18 @@ COMBINATIONS: tuple[Combination, ...] = (
         "checkpointEverySteps, checkpointEveryEpochs or checkpointEverySeconds",
     ),
     Combination(
+        "certify with onNonFinite='rollback'",
+        lambda c: c.certify and c.on_non_finite == "rollback",
+        "certify proves steps that can be repeated, but onNonFinite 'rollback' trains some steps again with "
+        "other rates; set onNonFinite='skip'",
+    ),
+    Combination(
+        "certify with asynchronous training",
+        lambda c: c.certify and _is_asynchronous(c),
+        "certify proves steps that can be repeated, but the steps of {sync!r} depend on time; set "
+        "sync=AllReduce()",
+    ),
+    Combination(
         "loss, labelCols of different lengths",
         lambda c: len(c.losses) != len(c.label_columns),
         "loss must be one for all labels or a list with one for each of {label_columns}, got {losses}",

@@ -50,6 +50,7 @@ class ConfigValues:
         initial_weights: Folder with the weights of `initialModel`.
         initial_training_state: Checkpoint with the optimizer state of `initialModel`, if the fit takes it.
         pause_after: Epoch after which the training ends with a checkpoint, in a population search.
+        pause_after_step: Step within an epoch after which the training ends, if a checkpoint is due there.
     """
 
     shards_uri: str
@@ -84,6 +85,7 @@ class ConfigValues:
     time_budget_seconds: float | None = training.TIME_BUDGET_SECONDS.default
     keep: Keep = training.KEEP.default
     pause_after: int | None = None
+    pause_after_step: int | None = None
     epochs: int = training.EPOCHS.default
     batch_size: int = training.BATCH_SIZE.default
     batch_size_schedule: tuple[tuple[int, int], ...] = ()
@@ -108,6 +110,7 @@ class ConfigValues:
     checkpoint_every_epochs: int | None = recovery.CHECKPOINT_EVERY_EPOCHS.default
     keep_checkpoints: int = recovery.KEEP_CHECKPOINTS.default
     keep_training_state: bool = recovery.KEEP_TRAINING_STATE.default
+    certify: bool = recovery.CERTIFY.default
     on_non_finite: NonFinite = recovery.ON_NON_FINITE.default
     timeout_seconds: float = recovery.TIMEOUT_SECONDS.default
     max_restarts: int = recovery.MAX_RESTARTS.default
@@ -161,7 +164,7 @@ class ConfigValues:
     @property
     def keeps_state(self) -> bool:
         """Whether a checkpoint is written at the end of the training, and stays."""
-        return self.keep_training_state or self.pause_after is not None
+        return self.keep_training_state or self.certify or self.pause_after is not None
 
     @property
     def num_copies(self) -> int:

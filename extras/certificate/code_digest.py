@@ -1,0 +1,140 @@
+"""Digests of code: of the user's classes and functions, and of ringspark's own source.
+
+The digest of a function covers its bytecode, its constants and the functions that it names, so it is the same
+for a pickled copy on a worker and for the imported original. It changes with the version of Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.settings.config import UserObjects
+
+_PACKAGES = ("estimators", "extras", "jobs", "models", "pipelines")
+
+
+def digest_objects(objects: UserObjects) -> str:
+    """Returns the digest of the code behind the user's objects, and of the layers of the network."""
+    given = [
+        objects.module,
+        *objects.losses,
+        *objects.metrics.values(),
+        objects.transform_batch,
+        objects.transform_in_prediction,
+        objects.optimizer,
+        objects.lr_schedule,
+        *objects.callbacks,
+    ]
+    lines: list[str] = []
+    for value in given:
+        lines.append(repr(value) if isinstance(value, torch.nn.Module) else "")
+        seen: set[int] = set()
+        for part in _list_parts(value):
+            lines += _describe(part, seen)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@cache
+def digest_package() -> str:
+    """Returns the digest of ringspark's Python source."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for name, text in _list_sources(files(f"ringspark.{package}"), package):
+            digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def _list_sources(folder: Any, path: str) -> Iterator[tuple[str, bytes]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name = f"{path}/{entry.name}"
+        if entry.is_dir() and entry.name != "__pycache__":
+            yield from _list_sources(entry, name)
+        elif name.endswith(".py"):
+            yield name, entry.read_bytes()
+
+
+def _list_parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.nn.Module):
+        yield from sorted({type(layer) for layer in value.modules()}, key=lambda cls: cls.__qualname__)
+    elif isinstance(value, functools.partial):
+        yield value.func
+    elif value is not None:
+        yield value if isinstance(value, FunctionType | type) else type(value)
+
+
+def _describe(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yields lines about a class or function, and about the user's functions that it names."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, type):
+        yield f"class {value.__qualname__}"
+        if _is_installed(value):
+            return
+        for base in value.__bases__:
+            yield from _describe(base, seen)
+        for name, member in sorted(vars(value).items()):
+            member = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(member, FunctionType):
+                yield from _describe(member, seen)
+            elif _is_plain(member) and not name.startswith("__"):
+                yield f"{name} = {member!r}"
+    elif isinstance(value, FunctionType):
+        yield f"function {value.__qualname__}"
+        if _is_installed(value):
+            return
+        yield from _describe_code(value.__code__)
+        yield f"defaults {_list_plain(value.__defaults__)} {_list_plain(value.__kwdefaults__)}"
+        for name in sorted(_list_names(value.__code__) & value.__globals__.keys()):
+            found = value.__globals__[name]
+            if isinstance(found, FunctionType | type):
+                yield from _describe(found, seen)
+            elif _is_plain(found):
+                yield f"{name} = {found!r}"
+
+
+def _describe_code(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_flags}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _describe_code(constant)
+        elif isinstance(constant, frozenset):
+            yield repr(sorted(map(repr, constant)))  # its order changes with the hash seed
+        else:
+            yield repr(constant)
+
+
+def _list_names(code: CodeType) -> set[str]:
+    inner = [_list_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _list_plain(values: Any) -> Any:
+    named = values.items() if isinstance(values, dict) else enumerate(values or ())
+    return [(name, repr(value)) for name, value in named if _is_plain(value)]
+
+
+def _is_installed(value: Any) -> bool:
+    """Whether the versions of the libraries stand for this code."""
+    name = getattr(value, "__module__", "") or ""
+    if name.split(".")[0] in ("torch", "ringspark", *sys.stdlib_module_names):
+        return name != "__main__"
+    module: ModuleType | None = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or ""
+    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))

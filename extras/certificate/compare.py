@@ -1,0 +1,120 @@
+"""Compares a replayed checkpoint with the claimed one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.reading import read_record
+from ringspark.estimators.training.checkpoint.record import Position, Record
+from ringspark.estimators.training.checkpoint.shards import map_shards, name_files
+from ringspark.estimators.training.checkpoint.snapshot import AVERAGE, OPTIMIZER, RANKS
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS
+from ringspark.pipelines import storage
+
+_NAMES = {WEIGHTS: "weights", OPTIMIZER: "optimizer state", AVERAGE: "average of the weights"}
+# Times of a training, and how often it was resumed.
+_TIMES = ("seconds", "epoch_seconds", "resumed_steps", "history")
+# The relative error of one fp32 number.
+_ROUNDING = 2.0**-23
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a replayed checkpoint is from the claimed one.
+
+    Attributes:
+        text: What differs; empty if nothing does.
+        distance: Distance of the weights as a share of their change in the interval; 0 if they are equal.
+    """
+
+    text: str = ""
+    distance: float = 0.0
+
+
+def compare_bitwise(start: str, claimed: str, replayed: str) -> Difference:
+    """Compares every bit of weights, optimizer state, average and rank states in two checkpoint folders."""
+    left, right = read_record(claimed), read_record(replayed)
+    files = [_plain_names(record) for record in (left, right)]
+    for name in sorted(files[0].keys() | files[1].keys(), key=lambda name: name == RANKS):
+        if files[0].get(name) != files[1].get(name):
+            what = next(
+                (words for kind, words in _NAMES.items() if name.startswith(kind.partition(".")[0])), ""
+            )
+            what = what or "random generators, buffers or sums of the epoch"
+            return Difference(text=f"the {what} differ", distance=measure_distance(start, claimed, replayed))
+    for name in ("optimizer", "optimizer_values", "optimizer_groups", "spreads", "num_parts"):
+        if getattr(left, name) != getattr(right, name):
+            return Difference(text=f"the {name.replace('_', ' ')} differ")
+    for name in vars(left.position):
+        if name not in _TIMES and getattr(left.position, name) != getattr(right.position, name):
+            return Difference(text=f"the {name.replace('_', ' ')} of the position differs")
+    if _losses(left.position) != _losses(right.position):
+        return Difference(text="the losses in the history differ")
+    return Difference()
+
+
+def compare_roughly(start: str, claimed: str, replayed: str, tolerance: float) -> Difference:
+    """Compares the weights within `tolerance`, a share of their change from `start` to `claimed`."""
+    distance = measure_distance(start, claimed, replayed)
+    if not distance <= tolerance:
+        return Difference(
+            text=f"the weights differ by {distance:.3g} of their change, more than {tolerance:g}",
+            distance=distance,
+        )
+    return Difference(distance=distance)
+
+
+def measure_distance(start: str, claimed: str, replayed: str) -> float:
+    """Returns |replayed - claimed| / |claimed - start| over all weights, as 2-norms.
+
+    The rounding of the weights themselves counts as no distance. Infinite if the weights do not fit.
+    """
+    before, left, right = (_read_weights(uri) for uri in (start, claimed, replayed))
+    if {n: t.shape for n, t in left.items()} != {n: t.shape for n, t in right.items()}:
+        return float("inf")
+    apart = change = size = 0.0
+    for name, tensor in left.items():
+        if tensor.is_floating_point():
+            values = tensor.double()
+            apart += float((right[name].double() - values).square().sum())
+            size += float(values.square().sum())
+            change += float((values - before[name].double()).square().sum()) if name in before else 0.0
+    distance = max(0.0, apart**0.5 - _ROUNDING * size**0.5)
+    return distance / change**0.5 if change else (float("inf") if distance else 0.0)
+
+
+def draws_random_numbers(start: str, claimed: str) -> bool:
+    """Whether a generator of rank 0 advanced between two checkpoints, as with dropout."""
+    states = [_read_random(uri) for uri in (start, claimed)]
+    return states[0].keys() != states[1].keys() or any(
+        not torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()
+    )
+
+
+def _plain_names(record: Record) -> dict[str, Any]:
+    # The token in a shard's name is new in each training.
+    return {
+        re.sub(rf"\.{record.token}\.", ".", name) if record.token else name: found.sha256
+        for name, found in record.files.items()
+    }
+
+
+def _losses(position: Position) -> list[Any]:
+    return [(epoch.epoch, epoch.train_loss, epoch.validation_loss) for epoch in position.history]
+
+
+def _read_weights(uri: str) -> dict[str, torch.Tensor]:
+    record = read_record(uri)
+    names = name_files(WEIGHTS, record.num_parts, record.token)
+    paths = [storage.join(uri, name) for name in names]
+    return dict(map_shards(paths, record.spreads.get(WEIGHTS, {})))
+
+
+def _read_random(uri: str) -> dict[str, torch.Tensor]:
+    tensors = tensor_file.read(storage.join(uri, RANKS))
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("0/random/")}

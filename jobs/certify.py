@@ -1,0 +1,21 @@
+"""Signs the folder of a run that was trained with certify=True.
+
+ringspark certify /data/runs/one --key private.pem
+"""
+
+from __future__ import annotations
+
+import argparse
+
+DESCRIPTION = "Sign the folder of a run that was trained with certify=True."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_uri", metavar="URI", help="run folder of a finished training")
+    parser.add_argument("--key", metavar="FILE", help="private EC key as a PEM file")
+
+
+def run(args: argparse.Namespace) -> None:
+    from ringspark.estimators.lazy_imports import load_object
+
+    print(f"certify: {load_object('ringspark.extras.certificate:certify')(args.run_uri, args.key)}")
