@@ -187,11 +187,6 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
 
     def _run_uri(self, spark: SparkSession) -> str | None:
         given = self.getRunUri()
-        if self.getCertify() and (given is None or self.getData() != "copy"):
-            raise ValueError(
-                "certify=True keeps the rows and every checkpoint in the folder of the run, got "
-                f"runUri={given!r} and data={self.getData()!r}; set runUri to a new folder and data='copy'"
-            )
         run_uri = None if given is None else storage.normalize(resolve(spark, given))
         check_run_uri(run_uri, self.getResume())
         return run_uri

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import ringspark
@@ -28,11 +29,14 @@ COMMANDS = {
     "plan": "plan_job",
     "runs": "runs",
     "report": "run_report",
-    "certify": "certify",
-    "verify": "verify",
     "shards": "shards",
     "build-horovod": "build_horovod",
     "pack": "pack",
+}
+# Commands of `ringspark.extras`, which may be absent.
+EXTRA_COMMANDS = {
+    "certify": "ringspark.extras.certificate.sign_command",
+    "verify": "ringspark.extras.certificate.verify_command",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 # Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.
@@ -52,8 +56,9 @@ def build_parser() -> cli.JobParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", parser_class=cli.JobParser
     )
-    for name, module in COMMANDS.items():
-        command = import_module(f"ringspark.jobs.{module}")
+    paths = {name: f"ringspark.jobs.{module}" for name, module in COMMANDS.items()}
+    for name, module in (paths | (EXTRA_COMMANDS if find_spec("ringspark.extras") else {})).items():
+        command = import_module(module)
         first_word, rest = command.DESCRIPTION.rstrip(".").split(" ", 1)
         added = commands.add_parser(
             name, help=f"{first_word.lower()} {rest}", description=command.DESCRIPTION

@@ -75,6 +75,12 @@ def config_of(
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
     by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}
     config = TrainConfig(shards_uri="", run_uri="", task=task, **values)
+    if config.certify and (given["runUri"] is None or given["data"] != "copy"):
+        raise ValueError(
+            "certify=True keeps the rows and every checkpoint in the run's folder, got "
+            f"runUri={given['runUri']!r} and data={given['data']!r}; set runUri to a new folder, and "
+            "data='copy'"
+        )
     objects = UserObjects(
         module=None if isinstance(model, ModelSpec) else model,
         losses=tuple(None if isinstance(loss, str) else loss for loss in losses),

@@ -177,5 +177,5 @@ def has_first_weights(run: ClaimedRun, objects: UserObjects) -> bool:
     if run.checkpoints[0].step or claims["config"]["initial_weights"] is not None:
         return False
     given = list_claims(run.config(claims), objects, ShardManifest.load(run.shards_uri), torch.device("cpu"))
-    known = claims["identity"]["model"]
-    return known.get("first weights") == given["identity"]["model"].get("first weights")
+    known, found = (each["identity"]["model"].get("first weights") for each in (claims, given))
+    return bool(known == found)

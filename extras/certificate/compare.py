@@ -16,7 +16,13 @@ from ringspark.estimators.training.checkpoint.snapshot import AVERAGE, OPTIMIZER
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS
 from ringspark.pipelines import storage
 
-_NAMES = {WEIGHTS: "weights", OPTIMIZER: "optimizer state", AVERAGE: "average of the weights"}
+# Kinds of files, in the order of the comparison.
+_NAMES = {
+    WEIGHTS: "other weights",
+    OPTIMIZER: "another optimizer state",
+    AVERAGE: "another average of the weights",
+    RANKS: "other random generators, buffers or sums of the epoch",
+}
 # Times of a training, and how often it was resumed.
 _TIMES = ("seconds", "epoch_seconds", "resumed_steps", "history")
 # The relative error of one fp32 number.
@@ -28,7 +34,7 @@ class Difference:
     """How far a replayed checkpoint is from the claimed one.
 
     Attributes:
-        text: What differs; empty if nothing does.
+        text: What training again gives; empty if it is the same.
         distance: Distance of the weights as a share of their change in the interval; 0 if they are equal.
     """
 
@@ -40,21 +46,18 @@ def compare_bitwise(start: str, claimed: str, replayed: str) -> Difference:
     """Compares every bit of weights, optimizer state, average and rank states in two checkpoint folders."""
     left, right = read_record(claimed), read_record(replayed)
     files = [_plain_names(record) for record in (left, right)]
-    for name in sorted(files[0].keys() | files[1].keys(), key=lambda name: name == RANKS):
-        if files[0].get(name) != files[1].get(name):
-            what = next(
-                (words for kind, words in _NAMES.items() if name.startswith(kind.partition(".")[0])), ""
-            )
-            what = what or "random generators, buffers or sums of the epoch"
-            return Difference(text=f"the {what} differ", distance=measure_distance(start, claimed, replayed))
+    for kind, words in _NAMES.items():
+        found = [{n: d for n, d in own.items() if n.startswith(kind.partition(".")[0])} for own in files]
+        if found[0] != found[1]:
+            return Difference(text=words, distance=measure_distance(start, claimed, replayed))
     for name in ("optimizer", "optimizer_values", "optimizer_groups", "spreads", "num_parts"):
         if getattr(left, name) != getattr(right, name):
-            return Difference(text=f"the {name.replace('_', ' ')} differ")
+            return Difference(text=f"another {name.replace('_', ' ')}")
     for name in vars(left.position):
         if name not in _TIMES and getattr(left.position, name) != getattr(right.position, name):
-            return Difference(text=f"the {name.replace('_', ' ')} of the position differs")
+            return Difference(text=f"another {name.replace('_', ' ')} of the position")
     if _losses(left.position) != _losses(right.position):
-        return Difference(text="the losses in the history differ")
+        return Difference(text="other losses in the history")
     return Difference()
 
 
@@ -63,7 +66,7 @@ def compare_roughly(start: str, claimed: str, replayed: str, tolerance: float) -
     distance = measure_distance(start, claimed, replayed)
     if not distance <= tolerance:
         return Difference(
-            text=f"the weights differ by {distance:.3g} of their change, more than {tolerance:g}",
+            text=f"weights at a distance of {distance:.3g} of their change, above {tolerance:g}",
             distance=distance,
         )
     return Difference(distance=distance)

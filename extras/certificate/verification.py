@@ -121,6 +121,9 @@ def verify_run(
     uri = storage.normalize(run)
     if not storage.is_local(uri):
         raise ValueError(f"a run is verified on local files, got {uri}; copy the run to a local folder")
+    for name, number in (("intervals", intervals), ("workers", workers)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}; raise it")
     claimed = ClaimedRun(uri, read_chain(uri))
     if not claimed.checkpoints:
         raise ValueError(f"the hash chain of {uri} has no checkpoint; verify the run after its first one")
@@ -177,15 +180,17 @@ def check_interval(
         try:
             found = replay(run, interval, workers, objects, folder, device)
         except RuntimeError as error:
-            problem = f"Training for {interval.name} could not be repeated: {error}."
+            problem = f"The claim of {interval.name} cannot be checked: training again failed: {error}."
             return Check(name=interval.name, problem=problem)
         if is_end:
             same = digest_weights(found) == interval.last.content["files"]
-            difference = Difference(text="" if same else "the final weights differ")
+            difference = Difference(text="" if same else "other weights")
         else:
             difference = _compare(run, interval, found, is_exact, tolerance)
     note = "equal to the bit" if is_exact else f"distance {difference.distance:.2g} of the change"
-    problem = f"Training again gives other {interval.name}: {difference.text}." if difference.text else ""
+    problem = ""
+    if difference.text:
+        problem = f"The claim of {interval.name} does not hold: training again gives {difference.text}."
     return Check(name=interval.name, problem=problem, note="" if problem else note)
 
 

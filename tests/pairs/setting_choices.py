@@ -242,6 +242,7 @@ GROUPS: dict[str, list[Choice]] = {
         Choice("restart", {"checkpointEverySteps": 2}, "equal"),
         Choice("resume", {"checkpointEverySteps": 2, "maxRestarts": 0}, "equal"),
         Choice("minWorkers", {"checkpointEverySteps": 2, "minWorkers": 1}, "equal"),
+        Choice("certify", {"checkpointEverySteps": 2, "certify": True}, "equal", extras=True),
     ],
     "rates": [
         Choice("constant"),

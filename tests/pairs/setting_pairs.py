@@ -159,6 +159,9 @@ REFUSED = _rules(
         "compile: compile",
         "compile needs whole rows and all layers",
     ),
+    (f"sync: {APART}", "continuing: certify", "certify proves steps that can be repeated"),
+    ("non-finite: rollback", "continuing: certify", "certify proves steps that can be repeated"),
+    ("rows: in place", "continuing: certify", "keeps the rows and every checkpoint"),
     ("columns: windows", "rows: in place", "plan has"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )

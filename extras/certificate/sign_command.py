@@ -12,10 +12,10 @@ DESCRIPTION = "Sign the folder of a run that was trained with certify=True."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_uri", metavar="URI", help="run folder of a finished training")
-    parser.add_argument("--key", metavar="FILE", help="private EC key as a PEM file")
+    parser.add_argument("--key", metavar="FILE", required=True, help="private EC key as a PEM file")
 
 
 def run(args: argparse.Namespace) -> None:
-    from ringspark.estimators.lazy_imports import load_object
+    from ringspark.extras.certificate.certificate import certify
 
-    print(f"certify: {load_object('ringspark.extras.certificate:certify')(args.run_uri, args.key)}")
+    print(f"certify: {certify(args.run_uri, args.key)}")

@@ -1,0 +1,35 @@
+"""Checks the certificate of a run, and trains random intervals of it again.
+
+ringspark verify /data/runs/one --intervals 20 --key public.pem
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+DESCRIPTION = "Check the certificate of a run, and train random intervals of it again."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_uri", metavar="URI", help="local run folder")
+    parser.add_argument("--intervals", type=int, default=20, metavar="N", help="intervals to replay")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="ranks of a replay; default: as many as the training"
+    )
+    parser.add_argument("--key", metavar="FILE", help="public EC key as a PEM file, to check the signature")
+    parser.add_argument("--model", metavar="PATH", help="package.module:name of the network or estimator")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the draw, for tests; default: none")
+
+
+def run(args: argparse.Namespace) -> None:
+    from ringspark.extras.certificate.objects import import_model
+    from ringspark.extras.certificate.verification import verify_run
+
+    model = None if args.model is None else import_model(args.model)
+    found = verify_run(
+        args.run_uri, model, args.intervals, workers=args.workers, key=args.key, seed=args.seed
+    )
+    print(found.table())
+    if not found.holds:
+        sys.exit(1)

@@ -1,0 +1,178 @@
+"""Forges certified runs, and counts how many are found by how many replays; honest runs must hold.
+
+    python tests/benchmarks/forgeries.py                 # 200 forgeries in five kinds
+    python tests/benchmarks/forgeries.py --honest        # honest runs of many settings
+
+Every forger makes the hash chain consistent and trains on from the forged state, so all checks without a
+replay hold. "expected" is the sum of the stated probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from forged_runs import FORGERS, INTERVALS, ROWS, draw_rows, load_run, train_honest
+from small_training import train_gang
+
+from ringspark.estimators import DiLoCo, LocalSGD, LoRA, PowerSGD, Zero
+from ringspark.estimators.failures import WorkerError
+from ringspark.estimators.options.sync import AllReduce
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.certificate import verify_run
+from ringspark.extras.certificate.claimed_run import check_claims
+from ringspark.extras.certificate.replay import list_intervals
+from ringspark.extras.certificate.verification import check_interval, find_probability
+
+REPLAYS = (1, 2, 5, 10, 15, INTERVALS)
+
+
+def count_replays(folder: Path, draw: random.Random) -> int:
+    """Returns the number of replays, in random order, until one does not hold; 0 if all hold."""
+    run, objects = load_run(folder), UserObjects()
+    problems = [check.problem for check in check_claims(run, objects, None) if check.problem]
+    assert not problems, problems  # the forger made everything else consistent
+    intervals = list_intervals(run)
+    for number, interval in enumerate(draw.sample(intervals, len(intervals)), 1):
+        if check_interval(run, interval, objects).problem:
+            return number
+    return 0
+
+
+def show_forgeries(number: int, seed: int) -> None:
+    print("| forgery | runs | forged intervals of 20 | " + " | ".join(f"m={m}" for m in REPLAYS) + " |")
+    print("| --- | --- | --- |" + " --- |" * len(REPLAYS))
+    total: list[tuple[int, int]] = []
+    for kind, forge in FORGERS.items():
+        found = []
+        draw = random.Random(f"{seed} {kind}")
+        for repetition in range(number):
+            with tempfile.TemporaryDirectory() as scratch:
+                folder, rows = Path(scratch), draw_rows(repetition)
+                honest = train_honest(folder / "honest", rows, seed=repetition)
+                forged = forge(honest, folder / "forged", rows, draw)
+                found.append((count_replays(folder / "forged", draw), forged))
+        _print_row(kind, found)
+        total += found
+    _print_row("all", total)
+
+
+def _print_row(kind: str, found: Sequence[tuple[int, int]]) -> None:
+    cells = []
+    for m in REPLAYS:
+        hits = sum(0 < at <= m for at, _ in found)
+        expected = sum(find_probability(INTERVALS, forged, m) for _, forged in found)
+        cells.append(f"{hits} (expected {expected:.1f})")
+    forged = sorted({forged for _, forged in found})
+    words = str(forged[0]) if len(forged) == 1 else f"{forged[0]} to {forged[-1]}"
+    print(f"| {kind} | {len(found)} | {words} | " + " | ".join(cells) + " |", flush=True)
+
+
+class KilledOnce(Callback):
+    """Kills the process after a step, if `mark` is there, and removes it."""
+
+    def __init__(self, mark: str, step: int) -> None:
+        self.mark, self.step = mark, step
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.step and state.rank == 0 and os.path.exists(self.mark):
+            os.unlink(self.mark)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Name -> changes of the settings in `train_honest`.
+HONEST: dict[str, dict[str, Any]] = {
+    "dropout, AdamW": {},
+    "SGD with momentum": {"optimizer": "momentum"},
+    "LAMB": {"optimizer": "lamb"},
+    "Adafactor": {"optimizer": "adafactor"},
+    "8-bit Adam": {"optimizer": "adam8bit"},
+    "bf16": {"precision": "bf16"},
+    "fp16 with loss scaling": {"precision": "fp16", "learning_rate": 0.001},
+    "gradient accumulation": {"gradient_accumulation": 2},
+    "gradient clipping": {"max_grad_norm": 0.1},
+    "cosine schedule with warm-up": {"lr_schedule": "cosine", "warmup_steps": 5},
+    "growing batch": {"batch_size_schedule": ((3, 16),)},
+    "moving average of the weights": {"ema_decay": 0.9},
+    "non-finite steps skipped": {"on_non_finite": "skip"},
+    "no shuffle": {"shuffle": False},
+    "activations in int8": {"activation_compression": "int8"},
+    "checkpoints by epochs": {"checkpoint_every_steps": None, "checkpoint_every_epochs": 1},
+    "checkpoints every 7 steps": {"checkpoint_every_steps": 7},
+    "LoRA": {"lora": LoRA(rank=2, targets=("*",))},
+    "2 workers": {"num_workers": 2},
+    "2 workers, ZeRO 2": {"num_workers": 2, "sync": Zero(stage=2)},
+    "2 workers, PowerSGD": {"num_workers": 2, "sync": AllReduce(compression=PowerSGD(rank=1))},
+    "2 workers, local SGD": {"num_workers": 2, "sync": LocalSGD(steps=3)},
+    "2 workers, DiLoCo": {"num_workers": 2, "sync": DiLoCo(steps=4)},
+    "killed and resumed": {},
+    "2 workers, killed and resumed": {"num_workers": 2},
+}
+
+
+def show_honest() -> None:
+    print("| honest run | checkpoints | intervals replayed | result |\n| --- | --- | --- | --- |")
+    for name, changes in HONEST.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            found = verify_honest(name, changes, Path(scratch))
+        result = "holds" if found.holds else " ".join(found.problems)
+        print(f"| {name} | {found.num_intervals + 1} | {found.num_drawn} | {result} |", flush=True)
+
+
+def verify_honest(name: str, changes: dict[str, Any], folder: Path) -> Any:
+    """Trains an honest run, and replays all of its intervals."""
+    objects = UserObjects()
+    if "killed" in name:
+        mark = folder / "once"
+        mark.touch()
+        objects = UserObjects(callbacks=(KilledOnce(str(mark), 13),))
+    if changes.get("num_workers", 1) > 1:
+        changes = {"collective": "torch", "checkpoint_every_steps": 8, **changes}
+
+    def train(config: Any) -> None:
+        if "killed" not in name:
+            train_gang(replace(config, collective="torch"), objects)
+            return
+        try:
+            train_gang(replace(config, collective="torch"), objects)
+        except WorkerError:
+            train_gang(replace(config, collective="torch"), objects)
+        else:
+            raise AssertionError("the worker was not killed")
+
+    run = train_honest(folder, draw_rows(len(name)), seed=len(name), train=train, **changes)
+    return verify_run(run, objects, intervals=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--forgeries", type=int, default=40, help="forgeries of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the forgeries and of the draws")
+    parser.add_argument("--honest", action="store_true", help="train honest runs instead")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print(f"{ROWS} rows, {INTERVALS} intervals")
+    if args.honest:
+        show_honest()
+    else:
+        show_forgeries(args.forgeries, args.seed)
+
+
+if __name__ == "__main__":
+    main()

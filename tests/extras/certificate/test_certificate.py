@@ -1,0 +1,240 @@
+"""Certificates: honest runs hold, each kind of forgery is found, and model-signing verifies the signature."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from forged_runs import FORGERS, draw_rows, load_run, train_honest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.certificate import certify, verify_run
+from ringspark.extras.certificate.chain import Chain, chain_uri, find_breaks, read_chain, reseal, write_chain
+from ringspark.extras.certificate.claimed_run import check_claims
+from ringspark.extras.certificate.code_digest import digest_objects
+from ringspark.extras.certificate.compare import measure_distance
+from ringspark.extras.certificate.recorder import digest_weights
+from ringspark.extras.certificate.replay import list_intervals
+from ringspark.extras.certificate.verification import check_interval, find_probability
+from ringspark.models import ModelSpec
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, np.ndarray]:
+    return draw_rows(0)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, np.ndarray]) -> Path:
+    return train_honest(tmp_path_factory.mktemp("honest"), rows, seed=1)
+
+
+@pytest.fixture
+def copy(honest: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(honest, tmp_path / "run"))
+
+
+def _keys(folder: Path) -> tuple[Path, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public = folder / "private.pem", folder / "public.pem"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def test_every_interval_of_an_honest_run_is_repeated_to_the_bit(honest: Path) -> None:
+    found = verify_run(honest, intervals=None)
+    assert found.holds, found.table()
+    assert found.num_drawn == found.num_intervals == 20
+    assert {check.note for check in found.replays} == {"equal to the bit"}
+    assert len(found.replays) == 22  # the initial and the final weights too
+
+
+@pytest.mark.parametrize("kind", FORGERS)
+def test_a_consistent_forgery_is_found_by_its_forged_intervals_alone(
+    kind: str, honest: Path, rows: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    forged = FORGERS[kind](honest, tmp_path / "run", rows, random.Random(kind))
+    run, objects = load_run(tmp_path / "run"), UserObjects()
+    assert not any(check.problem for check in check_claims(run, objects, None))
+    checked = [check_interval(run, interval, objects) for interval in list_intervals(run)]
+    assert sum(bool(check.problem) for check in checked) == forged
+
+
+def test_model_signing_alone_verifies_the_signature_and_finds_a_changed_file(copy: Path) -> None:
+    private, public = _keys(copy.parent)
+    assert certify(str(copy), private).signature == str(copy / "certificate" / "run.sig")
+    command = [sys.executable, "-m", "model_signing", "verify", "key", str(copy), "--signature"]
+    command += [str(copy / "certificate" / "run.sig"), "--public_key", str(public)]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert verify_run(copy, intervals=1, key=public).holds
+    (copy / "history.json").write_text("[]")
+    assert subprocess.run(command, capture_output=True).returncode != 0
+    found = verify_run(copy, intervals=1, key=public)
+    assert found.problems[0].startswith("The signature does not hold: Signature mismatch")
+    assert "history.json" in found.problems[0]
+    assert not found.replays
+
+
+def test_another_key_than_the_signer_s_is_found(copy: Path) -> None:
+    certify(str(copy), _keys(copy.parent)[0])
+    found = verify_run(copy, intervals=1, key=_keys(copy.parent)[1])
+    assert found.problems[0].startswith("The signature does not hold")
+
+
+def test_a_removed_checkpoint_and_an_edited_link_break_the_chain(copy: Path) -> None:
+    chain = read_chain(str(copy))
+    assert not find_breaks(chain)
+    without = [link for link in chain.links if link.step != 6]
+    assert find_breaks(Chain(links=tuple(without)))
+    text = json.loads(Path(chain_uri(str(copy))).read_text())
+    text["links"][0]["content"]["config"]["seed"] = 5
+    Path(chain_uri(str(copy))).write_text(json.dumps(text))
+    assert "Link 0 (start, step 0)" in verify_run(copy, intervals=1).problems[0]
+
+
+def test_a_weight_edited_without_new_hashes_is_found_without_a_replay(copy: Path) -> None:
+    path = copy / "checkpoints" / "step-0000000006" / WEIGHTS
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert "has another SHA-256" in verify_run(copy, intervals=1).problems[0]
+
+
+def test_final_weights_that_do_not_follow_from_the_training_are_found(copy: Path) -> None:
+    path = copy / "checkpoint" / WEIGHTS
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert "are not the ones in the hash chain" in verify_run(copy, intervals=1).problems[0]
+    chain = read_chain(str(copy))
+    content = chain.links[-1].content | {"files": digest_weights(str(copy / "checkpoint"))}
+    write_chain(str(copy), reseal(chain.links[:-1]).add("end", chain.links[-1].step, content))
+    (problem,) = verify_run(copy, intervals=1).problems
+    assert problem == "The claim of final weights does not hold: training again gives other weights."
+
+
+class _Stops(Callback):
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == 7 and self.mark.exists():
+            self.mark.unlink()
+            raise RuntimeError("stopped on purpose")
+
+
+class _Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(
+    rows: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    mark = tmp_path / "mark"
+    mark.touch()
+    objects = UserObjects(module=_Net(), callbacks=(_Stops(mark),))
+
+    def train(config: TrainConfig) -> None:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train_here(config, objects)
+        train_here(config, objects)
+
+    run = train_honest(
+        tmp_path, rows, seed=2, train=train, model=None, epochs=2, keep="best", monitor="train_loss"
+    )
+    starts = [link.step for link in read_chain(str(run)).links if link.kind == "start"]
+    assert starts == [0, 6]
+    found = verify_run(run, objects, intervals=None)
+    assert found.holds, found.table()
+    other = verify_run(
+        run, lambda: UserObjects(module=_Net(), callbacks=objects.callbacks), intervals=2, seed=0
+    )
+    assert other.holds  # its initial weights differ, so those are not checked
+    assert [check.name for check in other.replays if not check.is_done] == ["initial weights"]
+    wider = verify_run(run, UserObjects(module=_Net(9), callbacks=objects.callbacks), intervals=1)
+    assert "The given model differs from the trained one: shapes of the weights" in wider.problems[0]
+    with pytest.raises(ValueError, match="a run holds no code; give model="):
+        verify_run(run, intervals=1)
+
+
+def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) -> None:
+    def made(factor: float) -> UserObjects:
+        source = f"def halve(step, num_steps):\n    return scale(step) * {factor}\n\ndef scale(step):\n    return 1.0\n"
+        names: dict[str, object] = {"__name__": "__main__"}
+        exec(source, names)
+        return UserObjects(lr_schedule=names["halve"])
+
+    assert digest_objects(made(0.5)) == digest_objects(made(0.5))
+    assert digest_objects(made(0.5)) != digest_objects(made(0.25))
+    assert digest_objects(user_code.loads(user_code.dumps(made(0.5)))) == digest_objects(made(0.5))
+
+
+def test_another_number_of_workers_is_compared_within_a_tolerance(
+    rows: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    run = train_honest(tmp_path, rows, seed=3, model=_plain(), epochs=1, checkpoint_every_steps=5)
+    claims = read_chain(str(run)).links[0].content
+    chain = read_chain(str(run))
+    claims["platform"]["cpu kernels"] = "of another machine"
+
+    write_chain(str(run), reseal(chain.links))
+    found = verify_run(run, intervals=None)
+    assert found.holds, found.table()
+    assert [check.note for check in found.replays[:2]] == ["distance 0 of the change"] * 2
+    left, right = (load_run(run).checkpoint_uri(step) for step in (0, 5))
+    assert measure_distance(left, right, left) == pytest.approx(1.0, rel=1e-5)
+
+
+def _plain() -> str:
+    return ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1}).to_json()
+
+
+def test_dropout_on_another_number_of_workers_is_refused(honest: Path) -> None:
+    with pytest.raises(ValueError, match="each of its 1 workers has its own, so 2 workers cannot repeat it"):
+        verify_run(honest, intervals=1, workers=2)
+
+
+@given(st.integers(1, 12), st.data())
+def test_the_stated_probability_is_the_share_of_draws_that_hit(intervals: int, data: st.DataObject) -> None:
+    forged = data.draw(st.integers(0, intervals))
+    replayed = data.draw(st.integers(0, intervals))
+    draws = list(combinations(range(intervals), replayed))
+    hits = sum(any(number < forged for number in draw) for draw in draws)
+    assert find_probability(intervals, forged, replayed) == pytest.approx(hits / len(draws))
+    if forged == 1:
+        assert find_probability(intervals, 1, replayed) == pytest.approx(replayed / intervals)
