@@ -68,8 +68,9 @@ class Trainer:
             except RollBackError as event:
                 self._recovery.roll_back(event.found, self._train_state)
             except _PauseError:
-                is_over = True
-        self._scaler.check_trained(self._state.step)
+                return
+        if self._config.pause_after is None:
+            self._scaler.check_trained(self._state.step)
         self._call("on_train_end")
 
     def _epoch(self, train: ShardReader, validation: ShardReader | None) -> bool:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ def _is_installed(value: Any) -> bool:
     """Whether the versions of the libraries stand for this code."""
     name = getattr(value, "__module__", "") or ""
     if name.split(".")[0] in ("torch", "ringspark", *sys.stdlib_module_names):
-        return name != "__main__"
-    module: ModuleType | None = sys.modules.get(name)
-    file = getattr(module, "__file__", None) or ""
-    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+        return True
+    # A worker's main module is Spark's, but the code is of the driver's.
+    file = "" if name == "__main__" else getattr(sys.modules.get(name), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.split("/"))

@@ -83,7 +83,8 @@ def make_config(run: ClaimedRun, interval: Interval, workers: int, folder: str) 
     """Returns the claimed settings, changed so that the training ends at the end of the interval."""
     config = replace(run.config(interval.claims, folder), **_UNUSED)
     if workers != config.num_workers:
-        config = config.with_workers(workers)
+        mesh = replace(config.parallelism, data=None)
+        config = replace(config, num_workers=workers, parallelism=mesh, collective="torch")
     if workers == 1:
         config = replace(config, collective="local")
     if interval.last.kind == "end":

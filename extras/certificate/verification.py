@@ -135,6 +135,8 @@ def verify_run(
     if not any(check.problem for check in checks):
         draw = random.SystemRandom() if seed is None else random.Random(seed)
         drawn = draw.sample(all_intervals, count)
+        for interval in drawn:
+            _check_workers(claimed, interval, workers)
         if has_first_weights(claimed, objects):
             first = Interval(first=None, last=claimed.checkpoints[0], claims=claimed.claims(0))
             drawn.insert(0, first)
@@ -174,8 +176,6 @@ def check_interval(
     if is_end and not is_exact:
         note = "compared only on the versions and workers of the training"
         return Check(name=interval.name, is_done=False, note=note)
-    if not is_end and interval.first is not None and workers != claimed_workers:
-        _check_workers(run, interval, workers, claimed_workers)
     with tempfile.TemporaryDirectory(prefix="ringspark-verify-") as folder:
         try:
             found = replay(run, interval, workers, objects, folder, device)
@@ -204,7 +204,10 @@ def _compare(
     return compare_roughly(start, claimed, replayed, tolerance)
 
 
-def _check_workers(run: ClaimedRun, interval: Interval, workers: int, claimed: int) -> None:
+def _check_workers(run: ClaimedRun, interval: Interval, workers: int | None) -> None:
+    claimed = interval.claims["config"]["num_workers"]
+    if workers in (None, claimed):
+        return
     assert interval.first is not None
     uris = [run.checkpoint_uri(step) for step in (interval.first, interval.last.step)]
     if draws_random_numbers(*uris):

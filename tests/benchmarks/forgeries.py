@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from forged_runs import FORGERS, INTERVALS, ROWS, draw_rows, load_run, train_honest
+from forged_runs import FORGERS, ROWS, draw_rows, load_run, train_honest
 from small_training import train_gang
 
 from ringspark.estimators import DiLoCo, LocalSGD, LoRA, PowerSGD, Zero
@@ -37,6 +37,9 @@ from ringspark.extras.certificate.claimed_run import check_claims
 from ringspark.extras.certificate.replay import list_intervals
 from ringspark.extras.certificate.verification import check_interval, find_probability
 
+# Four epochs of ten steps, with a checkpoint after every second step.
+SIZES = {"epochs": 4, "batch_size": ROWS // 10}
+INTERVALS = 20
 REPLAYS = (1, 2, 5, 10, 15, INTERVALS)
 
 
@@ -62,7 +65,7 @@ def show_forgeries(number: int, seed: int) -> None:
         for repetition in range(number):
             with tempfile.TemporaryDirectory() as scratch:
                 folder, rows = Path(scratch), draw_rows(repetition)
-                honest = train_honest(folder / "honest", rows, seed=repetition)
+                honest = train_honest(folder / "honest", rows, seed=repetition, **SIZES)
                 forged = forge(honest, folder / "forged", rows, draw)
                 found.append((count_replays(folder / "forged", draw), forged))
         _print_row(kind, found)
@@ -153,7 +156,7 @@ def verify_honest(name: str, changes: dict[str, Any], folder: Path) -> Any:
         else:
             raise AssertionError("the worker was not killed")
 
-    run = train_honest(folder, draw_rows(len(name)), seed=len(name), train=train, **changes)
+    run = train_honest(folder, draw_rows(len(name)), seed=len(name), train=train, **(SIZES | changes))
     return verify_run(run, objects, intervals=None)
 
 
