@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def check_claims(
     if breaks:
         return
     yield _check_checkpoints(run)
-    yield Check(name="settings", problem=_check_settings(run))
+    yield Check(name="settings", problem=_check_settings(run), note=_describe_starts(run))
     if problem := _check_data(run):
         yield Check(name="data", problem=problem)
         return
@@ -135,6 +136,28 @@ def _check_settings(run: ClaimedRun) -> str:
     if begun is not None and (found := list_differences(begun.identity, claimed)):
         return f"The run claims other settings than its hash chain: {found[0]}."
     return ""
+
+
+def _describe_starts(run: ClaimedRun) -> str:
+    """Names the starts of the training, and which claims changed between two of them."""
+    starts = [link for link in run.chain.links if link.kind == "start"]
+    found = []
+    for before, now in pairwise(starts):
+        changed = list_differences(before.content["identity"], now.content["identity"])
+        changed += [
+            f"{name}: {before.content['config'][name]} -> {now.content['config'][name]}"
+            for name in ("num_workers", "epochs", "precision")
+            if before.content["config"][name] != now.content["config"][name]
+        ]
+        changed += [
+            f"the {name} changed"
+            for name in ("code", "platform")
+            if before.content[name] != now.content[name]
+        ]
+        found.append(
+            f"resumed at step {now.step}" + (f" with changes: {'; '.join(changed)}" if changed else "")
+        )
+    return "; ".join(found)
 
 
 def _check_data(run: ClaimedRun) -> str:

@@ -37,7 +37,7 @@ def digest_objects(objects: UserObjects) -> str:
     lines: list[str] = []
     for value in given:
         lines.append(repr(value) if isinstance(value, torch.nn.Module) else "")
-        seen: set[int] = set()
+        seen: set[int] = set()  # a function may name itself
         for part in _list_parts(value):
             lines += _describe(part, seen)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -27,7 +27,7 @@ from ringspark.extras.certificate.replay import Interval, find_final, list_inter
 from ringspark.pipelines import storage
 
 # Largest distance of the weights on other versions or numbers of workers, as a share of their change.
-TOLERANCE = 0.05
+TOLERANCE = 0.01
 _SHOWN_FORGED = (1, 2, 5)
 
 

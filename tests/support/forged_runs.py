@@ -73,12 +73,14 @@ def load_run(folder: Path) -> ClaimedRun:
     return ClaimedRun(str(folder), read_chain(str(folder)))
 
 
-def claim(folder: Path, **changes: Any) -> None:
+def claim(folder: Path, objects: UserObjects | None = None, **changes: Any) -> None:
     """Claims other settings and the present shards of the run, and makes its chain consistent again."""
     run = load_run(folder)
     first, last = run.chain.links[0], run.chain.links[-1]
     config = replace(run.config(first.content), **changes)
-    claims = list_claims(config, UserObjects(), ShardManifest.load(run.shards_uri), torch.device("cpu"))
+    claims = list_claims(
+        config, objects or UserObjects(), ShardManifest.load(run.shards_uri), torch.device("cpu")
+    )
     write_chain(str(folder), _chain_of(folder, claims, last))
 
 

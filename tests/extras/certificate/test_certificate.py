@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from forged_runs import FORGERS, draw_rows, load_run, train_honest
 from hypothesis import given
 from hypothesis import strategies as st
+from signing_keys import write_keys
 from torch import nn
 
 from ringspark.estimators import user_code
@@ -60,14 +59,6 @@ def copy(honest: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(honest, tmp_path / "run"))
 
 
-def _keys(folder: Path) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    private, public = folder / "private.pem", folder / "public.pem"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    return private, public
-
-
 def test_every_interval_of_an_honest_run_is_repeated_to_the_bit(honest: Path) -> None:
     found = verify_run(honest, intervals=None)
     assert found.holds, found.table()
@@ -88,7 +79,7 @@ def test_a_consistent_forgery_is_found_by_its_forged_intervals_alone(
 
 
 def test_model_signing_alone_verifies_the_signature_and_finds_a_changed_file(copy: Path) -> None:
-    private, public = _keys(copy.parent)
+    private, public = write_keys(copy.parent)
     assert certify(str(copy), private).signature == str(copy / "certificate" / "run.sig")
     command = [sys.executable, "-m", "model_signing", "verify", "key", str(copy), "--signature"]
     command += [str(copy / "certificate" / "run.sig"), "--public_key", str(public)]
@@ -102,8 +93,8 @@ def test_model_signing_alone_verifies_the_signature_and_finds_a_changed_file(cop
 
 
 def test_another_key_than_the_signer_s_is_found(copy: Path) -> None:
-    certify(str(copy), _keys(copy.parent)[0])
-    found = verify_run(copy, intervals=1, key=_keys(copy.parent)[1])
+    certify(str(copy), write_keys(copy.parent)[0])
+    found = verify_run(copy, intervals=1, key=write_keys(copy.parent)[1])
     assert found.problems[0].startswith("The signature does not hold")
 
 
