@@ -95,6 +95,11 @@ class EpochPlan:
         deal = self.shard(shard).deal
         return deal.rank(stop) - deal.rank(start)
 
+    def shard_positions(self, step: int, shard: int) -> Int64Array:
+        """Returns the positions of a shard's rows among the step's rows of all shards, in ascending order."""
+        start, stop = self._positions(step)
+        return self.shard(shard).deal.positions(start, stop) - start
+
     def shard(self, shard: int) -> ShardPlan:
         if not 0 <= shard < self.num_shards:
             raise ValueError(f"shard must be from 0 to {self.num_shards - 1}, got {shard}")

@@ -130,6 +130,10 @@ class Deal(ABC):
         """Returns how many owned positions come before `position`."""
 
     @abstractmethod
+    def positions(self, start: int, stop: int) -> Int64Array:
+        """Returns the owned positions from `start` to `stop`, in ascending order."""
+
+    @abstractmethod
     def counts(self, stream: int, rows: Int64Array) -> Int64Array:
         """Returns how many owned rows come before each of `rows` in `streams[stream]`."""
 
@@ -171,6 +175,11 @@ class ShuffledDeal(Deal):
         periods, rest = divmod(position, self._period)
         return periods * NUM_STREAMS + int(np.searchsorted(self._positions, rest))
 
+    def positions(self, start: int, stop: int) -> Int64Array:
+        owned = np.arange(self.rank(start), self.rank(stop), dtype=np.int64)
+        found: Int64Array = owned // NUM_STREAMS * self._period + self._positions[owned % NUM_STREAMS]
+        return found
+
     def counts(self, stream: int, rows: Int64Array) -> Int64Array:
         owned = self._owned_rows[stream]
         if len(owned) == self._num_shards:
@@ -209,6 +218,9 @@ class OrderedDeal(Deal):
             (self._start, self._stop) if batch < self._full_batches else (self._last_start, self._last_stop)
         )
         return batch * self._width + min(max(rest - start, 0), stop - start)
+
+    def positions(self, start: int, stop: int) -> Int64Array:
+        return self.rows(0, self.rank(start), self.rank(stop))
 
     def counts(self, stream: int, rows: Int64Array) -> Int64Array:
         batch = rows // self._batch_size

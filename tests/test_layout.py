@@ -72,6 +72,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "extras/local_sgd",
         "extras/schedules",
         "extras/timeline",
+        "extras/training_steps",
         "extras/windows",
     ),
     ("extras/planning", "extras/report"),

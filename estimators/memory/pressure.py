@@ -115,8 +115,8 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
     trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)
     # Most workers have plenty of memory; the step runs only if a rough bound does not fit.
-    if sum(at_most.values()) <= limit.num_bytes:
-        return limit.num_bytes - sum(at_most.values())
+    if sum(at_most.values()) <= limit.num_bytes or config.training_step is not None:
+        return max(0, limit.num_bytes - sum(at_most.values()))
     try:
         needs = worker_needs(config, objects, manifest)
     except MemoryError:

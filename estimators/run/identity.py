@@ -51,6 +51,7 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         "loss": [loss if isinstance(loss, str) else _settings_of(loss) for loss in losses],
         "optimizer function": _settings_of(objects.optimizer),
         "lrSchedule function": _settings_of(objects.lr_schedule),
+        "trainingStep function": _settings_of(objects.training_step),
         "transformBatch": _settings_of(objects.transform_batch),
         "transformInPrediction": _settings_of(objects.transform_in_prediction),
         # By name alone: their attributes may be folders, counters, or when to stop.

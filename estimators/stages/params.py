@@ -32,6 +32,7 @@ class _TrainingParams(
     setModel = setter(network.MODEL)
     loss, getLoss, setLoss = declared(network.LOSS)
     optimizer, getOptimizer, setOptimizer = declared(training.OPTIMIZER)
+    trainingStep, getTrainingStep, setTrainingStep = declared(training.TRAINING_STEP)
     parameterGroups, getParameterGroups, setParameterGroups = declared(training.PARAMETER_GROUPS)
     lrSchedule, getLrSchedule, setLrSchedule = declared(training.LR_SCHEDULE)
     metrics, getMetrics, setMetrics = declared(network.METRICS)

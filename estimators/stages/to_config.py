@@ -15,6 +15,7 @@ from ringspark.estimators.training.optimizers.registry import ADAPTIVE
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.estimators.training.settings.training import TRAINING_STEPS
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
 
@@ -72,6 +73,13 @@ def config_of(
     if (given["useGpu"] or needs_parts) and not stage.isSet(stage.collective):
         # torch includes NCCL, which Horovod has only if it was built with CUDA, and process groups.
         values["collective"] = "torch"
+    own_step = given["trainingStep"]
+    if own_step is not None and (mesh == AUTO or given["memoryBudget"] is not None):
+        raise ValueError(
+            f"parallelism 'auto' and memoryBudget measure a step, which trainingStep replaces, got "
+            f"parallelism={mesh!r} and memoryBudget={given['memoryBudget']}; leave both unset"
+        )
+    values["training_step"] = own_step if own_step is None or isinstance(own_step, str) else "own"
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
     by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}
     config = TrainConfig(shards_uri="", run_uri="", task=task, **values)
@@ -88,6 +96,7 @@ def config_of(
         transform_batch=given["transformBatch"],
         transform_in_prediction=given["transformInPrediction"],
         callbacks=tuple(given["callbacks"]),
+        training_step=TRAINING_STEPS[own_step]() if isinstance(own_step, str) else own_step,
         **by_factory,
     )
     check_names(config, objects)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.optimizers.groups import group_parameters
+from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -32,6 +33,10 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
 def build_configured_optimizer(
     config: TrainConfig, objects: UserObjects, module: nn.Module
 ) -> torch.optim.Optimizer:
+    adapter = getattr(objects.training_step, "make_optimizers", None)
+    make = objects.optimizer or adapter
+    if objects.training_step is not None and make is not None:
+        return _build_named(make(module), module)
     return build_optimizer(
         objects.optimizer or config.optimizer,
         module,
@@ -66,7 +71,21 @@ def build_optimizer(
     return optimizer
 
 
-def _check_optimizer(optimizer: object, module: nn.Module) -> None:
+def _build_named(made: Any, module: nn.Module) -> torch.optim.Optimizer:
+    """Returns what `optimizer` made for a `trainingStep`, a dict of optimizers as one."""
+    if not isinstance(made, Mapping):
+        _check_optimizer(made, module)
+        return made  # type: ignore[no-any-return]
+    if not made or not all(isinstance(name, str) and name for name in made):
+        raise ValueError(f"optimizer must return optimizers by name, got {made!r}; name each of them")
+    for optimizer in made.values():
+        _check_kind(optimizer)
+    union = NamedOptimizers.of(made)
+    _check_optimizer(union, module)
+    return union
+
+
+def _check_kind(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -78,6 +97,10 @@ def _check_optimizer(optimizer: object, module: nn.Module) -> None:
             f"optimizer {type(optimizer).__name__} evaluates the loss several times per step, which the "
             "training loop does not offer; use one whose step() needs no closure"
         )
+
+
+def _check_optimizer(optimizer: Any, module: nn.Module) -> None:
+    _check_kind(optimizer)
     names = {p: name for name, p in module.named_parameters() if p.requires_grad}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if len(set(held)) < len(held):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings, synchronize_gradients
-from ringspark.estimators.parallel.base import GradientSync, refuse_sparse
+from ringspark.estimators.parallel.base import GradientSync, refuse_sparse, share_weights
 from ringspark.estimators.parallel.initial_weights import defer_weights, is_deferred, send_initial_weights
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
@@ -168,6 +168,9 @@ def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
     make = partial(build_configured_optimizer, config, objects)
+    if config.training_step is not None:
+        share_weights(module, mesh)
+        return GradientSync(module, make(module))  # `own_step` synchronizes the gradients
     settings = SyncSettings(
         sync=config.sync,
         micro_batches=config.gradient_accumulation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import LearningRates
+from ringspark.estimators.training.own_step import make_own_step
 from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -76,6 +78,11 @@ class TrainState:
         counted: dict[str, Any] = {}
         if pipeline is not None:
             counted = {"layers": pipeline.layers, "stages": mesh.axes["pipeline"]}
+        self.own_step = make_own_step(config, objects, sync, self.scaler, mesh, device)
+        if self.own_step is not None:
+            # Its loss is one number, the first head's; and it keeps no outputs of training rows.
+            predicts = False
+            heads = [replace(head, weight=float(not index)) for index, head in enumerate(heads)]
         self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts, **counted)
         self.validation = Sums("validation", heads, device, sync.network, **counted)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None

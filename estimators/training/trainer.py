@@ -25,12 +25,13 @@ from ringspark.estimators.training.feed import Batch, move_batches
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.member_choice import MemberChoice
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
-from ringspark.estimators.training.objective.sums import MicroBatchOutput
+from ringspark.estimators.training.objective.sums import MicroBatchOutput, Sums
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.estimators.training.train_state import TrainState
+from ringspark.pipelines.epoch_plan import EpochPlan
 from ringspark.pipelines.readers import ShardReader
 
 
@@ -86,7 +87,7 @@ class Trainer:
         self._drain()
         with backward_errors():
             self._sync.settle()
-        values = train_state.passes.share(train_state.sums.take(self._mesh.data))
+        values = self._take(train_state.sums, "train")
         # Every rank sees the same mean, so all stop here together.
         if not np.isfinite(values["train_loss"]):
             self._raise_not_finite(epoch, values["train_loss"])
@@ -142,7 +143,10 @@ class Trainer:
                 train_state.rates.set(state.step)
                 global_rows = plan.global_rows(step)
                 with self._observed.overlap.step(step, reader.num_steps):
-                    self._train_step(batch, global_rows, step + 1)
+                    if train_state.own_step is None:
+                        self._train_step(batch, global_rows, step + 1)
+                    else:
+                        self._own_step(batch, plan, step)
                 rows += global_rows
                 state.step += 1
                 train_state.step_in_epoch = step + 1
@@ -224,6 +228,18 @@ class Trainer:
             self._check_losses(step, results)
         train_state.sums.add(results)
 
+    def _own_step(self, batch: Batch, plan: EpochPlan, step: int) -> None:
+        """Lets `trainingStep` take the step."""
+        train_state = self._train_state
+        assert train_state.own_step is not None
+        if train_state.transform is not None:
+            batch = train_state.transform(batch, self._state.step)
+        result = train_state.own_step.train(batch, plan, step, self._state.step, self._state.epoch)
+        if result is not None:
+            train_state.average.update()
+            self._check_losses(step + 1, [result])
+            train_state.sums.add([result])
+
     def _drain(self) -> None:
         """Takes the optimizer steps for gradients that are still in flight in a pipeline without a flush."""
         for _ in range(self._train_state.passes.steps_in_flight):
@@ -304,7 +320,12 @@ class Trainer:
         with train_state.average.in_place(), torch.no_grad():
             if self._members is not None:
                 self._members.choose(self._held_out(reader))
-            for batch in self._held_out(reader):
+            for step, batch in enumerate(self._held_out(reader)):
+                if (own := train_state.own_step) is not None:
+                    keeps, epoch = train_state.validation.takes_outputs, self._state.epoch
+                    result = own.evaluate(batch, reader.plan(0), step, epoch, keeps_outputs=keeps)
+                    train_state.validation.add([result])
+                    continue
                 # Split, because a batch that does not fit in training does not fit here.
                 micro_batches = batch.split(parts) if batch.num_rows else []
                 for micro_batch in micro_batches:
@@ -314,7 +335,14 @@ class Trainer:
                 # The other ranks may need this rank's shards of the weights in each of their passes.
                 for _ in range(parts - len(micro_batches)):
                     train_state.passes.evaluate_without_rows(batch.inputs)
-        return train_state.passes.share(train_state.validation.take(self._mesh.data))
+        return self._take(train_state.validation, "validation")
+
+    def _take(self, sums: Sums, split: str) -> dict[str, float]:
+        values = self._train_state.passes.share(sums.take(self._mesh.data))
+        if (own := self._train_state.own_step) is not None:
+            values = {name: v for name, v in values.items() if not name.startswith(f"{split}_loss_")}
+            values |= own.take(split, self._mesh.data)
+        return values
 
     def _held_out(self, reader: ShardReader) -> Iterator[Batch]:
         prepare = self._train_state.prepare

@@ -35,7 +35,8 @@ def synchronize(
     collective: Collective,
     *,
     measures_local: bool = False,
+    prefix: str = "gradients",
 ) -> GradientSync:
     if collective.size == 1:
         return GradientSync(module, optimizer)
-    return GradientAllReduce(module, optimizer, collective, measures_local=measures_local)
+    return GradientAllReduce(module, optimizer, collective, measures_local=measures_local, prefix=prefix)

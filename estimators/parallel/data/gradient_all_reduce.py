@@ -60,16 +60,19 @@ class GradientAllReduce(GradientSync):
         over: Callable[[str], Collective] | None = None,
         bucket_bytes: int | Literal["chosen"] | None = "chosen",
         measures_local: bool = False,
+        prefix: str = "gradients",
     ) -> None:
         """Registers the parameters that the optimizer holds.
 
         Args:
+            prefix: Start of the names of this object's all-reduces.
             over: Returns the collective of a parameter, by its name; None uses `collective` for all.
             bucket_bytes: Bytes of a full bucket; None for one message; 'chosen' calls `choose_bucket_bytes`.
         """
         super().__init__(module, optimizer)
         self._collective = collective
         self._measures_local = measures_local
+        self._prefix = prefix
         self._squares: list[torch.Tensor] = []  # of this rank's buckets, before the all-reduce
         trained, self._rows = split_parameters(module, optimizer, collective)
         if bucket_bytes == "chosen":
@@ -116,7 +119,7 @@ class GradientAllReduce(GradientSync):
         awaited = self._buckets[number].awaited
         awaited.discard(index)
         if not awaited:
-            self._collective.operations.ready(_name(number))
+            self._collective.operations.ready(self._name(number))
         while len(self._in_flight) < len(self._buckets) and not self._buckets[len(self._in_flight)].awaited:
             self._send()
 
@@ -126,7 +129,7 @@ class GradientAllReduce(GradientSync):
         bucket.take()
         if self._measures_local:
             self._squares.append(bucket.square())
-        self._in_flight.append(self._over[number].start_sum(bucket.buffer, _name(number)))
+        self._in_flight.append(self._over[number].start_sum(bucket.buffer, self._name(number)))
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
         self._reacts = False
@@ -144,9 +147,8 @@ class GradientAllReduce(GradientSync):
             self.local_square = torch.stack(self._squares).sum()
             self._squares.clear()
 
-
-def _name(number: int) -> str:
-    return f"gradients.{number}"
+    def _name(self, number: int) -> str:
+        return f"{self._prefix}.{number}"
 
 
 def split_by_ranks(

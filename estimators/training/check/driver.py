@@ -28,7 +28,7 @@ from ringspark.estimators.parallel.sharded.parameter_shards import (
 )
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
 from ringspark.estimators.training.batch_sizes import Steps
-from ringspark.estimators.training.batch_transforms import takes_labels, try_transform
+from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.data import (
     check_classes,
@@ -38,7 +38,12 @@ from ringspark.estimators.training.check.data import (
 )
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
-from ringspark.estimators.training.check.schema import check_network, check_schema, find_monitor
+from ringspark.estimators.training.check.schema import (
+    check_network,
+    check_schema,
+    find_monitor,
+    has_train_metrics,
+)
 from ringspark.estimators.training.checkpoint.reading import check_optimizer as check_optimizer_of
 from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
@@ -53,6 +58,7 @@ from ringspark.estimators.training.objective.own_metrics import OwnMetric, check
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, defer_compiler_import
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
+from ringspark.estimators.training.own_step import check_own_step
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.adapters import MESH_SUPPORT
@@ -85,6 +91,16 @@ class CheckedTraining:
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
     """Raises ValueError for unknown names of optimizer, schedule, losses, metrics, collective and reader."""
+    if (objects.training_step is None) != (config.training_step is None):
+        raise ValueError(
+            f"the config's training_step is {config.training_step!r}, but UserObjects has "
+            f"training_step={objects.training_step!r}; set both, 'own' for a callable"
+        )
+    if objects.training_step is not None and config.parameter_groups and objects.optimizer is not None:
+        raise ValueError(
+            f"parameterGroups ({list(config.parameter_groups)}) and an optimizer function both choose rates, "
+            "and with trainingStep the function gets the module; set the rates in the function"
+        )
     if objects.optimizer is None:
         check_name("optimizer", config.optimizer, OPTIMIZERS)
     if objects.lr_schedule is None:
@@ -126,6 +142,7 @@ def check_training(
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
     num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
+    check_own_step(config, objects, module, manifest)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
     if config.cuts_network:
         if whole is not module and (config.parallelism.plan or config.parallelism.pipeline.cuts):
@@ -143,7 +160,7 @@ def check_training(
     shapes = [tuple(output.shape) for output in outputs]
     config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
     heads = settle_heads(heads, config, objects, manifest)
-    monitor = find_monitor(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
+    monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(objects))
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
     if objects.transform_batch is not None:
         labels = _check_batch_transform(config, objects, manifest, module, shapes, labels)
@@ -151,7 +168,8 @@ def check_training(
         check_classes(heads[0], manifest, type(module).__name__, shapes[0])
     elif config.task == "regression":
         check_regression(heads[0], manifest, type(module).__name__, shapes[0])
-    check_losses(config.task, heads, outputs, labels)
+    if config.training_step is None:
+        check_losses(config.task, heads, outputs, labels)
     own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
     config = replace(config, monitor=monitor, own_metrics=own)
     tried = {metric.name: (objects.metrics[metric.name], metric.per_row) for metric in own}

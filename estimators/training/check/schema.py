@@ -49,6 +49,8 @@ def check_schema(
         apply_finetuning(empty, config)
         if config.parameter_groups:
             group_parameters(empty, config.parameter_groups)
+        if (check := getattr(objects.training_step, "check", None)) is not None:
+            check(config, empty)
     heads = make_heads(set_outputs(config, (1,) * len(config.label_columns)), objects)
     for name, metric in objects.metrics.items():
         called = metric.update if is_torchmetric(metric) else metric
@@ -57,7 +59,7 @@ def check_schema(
                 f"metric {name!r} cannot take outputs and labels: {problem}; it is called as "
                 "metric(outputs, labels)"
             )
-    monitor = find_monitor(config.monitor, heads, splits, not takes_labels(objects.transform_batch))
+    monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(objects))
     monitored = find_metric(monitor.split("_", 1)[1], config.metrics)
     if config.looks_for_best and monitored is not None:
         own = objects.metrics.get(monitored)
@@ -101,12 +103,17 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
     classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__}
     is_lightning = any((name, "LightningModule") in classes for name in ("lightning", "pytorch_lightning"))
     # Its training_step computes a loss, which the default loss must not replace.
-    if is_lightning and "auto" in config.losses:
+    if is_lightning and "auto" in config.losses and config.training_step is None:
         raise ValueError(
             f"{model} is a LightningModule, and only its forward is trained; set "
             "loss to what its training_step computes, and optimizer to what its configure_optimizers makes, "
-            "as docs/lightning.md shows"
+            "as docs/lightning.md shows, or set trainingStep='lightning'"
         )
+
+
+def has_train_metrics(objects: UserObjects) -> bool:
+    """Whether the history has metrics of training rows, which need their outputs and their own labels."""
+    return objects.training_step is None and not takes_labels(objects.transform_batch)
 
 
 def find_monitor(

@@ -58,7 +58,8 @@ class RankState:
             "layers": all(mesh.coordinates.get(axis, 0) == 0 for axis in ("sequence", "tensor")),
         }
         noise = {} if train_state.noise is None else train_state.noise.state()
-        return cls(tensors=exchange | result | noise | train_state.sums.state(), values=values)
+        logged = {} if train_state.own_step is None else train_state.own_step.state()
+        return cls(tensors=exchange | result | noise | logged | train_state.sums.state(), values=values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +191,8 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
     train_state.sums.load(own.tensors)
     if train_state.noise is not None:
         train_state.noise.load([own.tensors])
+    if train_state.own_step is not None:
+        train_state.own_step.load([own.tensors])
     train_state.callbacks.load_state_dicts(own.values["callbacks"])
     _restore_stop(train_state, own.values["stop_reason"], own)
     # Last, because restoring the rest may use random numbers.
@@ -206,6 +209,8 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
     train_state.sums.load_all(tensors, takes_all=takes_all, counting=counting)
     if train_state.noise is not None:
         train_state.noise.load(tensors if takes_all else [])
+    if train_state.own_step is not None:
+        train_state.own_step.load(tensors if takes_all else [])
     train_state.callbacks.load_state_dicts(states[0].values["callbacks"])
     reasons = [state.values["stop_reason"] for state in states]
     _restore_stop(train_state, next((reason for reason in reasons if reason), None), states[0])

@@ -83,7 +83,9 @@ class UserObjects:
         metrics: torchmetrics objects, and functions (outputs, labels), by their names in the history.
         transform_batch: Changes training rows, see `batch_transforms`.
         transform_in_prediction: Prepares the inputs of validation and of prediction.
-        optimizer: `optimizer(parameters) -> torch.optim.Optimizer`.
+        optimizer: `optimizer(parameters) -> torch.optim.Optimizer`; with `training_step`, it gets the module
+            and may return a dict of optimizers by name.
+        training_step: `training_step(step)`, see `own_step`.
         lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate, or
             `lr_schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler`.
         callbacks: See `callbacks.Callback`.
@@ -95,6 +97,7 @@ class UserObjects:
     transform_batch: Any = None
     transform_in_prediction: Any = None
     optimizer: Any = None
+    training_step: Any = None
     lr_schedule: Any = None
     callbacks: tuple[Any, ...] = ()
 

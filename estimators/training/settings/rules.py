@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ringspark.estimators.options.sync import Asynchronous, DiLoCo, Hogwild, LocalSGD, LocalTraining
+from ringspark.estimators.options.sync import (
+    AllReduce,
+    Asynchronous,
+    DiLoCo,
+    Hogwild,
+    LocalSGD,
+    LocalTraining,
+)
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS
 from ringspark.estimators.training.settings.values import ConfigValues
 
@@ -38,6 +45,39 @@ def _packs_activations(c: ConfigValues) -> bool:
 
 
 COMBINATIONS: tuple[Combination, ...] = (
+    Combination(
+        "trainingStep with sync other than AllReduce(), or with parallelism beyond 'data'",
+        lambda c: (
+            c.training_step is not None
+            and (c.sync != AllReduce() or c.cuts_network or c.parallelism.shard > 1)
+        ),
+        "trainingStep needs whole, uncompressed gradients on every worker, got sync={sync} and "
+        "parallelism={parallelism}; set sync=AllReduce(), and give all workers to 'data'",
+    ),
+    Combination(
+        "trainingStep with gradientAccumulation, compile, activationOffload, activationCompression or "
+        "noiseScale",
+        lambda c: (
+            c.training_step is not None
+            and (c.gradient_accumulation > 1 or bool(c.compile) or _packs_activations(c) or c.noise_scale)
+        ),
+        "trainingStep runs its own forward and backward passes, which gradientAccumulation "
+        "({gradient_accumulation}), compile ({compile}), activationOffload ('{activation_offload}'), "
+        "activationCompression ('{activation_compression}') and noiseScale ({noise_scale}) do not reach; "
+        "leave all of them unset",
+    ),
+    Combination(
+        "trainingStep with onNonFinite other than 'stop'",
+        lambda c: c.training_step is not None and c.on_non_finite != "stop",
+        "onNonFinite '{on_non_finite}' undoes a whole step, but trainingStep may have taken the step of one "
+        "optimizer when the loss of the next is not finite; set onNonFinite='stop'",
+    ),
+    Combination(
+        "trainingStep='lightning' with weightCol",
+        lambda c: c.training_step == "lightning" and c.weight_column is not None,
+        "weightCol ('{weight_column}') weighs rows, but trainingStep 'lightning' gets the mean over rows "
+        "from the module's training_step; leave weightCol unset, or set trainingStep to a callable",
+    ),
     Combination(
         "batchSize < numWorkers",
         lambda c: c.batch_size < c.num_copies,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, get_args
 
+from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.base import above_0, above_0_and_finite, at_least, not_negative, one_of
 from ringspark.estimators.options.scaling import ScaleLearningRate
@@ -16,6 +17,12 @@ from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES
 from ringspark.estimators.training.settings.choices import Keep
 from ringspark.estimators.training.settings.declaration import Setting
+
+# Training steps by name: factories of callables. Such a callable may have `make_optimizers(module)`, which is
+# used if `optimizer` is no function, and `check(config, module)`, which raises ValueError on the driver.
+TRAINING_STEPS: LazyRegistry[Callable[[], Any]] = LazyRegistry(
+    {"lightning": "ringspark.extras.training_steps.lightning:LightningStep"}
+)
 
 
 def _name_or_callable(setting: str, known: Iterable[str]) -> Callable[[Any], Any]:
@@ -93,9 +100,19 @@ def _is_of_one_size(given: Mapping[str, Any]) -> bool:
 OPTIMIZER = Setting[Any](
     name="optimizer",
     field="optimizer",
-    words="a name, or a callable parameters -> torch.optim.Optimizer",
+    words="a name, or a callable parameters -> torch.optim.Optimizer; with trainingStep, module -> dict",
     default="adamw",
     convert=_name_or_callable("optimizer", OPTIMIZERS),
+    without_effect=(
+        lambda given: given["trainingStep"] == "lightning",
+        "trainingStep 'lightning' takes the optimizers of configure_optimizers",
+    ),
+)
+TRAINING_STEP = Setting[Any](
+    name="trainingStep",
+    field="training_step",
+    words="a callable (step) -> None that takes each step's optimizer steps, or 'lightning'",
+    convert=_name_or_callable("trainingStep", TRAINING_STEPS),
 )
 PARAMETER_GROUPS = Setting[list[dict[str, Any]]](
     name="parameterGroups",

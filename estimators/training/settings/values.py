@@ -46,6 +46,7 @@ class ConfigValues:
         losses: One name per label; unused for a label whose loss is in `UserObjects.losses`.
         metrics: Names of built-in metrics and of the user's metrics in `UserObjects.metrics`.
         own_metrics: Properties of the user's metrics; set by `check_training`.
+        training_step: Name in `TRAINING_STEPS`, or 'own' for a callable in `UserObjects`.
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
         initial_weights: Folder with the weights of `initialModel`.
         initial_training_state: Checkpoint with the optimizer state of `initialModel`, if the fit takes it.
@@ -63,6 +64,7 @@ class ConfigValues:
     losses: tuple[str, ...] = (network.LOSS.default,)
     loss_weights: tuple[float, ...] = (1.0,)
     optimizer: str = training.OPTIMIZER.default
+    training_step: str | None = training.TRAINING_STEP.default
     parameter_groups: tuple[dict[str, Any], ...] = tuple(training.PARAMETER_GROUPS.default)
     learning_rate: float = training.LEARNING_RATE.default
     lr_schedule: str = training.LR_SCHEDULE.default

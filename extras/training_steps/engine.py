@@ -1,0 +1,91 @@
+"""Gradients and steps of several optimizers on one rank, each synchronized with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ringspark.estimators.collectives.base import backward_errors
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.training.precision import LossScaler
+
+
+class Engine:
+    """Runs backward passes and optimizer steps; every rank makes the same calls.
+
+    An optimizer's step is `zero_grad`, `backward` (one or more), maybe `clip`, and `step`.
+
+    Attributes:
+        syncs: The synchronization of each optimizer's gradients, by the optimizer's name.
+        skipped: Whether a step was skipped because of an overflow in fp16, since `begin`.
+        num_steps: Number of optimizer steps since `begin`.
+    """
+
+    def __init__(
+        self,
+        syncs: Mapping[str, GradientSync],
+        scaler: LossScaler,
+        max_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        self.syncs, self._scaler, self._max_norm, self._device = dict(syncs), scaler, max_norm, device
+        self._reduced: set[str] = set()
+        self._stepped: set[str] = set()
+        self._unscaled: str | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.skipped, self.num_steps = False, 0
+
+    def zero_grad(self, name: str) -> None:
+        self.syncs[name].optimizer.zero_grad()
+        self._reduced.discard(name)
+        self._stepped.discard(name)
+
+    def backward(self, loss: torch.Tensor, name: str | None = None, *, retain_graph: bool = False) -> None:
+        """Adds the gradients of this rank's share of a loss, of one optimizer's parameters or of all."""
+        inputs = None if name is None else _trained(self.syncs[name].optimizer)
+        with torch.autocast(self._device.type, enabled=False), backward_errors():
+            scaled = self._scaler.scale(loss.float())
+            scaled.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def clip(self, name: str, max_norm: float) -> None:
+        """Scales one optimizer's gradients, summed over the ranks, to a 2-norm of at most `max_norm`."""
+        self._reduce(name)
+        if self._unscaled not in (None, name):
+            raise ValueError(
+                f"the gradients of optimizer {name!r} are clipped before optimizer {self._unscaled!r} has "
+                "taken its step; take the steps one after the other"
+            )
+        self._unscaled = name
+        self._scaler.unscale(self.syncs[name].optimizer)
+        self.syncs[name].clip_gradients(max_norm)
+
+    def step(self, name: str) -> None:
+        """Sums one optimizer's gradients over the ranks and steps it."""
+        if name in self._stepped:
+            raise ValueError(
+                f"optimizer {name!r} takes a second step with gradients of an earlier one; call its "
+                "zero_grad() before each backward pass"
+            )
+        with torch.autocast(self._device.type, enabled=False):
+            self._reduce(name)
+            if self._max_norm is not None:
+                self.clip(name, self._max_norm)
+            self.syncs[name].step(self._scaler)
+        self._scaler.update()
+        self._unscaled = None
+        self._stepped.add(name)
+        self.skipped |= self._scaler.skipped
+        self.num_steps += 1
+
+    def _reduce(self, name: str) -> None:
+        if name not in self._reduced:
+            self._reduced.add(name)
+            with backward_errors():
+                self.syncs[name].reduce(self._scaler.gradient_scale)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
