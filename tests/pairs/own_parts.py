@@ -70,6 +70,13 @@ def own_elementwise(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.8, nesterov=True)
 
 
+def classify(step: Any) -> None:
+    """A training step: the loss of TorchClassifier."""
+    outputs = step.module(*step.inputs).float()
+    losses = nn.functional.cross_entropy(outputs, step.labels[0].long(), reduction="none")
+    step.minimize(step.mean(losses))
+
+
 class OwnWhole(torch.optim.SGD):
     """SGD along the direction of each whole gradient."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from own_parts import Bag, decay, halve, own_elementwise, own_whole
+from own_parts import Bag, classify, decay, halve, own_elementwise, own_whole
 
 from ringspark.estimators import (
     AllReduce,
@@ -289,6 +289,7 @@ GROUPS: dict[str, list[Choice]] = {
         Choice("batch", {}, "equal"),
         Choice("stream", {}, "equal"),
     ],
+    "training step": [NONE, Choice("own", {"trainingStep": classify}, "equal", extras=True)],
     "accumulation": [
         Choice("1", {}, "equal"),
         Choice("2", {"gradientAccumulation": 2}, "equal"),

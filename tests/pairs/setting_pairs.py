@@ -163,10 +163,26 @@ REFUSED = _rules(
     ("non-finite: rollback", "continuing: certify", "certify proves steps that can be repeated"),
     ("rows: in place", "continuing: certify", "keeps the rows and every checkpoint"),
     ("columns: windows", "rows: in place", "plan has"),
+    (
+        f"sync: {COMPRESSED}|between hosts|Zero*|{ALONE}|{APART}",
+        "training step: own",
+        "trainingStep needs whole, uncompressed gradients",
+    ),
+    (f"mesh: {CUT}|{SHARD}", "training step: own", "trainingStep needs whole, uncompressed gradients"),
+    (f"activations: {_PACKED}", "training step: own", "runs its own forward and backward passes"),
+    ("accumulation: 2", "training step: own", "runs its own forward and backward passes"),
+    ("compile: compile", "training step: own", "runs its own forward and backward passes"),
+    ("non-finite: skip|rollback", "training step: own", "trainingStep may have taken the step of one"),
+    ("columns: ids with experts", "training step: own", "add losses by add_loss, .* minimize them"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )
 
 MEANINGLESS = _rules(
+    (
+        "optimizer: own elementwise|own whole",
+        "training step: own",
+        "with trainingStep the function gets the module in place of the parameters",
+    ),
     (
         "adapters: LoRA",
         "freezing: freeze",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,79 +12,202 @@ import numpy as np
 import own_training_steps as steps
 import pytest
 import torch
-from small_training import config_of, train_in_turn, weights_of
-
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult
-from ringspark.pipelines import ShardManifest
+from ranks import run_ranks
+from safetensors.torch import load_file
+from small_training import config_of, weights_of
 from torch import nn
 
-# The last step of an epoch has one row, so other ranks have none.
-ROWS = 65
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.pipelines import ShardManifest
+
+ROWS = 82
+# 65 rows for training, 17 held out: with 16 rows per step, the last step of each has one row, so the other
+# ranks have none.
+HELD_OUT = np.arange(ROWS) % 5 == 1
+CASES = ("gan", "weighted gan", "gan in file order", "contrastive", "triplet")
 
 
-def columns(rows: int = ROWS) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(rows, 4)).astype(np.float32)
-    return {
-        "x": x,
-        "y": x.sum(1),
-        "point": rng.normal(size=(rows, 2)).astype(np.float32),
-        "kind": rng.integers(0, 3, rows),
-        "w": rng.uniform(0.5, 2, rows).astype(np.float32),
-    }
+class Stops(Callback):
+    """Raises in a step, as a user's code may; a run that resumes gets another."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.step:
+            raise ZeroDivisionError("on purpose")
 
 
-def own(manifest: ShardManifest, run: Path, **changes: Any) -> TrainConfig:
-    return config_of(manifest, run, **{"task": "any", "training_step": "own", "losses": ("auto",), **changes})
-
-
-# Case -> config and objects.
-def cases(manifest: ShardManifest, folder: Path) -> dict[str, tuple[dict[str, Any], UserObjects]]:
-    torch.manual_seed(0)
-    gan = UserObjects(module=steps.Gan(), training_step=steps.gan_step, optimizer=steps.gan_optimizers)
-    noise = {"input_columns": ("x",), "label_columns": ("point",)}
-    encoder = steps.Encoder()
-    kinds = {"label_columns": ("kind",)}
-    return {
-        "gan": (noise, gan),
-        "weighted gan": ({**noise, "weight_column": "w", "max_grad_norm": 0.5}, gan),
-        "gan in file order": ({**noise, "shuffle": False}, gan),
-        "contrastive": (kinds, UserObjects(module=encoder, training_step=steps.contrastive_step)),
-        "triplet": (kinds, UserObjects(module=encoder, training_step=steps.triplet_step)),
-    }
-
-
-def _train(manifest: ShardManifest, folder: Path, ranks: int, collective: str, name: str) -> TrainResult:
-    changes, objects = cases(manifest, folder)[name]
-    changes |= {"num_workers": ranks, "collective": collective if ranks > 1 else "local"}
-    config = own(manifest, folder / f"{name} {ranks} {collective}", **changes)
-    return train_in_turn({name: config}, objects)[name]
-
-
-def _compare(first: TrainResult, second: TrainResult, module: nn.Module, atol: float = 1e-5) -> None:
-    a, b = weights_of(first, module), weights_of(second, module)
-    assert (a - b).abs().max() < atol
-    for before, after in zip(first.history, second.history, strict=True):
-        assert before.train_loss == pytest.approx(after.train_loss, rel=1e-4)
-        assert before.metrics == pytest.approx(after.metrics, rel=1e-3)
-
-
-if __name__ == "__main__":
-    import tempfile
-    import sys
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardManifest:
     from written_shards import written
 
-    folder = Path(tempfile.mkdtemp())
-    manifest = written(folder / "shards", columns(), row_group_rows=16, validation=np.arange(ROWS) % 5 == 0)
-    for name in cases(manifest, folder):
-        results = {
-            key: _train(manifest, folder, *key, name) for key in [(1, "torch"), (2, "torch"), (3, "torch"), (2, "horovod")]
-        }
-        first = results.pop((1, "torch"))
-        module = cases(manifest, folder)[name][1].module
-        for key, result in results.items():
-            difference = (weights_of(first, module) - weights_of(result, module)).abs().max().item()
-            print(name, key, f"{difference:.1e}", flush=True)
-        print(first.history[-1].row())
-        print(results[3,"torch"].history[-1].row())
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, 4)).astype(np.float32)
+    columns = {
+        "x": x,
+        "y": x.sum(1),
+        "point": rng.normal(size=(ROWS, 2)).astype(np.float32),
+        "kind": rng.integers(0, 3, ROWS),
+        "w": rng.uniform(0.5, 2, ROWS).astype(np.float32),
+    }
+    return written(tmp_path_factory.mktemp("own") / "shards", columns, row_group_rows=16, validation=HELD_OUT)
+
+
+def case(name: str) -> tuple[dict[str, Any], UserObjects]:
+    """Returns changes of the config, and the objects with the same initial weights in each call."""
+    torch.manual_seed(0)
+    if "gan" in name:
+        changes: dict[str, Any] = {"label_columns": ("point",), "shuffle": name != "gan in file order"}
+        if name == "weighted gan":
+            changes |= {"weight_column": "w", "max_grad_norm": 0.5}
+        return changes, UserObjects(
+            module=steps.Gan(), training_step=steps.gan_step, optimizer=steps.gan_optimizers
+        )
+    if name.startswith("ordinary"):
+        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        return {}, UserObjects(module=module, training_step=steps.ordinary_step)
+    step = steps.contrastive_step if name == "contrastive" else steps.triplet_step
+    return {"label_columns": ("kind",)}, UserObjects(module=steps.Encoder(), training_step=step)
+
+
+def config(shards: ShardManifest, run: Path, name: str, ranks: int, **changes: Any) -> TrainConfig:
+    own, objects = case(name)
+    if name == "ordinary":
+        own |= {"training_step": None}
+        objects = replace(objects, training_step=None)
+    common = {
+        "task": "any",
+        "training_step": "own",
+        "losses": ("auto",),
+        "batch_size": 16,
+        "num_workers": ranks,
+    }
+    found = config_of(shards, run / f"{name} {ranks}", **(common | own | changes))
+    return check_training(found, objects, shards).config
+
+
+def train_all(
+    shards: ShardManifest,
+    run: Path,
+    ranks: int,
+    collective: str,
+    names: tuple[str, ...] = CASES,
+    **changes: Any,
+) -> dict[str, TrainResult]:
+    changes |= {"collective": collective}
+    configs = {name: config(shards, run, name, ranks, **changes) for name in names}
+    work = partial(
+        _train_each,
+        {n: c.to_json() for n, c in configs.items()},
+        user_code.dumps({n: case(n)[1] for n in names}),
+    )
+    texts = (
+        json.loads(json.dumps(work(LocalCollective())))
+        if ranks == 1
+        else run_ranks(ranks, collective, work)[0]
+    )
+    return {name: TrainResult.from_json(text) for name, text in texts.items()}
+
+
+def _train_each(configs: dict[str, str], objects: bytes, collective: Collective) -> dict[str, str]:
+    found = user_code.loads(objects)
+    return {
+        name: train_worker(
+            config := TrainConfig.from_json(text),
+            collective,
+            found[name] if config.training_step else replace(found[name], training_step=None),
+        ).to_json()
+        for name, text in configs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(shards: ShardManifest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainResult]:
+    return train_all(shards, tmp_path_factory.mktemp("alone"), 1, "local")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "collective"),
+    [
+        (3, "torch"),
+        pytest.param(2, "horovod", marks=pytest.mark.slow),
+        pytest.param(3, "horovod", marks=pytest.mark.slow),
+        pytest.param(2, "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_train_the_weights_of_one_rank(
+    shards: ShardManifest, alone: dict[str, TrainResult], tmp_path: Path, ranks: int, collective: str
+) -> None:
+    results = train_all(shards, tmp_path, ranks, collective)
+    for name, result in results.items():
+        module = case(name)[1].module
+        before = torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+        expected, found = weights_of(alone[name], module), weights_of(result, module)
+        assert (expected - before).abs().max() > 1e-3, name
+        assert (expected - found).abs().max() < 1e-5, name
+        for one, several in zip(alone[name].history, result.history, strict=True):
+            assert several.train_loss == pytest.approx(one.train_loss, rel=1e-5), name
+            assert several.validation_loss == pytest.approx(one.validation_loss, rel=1e-5), name
+            assert several.metrics == pytest.approx(one.metrics, rel=1e-5), name
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_row_of_a_rank_without_rows_counts_nowhere(shards: ShardManifest, tmp_path: Path) -> None:
+    """Batch norm shows it: its statistics would see the row."""
+    results = train_all(shards, tmp_path, 3, "torch", ("ordinary step", "ordinary"))
+    first, second = (load_file(f"{result.checkpoint_uri}/model.safetensors") for result in results.values())
+    assert first["1.num_batches_tracked"] == second["1.num_batches_tracked"] > 0
+    for name in first:
+        assert torch.allclose(first[name], second[name], rtol=0, atol=1e-6), name
+
+
+def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(
+    shards: ShardManifest, tmp_path: Path
+) -> None:
+    objects = UserObjects(module=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    plain = config_of(
+        shards, tmp_path / "plain", batch_size=16, weight_column="w", max_grad_norm=0.1, ema_decay=0.5
+    )
+    own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
+    results = [
+        train_worker(check_training(given, of, shards).config, LocalCollective(), of)
+        for given, of in ((plain, objects), (own, replace(objects, training_step=steps.ordinary_step)))
+    ]
+    first, second = (load_file(f"{result.checkpoint_uri}/model.safetensors") for result in results)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for one, other in zip(results[0].history, results[1].history, strict=True):
+        assert one.train_loss == pytest.approx(other.train_loss, rel=1e-6)
+        assert one.validation_loss == pytest.approx(other.validation_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_gan_has_the_weights_and_the_history_of_an_undisturbed_one(
+    shards: ShardManifest, tmp_path: Path, precision: str
+) -> None:
+    objects = replace(case("gan")[1], callbacks=(Stops(None),))
+    settings = {"precision": precision, "checkpoint_every_steps": 2}
+    expected = train_worker(
+        config(shards, tmp_path / "plain", "gan", 1, **settings), LocalCollective(), objects
+    )
+    again = config(shards, tmp_path / "again", "gan", 1, **settings)
+    with pytest.raises(ZeroDivisionError):
+        train_worker(again, LocalCollective(), replace(objects, callbacks=(Stops(8),)))
+    result = train_worker(again, LocalCollective(), objects)
+    assert result.resumed_steps == (6,)
+    first, second = (load_file(f"{one.checkpoint_uri}/model.safetensors") for one in (expected, result))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for one, other in zip(expected.history, result.history, strict=True):
+        assert (one.train_loss, one.validation_loss, one.metrics) == (
+            other.train_loss,
+            other.validation_loss,
+            other.metrics,
+        )
