@@ -87,5 +87,14 @@ class Engine:
                 self.syncs[name].reduce(self._scaler.gradient_scale)
 
 
+class TrialEngine(Engine):
+    """Runs backward passes, and counts steps without taking them."""
+
+    def clip(self, name: str, max_norm: float) -> None: ...
+
+    def step(self, name: str) -> None:
+        self.num_steps += 1
+
+
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

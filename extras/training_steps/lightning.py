@@ -56,14 +56,20 @@ class LightningStep:
         with _attached(module, step) as trainer:
             batch = (*step.inputs, *step.labels)
             if not step.is_training:
+                if type(module).validation_step is _find_base(module).validation_step:
+                    raise ValueError(
+                        f"{type(module).__name__} has no validation_step, which computes the loss of "
+                        "held-out rows; add one, or hold out no rows"
+                    )
                 loss = _loss_of(module.validation_step(batch, step.number), "validation_step")
-                step.log("loss", _share(step, loss))
+                step.record_loss(_share(step, loss))
             elif module.automatic_optimization:
                 loss = _loss_of(module.training_step(batch, step.number), "training_step")
                 (optimizer,) = trainer.optimizers
                 optimizer.zero_grad()
                 trainer.backward(loss)
                 optimizer.step()
+                step.record_loss(_share(step, loss))
             else:
                 trainer.run_manual(module, batch)
 
@@ -174,7 +180,7 @@ class _Trainer:
                 f"training_step of {type(module).__name__} must call manual_backward and step an optimizer "
                 "in each batch; raise batchSize instead of accumulating gradients over batches"
             )
-        self._step.log("loss", self._loss)
+        self._step.record_loss(self._loss)
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         share = _share(self._step, loss)
@@ -199,6 +205,8 @@ class _Trainer:
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Adds the mean over this rank's rows to the history; Lightning's options have no effect."""
+        if name == "loss":
+            return  # the history has it
         value = torch.as_tensor(value, device=self._step.labels[0].device).float()
         self._step.log(name, _share(self._step, value))
 

@@ -26,9 +26,9 @@ from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.optimizers.named import optimizers_by_name
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.training_steps.engine import Engine
+from ringspark.extras.training_steps.engine import Engine, TrialEngine
 from ringspark.extras.training_steps.gathering import StepRows
-from ringspark.extras.training_steps.step import Step
+from ringspark.extras.training_steps.step import LOSS, Step
 from ringspark.models.generators import Tensors
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import collect_reports
@@ -37,7 +37,6 @@ from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 
 # Keep the random numbers of steps apart from each other and from other uses of the seed.
 _STEP_FACTOR, _SEED_OFFSET, _HELD_OUT = 7_368_787, 0x73746570, 0x68656C64
-_LOSS = "loss"
 _STATE = "logged/"
 
 
@@ -54,7 +53,7 @@ class StepRunner:
         device: torch.device,
     ) -> None:
         self._config, self._function, self._device = config, objects.training_step, device
-        self._network, self._data = sync.network, mesh.data
+        self._network, self._data, self._scaler = sync.network, mesh.data, scaler
         self._optimizers = optimizers_by_name(sync.optimizer)
         syncs = {
             name: synchronize(sync.network, one, mesh.gradients, prefix=f"gradients.{number}")
@@ -91,6 +90,11 @@ class StepRunner:
                 outputs = as_outputs(self._network(*batch.inputs))
             pairs = [(output.float(), label) for output, label in zip(outputs, batch.labels, strict=True)]
         return self._finish(made, logged, self._held_out)._replace(pairs=pairs)
+
+    def try_on(self, batch: Batch, plan: EpochPlan) -> None:
+        """Calls the function as in training, but takes no optimizer steps."""
+        self._engine = TrialEngine(self._engine.syncs, self._scaler, None, self._device)
+        self.train(batch, plan, 0, 0, 1)
 
     def take(self, split: str, data: Collective) -> dict[str, float]:
         sums = self._logged if split == "train" else self._held_out
@@ -141,7 +145,7 @@ class StepRunner:
                 [value.double() * weight, torch.as_tensor(weight).double().to(value.device) / size]
             )
             # Several losses of a step add up; several values of another name are their mean.
-            if name == _LOSS and name in logged:
+            if name == LOSS and name in logged:
                 pair[1] = 0
             _add(logged, name, pair)
 
@@ -179,26 +183,33 @@ class StepRunner:
 
     @contextmanager
     def _running(self, step: Step) -> Iterator[None]:
-        with autocast(self._config.precision, self._device), collect_reports() as reports:
+        with autocast(self._config.precision, self._device), collect_reports() as step.reports:
             if step.num_own:
                 yield
             else:
                 with keep_buffers(self._network):  # its row is no row of the data
                     yield
-        refuse_layer_losses(self._network, bool(reports.losses))
+        if step.reports.losses:
+            raise ValueError(
+                f"layers of {type(self._network).__name__} add losses by add_loss, and trainingStep leaves "
+                "them out; minimize the step's loss by one optimizer, which adds them"
+            )
 
     def _finish(
         self, step: Step, logged: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]
     ) -> MicroBatchOutput:
-        if _LOSS not in logged:
-            raise ValueError("trainingStep called neither step.minimize nor step.log('loss', ...); call one")
+        if LOSS not in logged:
+            raise ValueError(
+                "trainingStep called neither step.minimize nor step.record_loss; call one of them"
+            )
         num_losses = len(self._config.label_columns)
         losses = torch.zeros(num_losses, dtype=torch.float64, device=self._device)
         weights = losses.clone() + 1e-30  # of the other heads, so that no mean of theirs is NaN
-        losses[0], weights[0] = logged.pop(_LOSS)
+        losses[0], weights[0] = logged.pop(LOSS)
         for name, values in logged.items():
             _add(sums, name, values)
-        return MicroBatchOutput(losses, weights, [], {})
+        counts = step.reports.counts if step.num_own else {}
+        return MicroBatchOutput(losses, weights, [], counts)
 
 
 def try_step(config: TrainConfig, objects: UserObjects, module: nn.Module, manifest: ShardManifest) -> None:
@@ -220,21 +231,15 @@ def try_step(config: TrainConfig, objects: UserObjects, module: nn.Module, manif
     runner = StepRunner(config, objects, sync, LossScaler("fp32", device), mesh, device)
     plan = plan_epoch([PROBE_ROWS], num_shards=1, batch_size=PROBE_ROWS, epoch=0, seed=0, shuffle=False)
     try:
-        runner.evaluate(batch, plan, 0, 1, keeps_outputs=False)
+        runner.try_on(batch, plan)
+        if manifest.select("validation").num_rows:
+            runner.evaluate(batch, plan, 0, 1, keeps_outputs=False)
     except Exception as error:
         given = ", ".join(str(tuple(values.shape)) for values in (*inputs, *labels))
         raise ValueError(
             f"trainingStep cannot take inputs and labels of shapes {given}: {type(error).__name__}: {error}; "
             "it is called as trainingStep(step), here with a few rows of zeros"
         ) from error
-
-
-def refuse_layer_losses(network: nn.Module, has_losses: bool) -> None:
-    if has_losses:
-        raise ValueError(
-            f"layers of {type(network).__name__} add losses by add_loss, which trainingStep would leave out; "
-            "return the losses from forward and minimize them in the step"
-        )
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:

@@ -14,6 +14,10 @@ from torch import nn
 
 from ringspark.extras.training_steps.engine import Engine
 from ringspark.extras.training_steps.gathering import StepRows
+from ringspark.models.reports import Reports
+
+# Name of the loss among the logged values.
+LOSS = ""
 
 
 class Step:
@@ -32,6 +36,7 @@ class Step:
         epoch: Epoch, from 1.
         number: Step within the epoch, from 0.
         is_training: Whether `minimize` takes steps; False for held-out rows.
+        reports: Losses and counts that layers report, see `models.reports`.
         engine: The optimizers' gradients and steps; None for held-out rows.
         total_rows: Number of rows of all ranks.
         positions: Positions of the rows among the rows of all ranks, (rows,), as in the result of `gather`.
@@ -59,6 +64,7 @@ class Step:
         self.generator = torch.Generator().manual_seed(seed)
         self.total_rows = rows.total
         self.num_own = num_rows
+        self.reports = Reports()
         self._rows, self._divisor, self._log = rows, divisor, log
 
     @property
@@ -125,6 +131,8 @@ class Step:
         `maxGradNorm` and steps. Other parameters keep their gradients. On held-out rows it only records the
         loss.
 
+        With one optimizer, it adds the losses that layers of the network report by `add_loss`.
+
         Args:
             loss: This rank's share of the loss: a sum of results of `mean` and `whole`.
             name: Name of the optimizer; not needed if there is only one.
@@ -136,11 +144,18 @@ class Step:
             raise ValueError(
                 f"step.minimize needs a loss without dimensions, got {tuple(loss.shape)}; use step.mean"
             )
-        self.log("loss", loss)
+        self.record_loss(loss)
+        if self.reports.losses and len(self.optimizers) == 1:
+            loss = loss + self.mean(torch.stack([rows.float() for rows in self.reports.losses]).sum(0))
+            self.reports.losses.clear()
         if self.engine is not None:
             self.engine.zero_grad(name)
             self.engine.backward(loss, name, retain_graph=retain_graph)
             self.engine.step(name)
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Adds this rank's share of a loss to the loss in the history; `minimize` calls it."""
+        self._log(LOSS, loss.detach(), self._divisor)
 
     def log(self, name: str, value: torch.Tensor | float) -> None:
         """Adds a value to the history, as the epoch's mean over rows, called train_<name>.
@@ -148,6 +163,11 @@ class Step:
         `value` has one number per row, or it is this rank's share of the whole value, such as a result of
         `mean`. A Python number is the whole value and equal on all ranks.
         """
+        if name in ("", "loss"):
+            raise ValueError(
+                f"step.log got the name {name!r}, but the history has the sum of the minimized losses under "
+                "'loss'; give another name"
+            )
         if not isinstance(value, torch.Tensor):
             value = self.whole(torch.tensor(float(value), device=self._device))
         value = value.detach()

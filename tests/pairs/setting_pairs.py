@@ -173,7 +173,6 @@ REFUSED = _rules(
     ("accumulation: 2", "training step: own", "runs its own forward and backward passes"),
     ("compile: compile", "training step: own", "runs its own forward and backward passes"),
     ("non-finite: skip|rollback", "training step: own", "trainingStep may have taken the step of one"),
-    ("columns: ids with experts", "training step: own", "add losses by add_loss, .* minimize them"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
 )
 
@@ -238,11 +237,15 @@ def fits() -> tuple[list[Combination], set[Pair]]:
 
 
 def beside(pair: tuple[Value, Value]) -> Combination:
-    """Returns the pair, completed by the first choice of each other group that works with the rest."""
+    """Returns the pair, completed by the first choice of each other group that works with the rest.
+
+    If a group has no such choice, its default completes the pair: 'shard' needs Zero, which its refused
+    partner may refuse too.
+    """
     chosen = dict(pair)
     for group, names in NAMES.items():
         if group not in chosen:
-            chosen[group] = next(name for name in names if is_allowed(chosen, (group, name)))
+            chosen[group] = next((name for name in names if is_allowed(chosen, (group, name))), names[0])
     return {group: chosen[group] for group in NAMES}
 
 
