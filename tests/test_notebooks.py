@@ -105,6 +105,11 @@ def check_learning(names: dict[str, Any], printed: str) -> None:
     assert names["rings"][-1] == (16, 15 * 1024, 30, 8, 1920)
 
 
+def check_training_steps(names: dict[str, Any], printed: str) -> None:
+    assert names["covered"] >= 7, names["counts"]
+    assert f"modes covered: {names['covered']} of 8" in printed
+
+
 def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
     """Returns the log loss of the predictions, and of a constant prediction: the late share of the training
     rows.
@@ -129,6 +134,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "06_memory": check_memory,
     "07_learning": check_learning,
     "08_faults": check_faults,
+    "09_training_steps": check_training_steps,
 }
 
 
