@@ -173,11 +173,11 @@ class StepRunner:
         of_rows = [layout[number] in (None, number) for number in range(len(batch.inputs))]
         return Batch(
             inputs=tuple(
-                _zeros(given) if is_row else given
+                _make_row(given) if is_row else given
                 for given, is_row in zip(batch.inputs, of_rows, strict=True)
             ),
-            labels=tuple(map(_zeros, batch.labels)),
-            weight=None if batch.weight is None else _zeros(batch.weight),
+            labels=tuple(map(_make_row, batch.labels)),
+            weight=None if batch.weight is None else _make_row(batch.weight),
             layout=batch.layout,
         )
 
@@ -246,8 +246,12 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
     sums[name] = values if name not in sums else sums[name] + values
 
 
-def _zeros(values: torch.Tensor) -> torch.Tensor:
-    return values.new_zeros(1, *values.shape[1:])
+def _make_row(values: torch.Tensor) -> torch.Tensor:
+    row = torch.zeros(1, *values.shape[1:], dtype=values.dtype)
+    if row.is_floating_point():
+        # Norms and roots have no derivatives at 0, and 0 times such a derivative is not 0.
+        row.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+    return row.to(values.device)
 
 
 def _first_row(batch: Batch) -> Batch:

@@ -23,7 +23,7 @@ LOSS = ""
 class Step:
     """The rows of one step, and the operations that need other ranks.
 
-    A rank without rows gets one row that counts nowhere: a copy of an earlier row, or zeros at the start.
+    A rank without rows gets one row that counts nowhere: a copy of an earlier row, or random numbers.
     Every rank makes the same calls of `gather` and `minimize`, in the same order.
 
     Attributes:

@@ -26,7 +26,7 @@ class NamedOptimizers(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         groups = [group for one in optimizers.values() for group in one.param_groups]
-        super().__init__(groups, {})
+        super().__init__([{"params": []}], {})
         self.by_name, self.param_groups = dict(optimizers), groups
         for one in optimizers.values():
             self.state.update(one.state)

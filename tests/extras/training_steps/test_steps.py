@@ -1,0 +1,272 @@
+"""What a step computes on one rank, and what is refused on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_training_steps as steps
+import pytest
+import torch
+from small_training import config_of
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.estimators import TorchEstimator, TorchRegressor
+from ringspark.estimators.collectives.in_process import InProcessCollective, run_in_turns
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.stages.to_config import config_of as config_of_stage
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.optimizers.named import NamedOptimizers
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.training_steps.gathering import StepRows
+from ringspark.extras.training_steps.losses import hard_triplet, info_nce, nt_xent
+from ringspark.extras.training_steps.step import Step
+from ringspark.pipelines.epoch_plan import plan_epoch
+
+CPU = torch.device("cpu")
+ROWS = 7
+
+
+def make_step(collective: Any, every: torch.Tensor, shuffle: bool) -> tuple[Step, StepRows]:
+    """Returns a rank's step of `every`, rows of all ranks in their common order."""
+    plan = plan_epoch(
+        [len(every)], num_shards=collective.size, batch_size=len(every), epoch=0, seed=3, shuffle=shuffle
+    )
+    rows = StepRows(plan, 0, collective, CPU)
+    own = every[rows.own] if len(rows.own) else every[:1].exp()  # a row that must count nowhere
+    step = Step(
+        module=nn.Identity(),
+        inputs=[own],
+        labels=[own],
+        weight=None,
+        optimizers={},
+        rows=rows,
+        num_rows=len(rows.own),
+        divisor=float(len(every)),
+        seed=1,
+        epoch=1,
+        engine=None,
+        log=lambda *_: None,
+    )
+    return step, rows
+
+
+def _losses(step: Step, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the shares of all losses of pairs, of embeddings x @ weight."""
+    (x,) = step.inputs
+    z, other = x @ weight, (x + 0.5).sin() @ weight
+    kinds = (x[:, 0] > 0).long()
+    share = step.mean(info_nce(step, z, other, 0.3) + nt_xent(step, z, other) + hard_triplet(step, z, kinds))
+    return share + step.whole((step.gather(z) ** 3).sum())
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("ranks", "num_rows"), [(2, ROWS), (3, ROWS), (5, 3)])
+def test_losses_over_pairs_have_the_gradients_of_one_rank(ranks: int, num_rows: int, shuffle: bool) -> None:
+    """Also with unequal numbers of rows per rank, and with ranks without rows."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randn(num_rows, 4, generator=generator)
+    start = torch.randn(4, 3, generator=generator)
+
+    def work(collective: InProcessCollective) -> tuple[float, torch.Tensor, torch.Tensor]:
+        weight = start.clone().requires_grad_()
+        step, _ = make_step(collective, every, shuffle)
+        loss = _losses(step, weight)
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        # A penalty on the gradient needs the derivative of the gathering's derivative.
+        total = collective.all_reduce(gradient.detach())
+        (second,) = torch.autograd.grad((gradient * total).sum(), weight)
+        return float(loss.detach()), gradient.detach(), second
+
+    ((expected, first, second),) = run_in_turns(1, work)
+    found = run_in_turns(ranks, work)
+    assert sum(loss for loss, _, _ in found) == pytest.approx(expected, rel=1e-5)
+    scale = first.abs().max()
+    assert (sum(gradient for _, gradient, _ in found) - first).abs().max() < 1e-5 * scale
+    assert (sum(other for _, _, other in found) - second).abs().max() < 1e-5 * second.abs().max()
+
+
+def test_losses_over_pairs_equal_their_formulas() -> None:
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(ROWS, 3, generator=generator) for _ in range(2))
+    ((step, _),) = run_in_turns(1, lambda collective: make_step(collective, first, shuffle=False))
+    a, b = F.normalize(first, dim=1), F.normalize(second, dim=1)
+    each = [-torch.log((a[i] @ b[i] / 0.2).exp() / (b @ a[i] / 0.2).exp().sum()) for i in range(ROWS)]
+    assert torch.allclose(info_nce(step, first, second, 0.2), torch.stack(each), atol=1e-5)
+    views, expected = torch.cat([a, b]), torch.zeros(ROWS)
+    for i in range(2 * ROWS):
+        others = [k for k in range(2 * ROWS) if k != i]
+        scores = (views @ views[i] / 0.5).exp()
+        expected[i % ROWS] -= torch.log(scores[(i + ROWS) % (2 * ROWS)] / scores[others].sum()) / 2
+    assert torch.allclose(nt_xent(step, first, second), expected, atol=1e-5)
+    kinds = torch.tensor([0, 0, 0, 1, 1, 2, 1])
+    triplets = torch.zeros(ROWS)
+    for i in range(ROWS):
+        far = [float((first[i] - first[k]).norm()) for k in range(ROWS) if kinds[k] == kinds[i] and k != i]
+        near = [float((first[i] - first[k]).norm()) for k in range(ROWS) if kinds[k] != kinds[i]]
+        triplets[i] = max(0.0, max(far) - min(near) + 0.2) if far else 0.0
+    assert torch.allclose(hard_triplet(step, first, kinds), triplets, atol=1e-5)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_random_numbers_of_a_row_do_not_depend_on_the_ranks(shuffle: bool) -> None:
+    every = torch.arange(ROWS * 2.0).view(ROWS, 2)
+
+    def work(collective: InProcessCollective) -> tuple[torch.Tensor, torch.Tensor]:
+        step, _ = make_step(collective, every, shuffle)
+        step.rand(1)
+        return step.gather(step.inputs[0]), step.gather(step.randn(2))
+
+    ((_, numbers),) = run_in_turns(1, work)
+    for gathered, found in run_in_turns(3, work):
+        assert torch.equal(gathered, every)
+        assert torch.equal(found, numbers)
+
+
+def test_named_optimizers_share_groups_and_state() -> None:
+    modules = {name: nn.Linear(2, 2) for name in ("a", "b")}
+    each = {
+        "a": torch.optim.Adagrad(modules["a"].parameters(), lr=0.1),
+        "b": torch.optim.Adam(modules["b"].parameters(), lr=0.2),
+    }
+    union = NamedOptimizers.of(each)
+    assert type(union).__name__ == "a: Adagrad, b: Adam"
+    union.param_groups[1]["lr"] = 0.5
+    assert each["b"].param_groups[0]["lr"] == 0.5
+    sum((m(torch.ones(1, 2)).sum() for m in modules.values()), torch.zeros(())).backward()
+    union.step()
+    for name, module in modules.items():
+        assert union.state[module.weight] is each[name].state[module.weight]
+        assert union.state[module.weight]["step"] == 1
+
+
+def _unnamed(step: Any) -> None:
+    step.minimize(step.mean(step.module(*step.inputs)[:, 0]), "discriminat")
+
+
+def _unreduced(step: Any) -> None:
+    step.minimize(step.module(*step.inputs)[:, 0], "generator")
+
+
+def _of_a_matrix(step: Any) -> None:
+    step.minimize(step.mean(step.module(*step.inputs)), "generator")
+
+
+def _nothing(step: Any) -> None:
+    step.module(*step.inputs)
+
+
+def _log_loss(step: Any) -> None:
+    step.log("loss", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_unnamed, r"got optimizer 'discriminat'; give one of \['generator', 'discriminator'\]"),
+        (_unreduced, r"needs a loss without dimensions, got \(2,\); use step.mean"),
+        (_of_a_matrix, r"step.mean needs one value per row, shape \(2,\), got \(2, 2\)"),
+        (_nothing, "called neither step.minimize nor step.record_loss"),
+        (_log_loss, "step.log got the name 'loss'"),
+    ],
+)
+def test_a_wrong_step_fails_on_the_driver(
+    function: Any, message: str, make_shards: Callable[..., Any], tmp_path: Path
+) -> None:
+    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)})
+    config = config_of(manifest, tmp_path, task="any", losses=("auto",), training_step="own")
+    objects = UserObjects(module=steps.Gan(), training_step=function, optimizer=steps.gan_optimizers)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_training(config, objects, manifest)
+    assert "\n" not in str(caught.value)
+
+
+def _stage(**changes: Any) -> TorchEstimator:
+    settings = {"model": steps.Gan(), "trainingStep": steps.gan_step, "optimizer": steps.gan_optimizers}
+    return TorchEstimator(**(settings | {"labelCols": ["point"], "featuresCol": "noise"} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noiseScale": True}, r"noiseScale \(True\) do not reach; leave all of them unset"),
+        ({"memoryBudget": "1g"}, "measure a step, which trainingStep replaces, .* leave both unset"),
+        ({"parallelism": "auto"}, "measure a step, which trainingStep replaces, .* leave both unset"),
+        ({"parameterGroups": [{"params": "*.weight"}]}, "the function gets the module; set the rates in"),
+        ({"trainingStep": "lightening"}, "got 'lightening'; did you mean 'lightning'"),
+        ({"trainingStep": "lightning", "weightCol": "w"}, "the mean over rows .* leave weightCol unset"),
+    ],
+)
+def test_what_a_step_cannot_be_combined_with_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of_stage(_stage(**changes), "any", ["point"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda gan: {}, "optimizer must return optimizers by name"),
+        (lambda gan: {"generator": 3}, "optimizer must return a torch.optim.Optimizer, got int"),
+        (
+            lambda gan: {
+                n: torch.optim.SGD(gan.parameters(), lr=0.1) for n in ("generator", "discriminator")
+            },
+            "optimizer holds a parameter twice",
+        ),
+    ],
+)
+def test_optimizers_that_do_not_fit_are_refused(
+    optimizer: Any, message: str, make_shards: Callable[..., Any], tmp_path: Path
+) -> None:
+    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)})
+    config = config_of(manifest, tmp_path, task="any", losses=("auto",), training_step="own")
+    objects = UserObjects(module=steps.Gan(), training_step=steps.gan_step, optimizer=optimizer)
+    with pytest.raises(ValueError, match=message):
+        check_training(config, objects, manifest)
+
+
+def test_a_config_without_its_function_is_refused(make_shards: Callable[..., Any], tmp_path: Path) -> None:
+    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones(8, np.float32)})
+    config = config_of(manifest, tmp_path, training_step="own")
+    with pytest.raises(ValueError, match="UserObjects has training_step=None; set both"):
+        check_training(config, UserObjects(module=nn.Linear(4, 1)), manifest)
+
+
+def test_a_stage_with_a_step_says_which_settings_have_no_effect() -> None:
+    stage = TorchRegressor(model=nn.Linear(4, 1), trainingStep=steps.ordinary_step)
+    assert stage.getTrainingStep() is steps.ordinary_step
+
+
+def _adds_a_loss(step: Any) -> None:
+    step.minimize(step.mean(step.module(*step.inputs)[:, 0].square()))
+
+
+class Reports(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from ringspark.models.reports import add_loss
+
+        if self.training:
+            add_loss(x.square().mean(1))
+        return super().forward(x)
+
+
+def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
+    make_shards: Callable[..., Any], tmp_path: Path
+) -> None:
+    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)})
+    config = config_of(manifest, tmp_path, training_step="own", epochs=1)
+    train_here(config, UserObjects(module=Reports(4, 1), training_step=_adds_a_loss))
+    module = Reports(4, 1)
+    objects = UserObjects(
+        module=module,
+        training_step=lambda step: step.minimize(step.mean(step.module(*step.inputs)[:, 0]), "a"),
+        optimizer=lambda net: {
+            "a": torch.optim.SGD([net.weight], lr=0.1),
+            "b": torch.optim.SGD([net.bias], lr=0.1),
+        },
+    )
+    with pytest.raises(ValueError, match="add losses by add_loss, and trainingStep leaves them out"):
+        check_training(config, objects, manifest)
