@@ -340,7 +340,7 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds", "maxRestarts"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
     **dict.fromkeys(("initialModel", "initialState", "keepTrainingState"), _CONTINUED),
-    **dict.fromkeys(("noiseScale", "scaleLearningRate"), _READ),
+    **dict.fromkeys(("noiseScale", "scaleLearningRate", "trainingStep"), _READ),
     **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),

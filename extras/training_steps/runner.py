@@ -173,10 +173,10 @@ class StepRunner:
         of_rows = [layout[number] in (None, number) for number in range(len(batch.inputs))]
         return Batch(
             inputs=tuple(
-                _make_row(given) if is_row else given
+                _make_row(given, number) if is_row else given
                 for given, is_row in zip(batch.inputs, of_rows, strict=True)
             ),
-            labels=tuple(map(_make_row, batch.labels)),
+            labels=tuple(_make_row(label, -1 - number) for number, label in enumerate(batch.labels)),
             weight=None if batch.weight is None else _make_row(batch.weight),
             layout=batch.layout,
         )
@@ -246,11 +246,11 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
     sums[name] = values if name not in sums else sums[name] + values
 
 
-def _make_row(values: torch.Tensor) -> torch.Tensor:
+def _make_row(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
     row = torch.zeros(1, *values.shape[1:], dtype=values.dtype)
     if row.is_floating_point():
         # Norms and roots have no derivatives at 0, and 0 times such a derivative is not 0.
-        row.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+        row.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
     return row.to(values.device)
 
 

@@ -21,7 +21,7 @@ from ringspark.estimators.training.settings.declaration import Setting
 # Training steps by name: factories of callables. Such a callable may have `make_optimizers(module)`, which is
 # used if `optimizer` is no function, and `check(config, module)`, which raises ValueError on the driver.
 TRAINING_STEPS: LazyRegistry[Callable[[], Any]] = LazyRegistry(
-    {"lightning": "ringspark.extras.training_steps.lightning:LightningStep"}
+    {"lightning": "ringspark.extras.training_steps.lightning_step:LightningStep"}
 )
 
 

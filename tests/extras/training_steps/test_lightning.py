@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.training_steps.lightning import LightningStep
+from ringspark.extras.training_steps.lightning_step import LightningStep
 from ringspark.pipelines import ShardManifest
 
 lightning = pytest.importorskip("lightning")
