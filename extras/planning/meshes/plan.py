@@ -51,7 +51,7 @@ def plan_parallelism(
     >>> spec = ModelSpec("mlp", {"in_features": 32, "hidden": [4096] * 4, "out_features": 1})
     >>> rows = (((64, 32), "float32"), ((64,), "float32"))  # inputs, labels of a step over all workers
     >>> link = {"alpha": 1e-4, "beta": 1e-9}
-    >>> plan = plan_parallelism(spec, rows, 2, "600m", link, stepSeconds={16: 0.5, 64: 0.8})
+    >>> plan = plan_parallelism(spec, rows, 2, "700m", link, stepSeconds={16: 0.5, 64: 0.8})
     >>> plan.best
     {'tensor': 2}
 
