@@ -37,8 +37,8 @@ class ModelSpec:
 
     Attributes:
         target: A name in `MODELS`, or `"package.module:Class"` for a network of your own.
-        kwargs: Keyword arguments of the class. Tuples become lists, as they would in JSON. A class of the
-            transformers library takes the dict `config`, and may take `attention` and `dtype`.
+        kwargs: Keyword arguments of the class. Tuples become lists, as they would in JSON. A network
+            "transformers:Class" takes the dict `config`, and may take `attention` and `dtype`.
 
     Raises:
         ValueError: If the target is neither a known name nor an import path, or an argument is not JSON.
@@ -65,8 +65,8 @@ class ModelSpec:
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether the class belongs to the transformers library."""
-        return self.target.partition(":")[0].partition(".")[0] == LIBRARY
+        """Whether the target is a network of the transformers library, such as "transformers:BertModel"."""
+        return self.target.partition(":")[0] == LIBRARY
 
     def build(self) -> nn.Module:
         cls = _import_class(self.target)

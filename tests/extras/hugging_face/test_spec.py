@@ -208,3 +208,8 @@ def test_pretrained_tensors_replace_deferred_ones_under_each_name_of_a_tied_weig
     for name, tensor in expected.items():
         wanted = torch.ones(32) if name == "model.norm.weight" else tensor.float()
         assert torch.equal(loaded.initialize(name), wanted), name
+
+
+def test_other_classes_of_the_library_keep_their_own_arguments() -> None:
+    layer = ModelSpec("transformers.models.t5.modeling_t5:T5LayerNorm", {"hidden_size": 8}).build()
+    assert [tuple(parameter.shape) for parameter in layer.parameters()] == [(8,)]
