@@ -24,19 +24,21 @@ _PACKAGES = ("estimators", "extras", "jobs", "models", "pipelines")
 
 def digest_objects(objects: UserObjects) -> str:
     """Returns the digest of the code behind the user's objects, and of the layers of the network."""
-    given = [
-        objects.module,
-        *objects.losses,
-        *objects.metrics.values(),
-        objects.transform_batch,
-        objects.transform_in_prediction,
-        objects.optimizer,
-        objects.lr_schedule,
-        *objects.callbacks,
-    ]
+    given = {
+        "module": objects.module,
+        **{f"loss {number}": loss for number, loss in enumerate(objects.losses)},
+        **{f"metric {name}": metric for name, metric in objects.metrics.items()},
+        "transform_batch": objects.transform_batch,
+        "transform_in_prediction": objects.transform_in_prediction,
+        "optimizer": objects.optimizer,
+        "lr_schedule": objects.lr_schedule,
+        **{f"callback {number}": callback for number, callback in enumerate(objects.callbacks)},
+    }
     lines: list[str] = []
-    for value in given:
-        lines.append(repr(value) if isinstance(value, torch.nn.Module) else "")
+    for role, value in given.items():
+        if value is None:
+            continue  # a loss with a name is None
+        lines.append(f"{role} {value!r}" if isinstance(value, torch.nn.Module) else role)
         seen: set[int] = set()  # a function may name itself
         for part in _list_parts(value):
             lines += _describe(part, seen)

@@ -190,6 +190,7 @@ def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) 
 
     assert digest_objects(made(0.5)) == digest_objects(made(0.5))
     assert digest_objects(made(0.5)) != digest_objects(made(0.25))
+    assert digest_objects(UserObjects(losses=(None,))) == digest_objects(UserObjects())
     assert digest_objects(user_code.loads(user_code.dumps(made(0.5)))) == digest_objects(made(0.5))
 
 

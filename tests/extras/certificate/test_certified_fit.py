@@ -54,7 +54,7 @@ def test_a_certified_fit_is_verified_on_the_command_line(spark: Any, tmp_path: P
     given = [] if workers == 2 else ["--model", "certified_network:make"]
     done = _verify(run, "--intervals", 2, "--key", public, *given)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "intervals replayed: 2 of 3" in done.stdout
+    assert "intervals replayed: 2 of 4" in done.stdout
     assert "signature                   holds" in done.stdout
     assert done.stdout.count("equal to the bit") == 4
 
