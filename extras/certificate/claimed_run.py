@@ -197,8 +197,10 @@ def _check_end(run: ClaimedRun, end: Link) -> str:
 def has_first_weights(run: ClaimedRun, objects: UserObjects) -> bool:
     """Whether a training of the given objects begins with the weights of the run's first checkpoint."""
     claims = run.claims(0)
-    if run.checkpoints[0].step or claims["config"]["initial_weights"] is not None:
+    config = run.config(claims)
+    # A folder or model that the training started from may be gone.
+    if run.checkpoints[0].step or config.start_weights is not None:
         return False
-    given = list_claims(run.config(claims), objects, ShardManifest.load(run.shards_uri), torch.device("cpu"))
+    given = list_claims(config, objects, ShardManifest.load(run.shards_uri), torch.device("cpu"))
     known, found = (each["identity"]["model"].get("first weights") for each in (claims, given))
     return bool(known == found)

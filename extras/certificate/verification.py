@@ -141,7 +141,7 @@ def verify_run(
             first = Interval(first=None, last=claimed.checkpoints[0], claims=claimed.claims(0))
             drawn.insert(0, first)
         else:
-            note = "the given model begins with other weights"
+            note = "the training began with other weights than the given model"
             replays.append(Check(name="initial weights", is_done=False, note=note))
         if claimed.end is not None:
             drawn.append(find_final(claimed, claimed.end))
