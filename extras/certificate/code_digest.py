@@ -10,6 +10,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from types import CodeType, FunctionType
@@ -24,18 +25,8 @@ _PACKAGES = ("estimators", "extras", "jobs", "models", "pipelines")
 
 def digest_objects(objects: UserObjects) -> str:
     """Returns the digest of the code behind the user's objects, and of the layers of the network."""
-    given = {
-        "module": objects.module,
-        **{f"loss {number}": loss for number, loss in enumerate(objects.losses)},
-        **{f"metric {name}": metric for name, metric in objects.metrics.items()},
-        "transform_batch": objects.transform_batch,
-        "transform_in_prediction": objects.transform_in_prediction,
-        "optimizer": objects.optimizer,
-        "lr_schedule": objects.lr_schedule,
-        **{f"callback {number}": callback for number, callback in enumerate(objects.callbacks)},
-    }
     lines: list[str] = []
-    for role, value in given.items():
+    for role, value in _list_objects(objects):
         if value is None:
             continue  # a loss with a name is None
         lines.append(f"{role} {value!r}" if isinstance(value, torch.nn.Module) else role)
@@ -43,6 +34,17 @@ def digest_objects(objects: UserObjects) -> str:
         for part in _list_parts(value):
             lines += _describe(part, seen)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _list_objects(objects: UserObjects) -> Iterator[tuple[str, Any]]:
+    for field in fields(objects):
+        value = getattr(objects, field.name)
+        many = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
+        )
+        yield from ((f"{field.name} {key}", each) for key, each in many)
+        if not isinstance(value, dict | tuple):
+            yield field.name, value
 
 
 @cache
