@@ -69,10 +69,13 @@ class StepRunner:
     ) -> MicroBatchOutput | None:
         logged: dict[str, torch.Tensor] = {}
         self._engine.begin()
+        skipped_before = self._scaler.skipped_steps
         made = self._make_step(batch, plan, step, number + _SEED_OFFSET, epoch, logged, self._engine)
         with self._running(made):
             self._function(made)
         if self._engine.skipped:
+            # A step counts once, however many of its optimizers were skipped.
+            self._scaler.skipped_steps = skipped_before + 1
             return None
         return self._finish(made, logged, self._logged)
 
@@ -170,12 +173,12 @@ class StepRunner:
             return self._latest
         # Rows of varying length: a row without values.
         layout = batch.layout or (None,) * len(batch.inputs)
-        of_rows = [layout[number] in (None, number) for number in range(len(batch.inputs))]
+        inputs = [
+            _make_row(given, number) if layout[number] in (None, number) else given
+            for number, given in enumerate(batch.inputs)
+        ]
         return Batch(
-            inputs=tuple(
-                _make_row(given, number) if is_row else given
-                for given, is_row in zip(batch.inputs, of_rows, strict=True)
-            ),
+            inputs=tuple(inputs),
             labels=tuple(_make_row(label, -1 - number) for number, label in enumerate(batch.labels)),
             weight=None if batch.weight is None else _make_row(batch.weight),
             layout=batch.layout,

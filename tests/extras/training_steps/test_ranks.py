@@ -213,3 +213,23 @@ def test_a_resumed_gan_has_the_weights_and_the_history_of_an_undisturbed_one(
             other.validation_loss,
             other.metrics,
         )
+
+
+def _overflows(step: Any) -> None:
+    """Makes both optimizers skip every second step, as an overflow in fp16 does."""
+    noise = step.inputs[0]
+    factor = torch.inf if step.number % 2 else 1.0
+    fake = step.module.generator(noise)
+    step.minimize(
+        step.mean(step.module.discriminator(fake.detach())[:, 0].square() * factor), "discriminator"
+    )
+    step.minimize(step.mean(step.module.discriminator(fake)[:, 0].square() * factor), "generator")
+
+
+def test_a_step_with_two_skipped_optimizers_counts_once(shards: ShardManifest, tmp_path: Path) -> None:
+    objects = replace(case("gan")[1], training_step=_overflows)
+    given = replace(config(shards, tmp_path, "gan", 1), precision="fp16")
+    result = train_worker(given, LocalCollective(), objects)
+    # Steps 1 and 3 of the five steps of an epoch.
+    assert [record.skipped_steps for record in result.history] == [2, 2]
+    assert all(np.isfinite(record.train_loss) for record in result.history)
