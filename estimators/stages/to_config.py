@@ -10,6 +10,7 @@ from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.params import _TrainingParams
 from ringspark.estimators.training.check.driver import check_names
+from ringspark.estimators.training.objective.losses import name_loss
 from ringspark.estimators.training.objective.own_metrics import name_metrics
 from ringspark.estimators.training.optimizers.registry import ADAPTIVE
 from ringspark.estimators.training.settings.choices import Task
@@ -63,7 +64,7 @@ def config_of(
         "input_columns": tuple(stage.inputColumns()),
         "label_columns": tuple(label_columns),
         "metrics": tuple(metrics),
-        "losses": tuple(loss if isinstance(loss, str) else type(loss).__name__ for loss in losses),
+        "losses": tuple(name_loss(loss) for loss in losses),
     }
     mesh = given["parallelism"]
     needs_parts = mesh == AUTO or mesh.cuts_network or mesh.shard > 1

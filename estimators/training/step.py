@@ -5,7 +5,9 @@ The memory planner calls the same code on fake tensors, so it counts what a trai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def forward_backward(
         loss = scale_loss(recipe, sync, losses, divisor)
     eager = skip_single_rows(recipe.config.compile, batch.num_rows)
     # Recomputed modules run again in here.
-    with timeline.span("backward"), eager, backward_errors():
+    with timeline.span("backward"), eager, backward_errors(), recipe.criterion.differentiable():
         loss.backward()  # type: ignore[no-untyped-call]
     return result
 
@@ -80,9 +82,13 @@ def forward(
     # Sharded parameters are gathered in here, which fails if a peer is lost.
     eager = skip_single_rows(config.compile, batch.num_rows)
     computing = autocast(config.precision, recipe.device)
-    with computing, hooks, eager, backward_errors(), collect_reports() as reports:
-        outputs = module(*batch.inputs)
-    return compute_losses(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
+    if recipe.criterion.sees_network:
+        inputs = (v.detach().requires_grad_(v.is_floating_point()) for v in batch.inputs)
+        batch = replace(batch, inputs=tuple(inputs))
+    with recipe.criterion.differentiable():
+        with computing, hooks, eager, backward_errors(), collect_reports() as reports:
+            outputs = module(*batch.inputs)
+        return compute_losses(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
 
 
 def compute_losses(
@@ -105,7 +111,8 @@ def compute_losses(
         )
     # fp32 outside autocast, because a mean over many rows would lose digits in 16 bits.
     outputs = tuple(output.float() for output in outputs)
-    rows = criterion.rows(outputs, batch.labels)
+    with _calls_in(network, config.precision if criterion.sees_network else "fp32", recipe.device):
+        rows = criterion.rows(outputs, batch.labels, network, batch.inputs)
     if batch.weight is not None:
         rows = rows * batch.weight[:, None]
     losses = rows.sum(0)
@@ -119,6 +126,23 @@ def compute_losses(
     if reports.losses:
         losses = losses + sum_layer_losses(recipe, reports, batch)
     return losses, result
+
+
+@contextmanager
+def _calls_in(network: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
+    """Makes a loss's own calls of the network compute in `precision`, and the rest of the loss in fp32."""
+    if precision == "fp32":
+        yield
+        return
+    own = vars(network).get("forward")
+    network.forward = autocast(precision, device)(network.forward)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        if own is None:
+            del network.forward
+        else:
+            network.forward = own
 
 
 def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:

@@ -57,6 +57,16 @@ class EndOnce(Callback):
             raise ZeroDivisionError("on purpose")
 
 
+def penalize_slopes(module: Any, inputs: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns cross entropy, and a gradient penalty if an input has a row of numbers."""
+    rows = nn.functional.cross_entropy(outputs, labels.reshape(-1).long(), reduction="none")
+    numbers = [values for values in inputs if values.requires_grad and values.dim() > 1]
+    if not numbers:
+        return rows + 0.01 * outputs.square().sum(1)
+    slopes = torch.autograd.grad(outputs[:, 0].sum(), numbers, create_graph=True)
+    return rows + 0.01 * sum(slope.flatten(1).square().sum(1) for slope in slopes)
+
+
 def halve(step: int, num_steps: int) -> float:
     """Returns the factor of the learning rate: half in the second half of the training."""
     return 1.0 if step < num_steps // 2 else 0.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from own_parts import Bag, classify, decay, halve, own_elementwise, own_whole
+from own_parts import Bag, classify, decay, halve, own_elementwise, own_whole, penalize_slopes
 
 from ringspark.estimators import (
     AllReduce,
@@ -324,6 +324,7 @@ GROUPS: dict[str, list[Choice]] = {
     "batch sizes": [NONE, Choice("batchSizeSchedule", {"batchSizeSchedule": {2: 24}})],
     "callbacks": [NONE, Choice("callback", {}, "equal")],
     "weights": [NONE, Choice("weightCol", {"weightCol": "weight"})],
+    "loss": [Choice("of the label"), Choice("of the module", {"loss": penalize_slopes})],
 }
 
 # A combination has one choice per group.

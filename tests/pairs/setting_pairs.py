@@ -174,6 +174,14 @@ REFUSED = _rules(
     ("compile: compile", "training step: own", "runs its own forward and backward passes"),
     ("non-finite: skip|rollback", "training step: own", "trainingStep may have taken the step of one"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
+    ("loss: of the module", "compile: compile", "may differentiate twice, and compile only once"),
+    ("loss: of the module", "activations: int8|fp8", "rounds what second derivatives use"),
+    ("loss: of the module", "sync: Zero 3", "frees weights after the first derivative"),
+    (
+        "loss: of the module",
+        f"mesh: {_PIPELINES}|{_SEQUENCES}|{_EXPERTS}|tensor sequence_parallel",
+        "needs all layers and whole rows on each worker",
+    ),
 )
 
 MEANINGLESS = _rules(

@@ -34,6 +34,7 @@ from ringspark.estimators.training.check.data import (
     check_classes,
     check_columns,
     check_losses,
+    check_network_losses,
     check_regression,
 )
 from ringspark.estimators.training.check.mesh import check_mesh
@@ -47,7 +48,7 @@ from ringspark.estimators.training.check.schema import (
 from ringspark.estimators.training.checkpoint.reading import check_optimizer as check_optimizer_of
 from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
-from ringspark.estimators.training.feed import zeros
+from ringspark.estimators.training.feed import Batch, zeros
 from ringspark.estimators.training.finetuning.freezing import check_adapters
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained
 from ringspark.estimators.training.make_heads import set_outputs, settle_heads
@@ -161,15 +162,18 @@ def check_training(
     config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
     heads = settle_heads(heads, config, objects, manifest)
     monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(objects))
+    inputs = samples(config.input_columns, manifest)
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
     if objects.transform_batch is not None:
-        labels = _check_batch_transform(config, objects, manifest, module, shapes, labels)
+        inputs, labels = _check_batch_transform(config, objects, manifest, module, shapes, inputs, labels)
     if config.task == "classification":
         check_classes(heads[0], manifest, type(module).__name__, shapes[0])
     elif config.task == "regression":
         check_regression(heads[0], manifest, type(module).__name__, shapes[0])
     if config.training_step is None:
         check_losses(config.task, heads, outputs, labels)
+    if config.differentiates_twice:
+        check_network_losses(config, heads, module, Batch(inputs=inputs, labels=labels, weight=None))
     own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
     config = replace(config, monitor=monitor, own_metrics=own)
     tried = {metric.name: (objects.metrics[metric.name], metric.per_row) for metric in own}
@@ -248,10 +252,10 @@ def _check_batch_transform(
     manifest: ShardManifest,
     module: nn.Module,
     shapes: Sequence[Shape],
+    given: tuple[torch.Tensor, ...],
     labels: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, ...]:
-    """Runs the module on rows that transformBatch has changed; returns their labels."""
-    given = samples(config.input_columns, manifest)
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Runs the module on rows that transformBatch has changed; returns their inputs and labels."""
     layout = read_layout(manifest, config.input_columns)
     inputs, labels = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
     got = ", ".join(str(tuple(values.shape)) for values in inputs)
@@ -268,7 +272,7 @@ def _check_batch_transform(
             f"but returns {found} for inputs {got} from transformBatch; let transformInPrediction return "
             "inputs of the same shapes"
         )
-    return labels
+    return tuple(inputs), labels
 
 
 def _try_metric(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringspark.estimators.parallel.model.tensor import ShardedCrossEntropy, ShardedScores, scores_of
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
     ClassLoss,
     MemberLoss,
+    NetworkLoss,
     RowLoss,
     RowWeights,
     resolve_loss,
@@ -86,12 +88,37 @@ class Criterion:
     def gather_in_forward(self) -> AbstractContextManager[None]:
         return nullcontext() if self._scores is None else self._scores.gather_logits()
 
-    def rows(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the value of each loss per row, (batch, num_losses), before loss weights."""
+    @property
+    def sees_network(self) -> bool:
+        return any(isinstance(loss, NetworkLoss) for loss in self._losses)
+
+    @contextmanager
+    def differentiable(self) -> Iterator[None]:
+        """Makes a pass twice differentiable, also in evaluation, if a loss sees the network."""
+        if not self.sees_network:
+            yield
+            return
+        # Fused attention has no second derivative.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield
+
+    def rows(
+        self,
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        network: nn.Module | None = None,
+        inputs: tuple[torch.Tensor, ...] = (),
+    ) -> torch.Tensor:
+        """Returns the value of each loss per row, (batch, num_losses), before loss weights.
+
+        A `NetworkLoss` gets `network` and the `inputs` that made the outputs.
+        """
+        more = [(network, inputs) if isinstance(loss, NetworkLoss) else () for loss in self._losses]
         kind = outputs[0].device.type
         is_on = torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False) if is_on else nullcontext():
-            columns = [loss(*pair) for loss, *pair in zip(self._losses, outputs, labels, strict=True)]
+            given = zip(self._losses, outputs, labels, more, strict=True)
+            columns = [loss(output, label, *own) for loss, output, label, own in given]
         return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(columns, dim=1)
 
     def row_weights(self, labels: Sequence[torch.Tensor]) -> torch.Tensor | None:

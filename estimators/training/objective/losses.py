@@ -2,14 +2,16 @@
 
 A loss maps (output, label) to one value per row, (batch,). The sum of the values divided by the sum of the
 rows' weights (`criterion.row_weights`), over the GLOBAL batch, equals the torch loss with reduction='mean',
-also with class weights and ignored positions.
+also with class weights and ignored positions. A `NetworkLoss` also gets the network and its inputs.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +19,11 @@ from torch.nn.modules.loss import _Loss
 
 from ringspark.estimators.names import nearest
 
-RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+RowLoss = Callable[..., torch.Tensor]
 RowWeights = Callable[[torch.Tensor], torch.Tensor]
+
+# Name of a `NetworkLoss` in `TrainConfig.losses`.
+NETWORK_LOSS = "(module, inputs, outputs, labels)"
 
 # Losses of torch.nn that take other arguments than (output, label), and why.
 NOT_OF_OUTPUT_AND_LABEL = {
@@ -159,9 +164,9 @@ class CallableLoss:
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
         self._loss = loss
 
-    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor, label: torch.Tensor, *network: Any) -> torch.Tensor:
         output = _at_least_fp32(output)
-        values = self._loss(output, label)
+        values = self._loss(*network, output, label)
         rows = len(label)
         rule = f"loss must return one value per row, shape ({rows},)"
         if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != rows:
@@ -177,6 +182,28 @@ class CallableLoss:
                 f"{tuple(label.shape)}; {_remedy(output, label)}"
             )
         return _row_means(values)
+
+
+class NetworkLoss(CallableLoss):
+    """A user's callable or module (module, inputs, output, label) -> one value per row.
+
+    It is called with `(output, label, module, inputs)`, and may differentiate through the network.
+    """
+
+
+def sees_network(loss: object) -> bool:
+    """Returns whether a loss takes (module, inputs, outputs, labels): four arguments without defaults."""
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a name, or a builtin without a signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters.values()) == 4
+
+
+def name_loss(loss: object) -> str:
+    """Returns the entry of a loss in `TrainConfig.losses`."""
+    return loss if isinstance(loss, str) else NETWORK_LOSS if sees_network(loss) else type(loss).__name__
 
 
 def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
@@ -222,7 +249,11 @@ def _wrap_module(loss: nn.Module) -> RowLoss:
         return MultiClassLoss(loss)
     if isinstance(loss, _Loss) and type(loss).__module__ == _Loss.__module__:
         return ElementLoss(loss)
-    return CallableLoss(_copy_unreduced(loss))
+    return _wrap_callable(_copy_unreduced(loss))
+
+
+def _wrap_callable(loss: Callable[..., torch.Tensor]) -> CallableLoss:
+    return (NetworkLoss if sees_network(loss) else CallableLoss)(loss)
 
 
 def _check_arguments(name: str) -> None:
@@ -289,4 +320,4 @@ def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device |
         return LOSSES[loss] if loss in LOSSES else _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):
         return _wrap_module(copy.deepcopy(loss).to(device))
-    return CallableLoss(loss)
+    return _wrap_callable(loss)

@@ -93,7 +93,8 @@ MODEL = Setting[Any](
 LOSS = Setting[Any](
     name="loss",
     field="losses",
-    words="'auto', a name, an nn loss or a callable (output, label) -> (rows,); a list for several labels",
+    words="'auto', a name, an nn loss, or a callable (output, label) or (module, inputs, outputs, labels) -> "
+    "(rows,); a list for several labels",
     default="auto",
     convert=_losses,
 )

@@ -44,6 +44,11 @@ def _packs_activations(c: ConfigValues) -> bool:
     return (c.activation_offload, c.activation_compression) != ("none", "none")
 
 
+def _divides_passes(c: ConfigValues) -> bool:
+    axes = ("pipeline", "expert", "sequence")
+    return c.parallelism.sequence_parallel or any(c.parallelism.size(axis) > 1 for axis in axes)
+
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "trainingStep with sync other than AllReduce(), or with parallelism beyond 'data'",
@@ -373,13 +378,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "parallelism over 'pipeline', 'expert' or 'sequence', or with sequence_parallel, with compile",
-        lambda c: (
-            bool(c.compile)
-            and (
-                any(c.parallelism.size(axis) > 1 for axis in ("pipeline", "expert", "sequence"))
-                or c.parallelism.sequence_parallel
-            )
-        ),
+        lambda c: bool(c.compile) and _divides_passes(c),
         "compile needs whole rows and all layers on each worker, but with parallelism={parallelism} a "
         "worker has parts of rows, some of the layers, or other workers' rows; set compile=False, or give "
         "all workers to 'data' and 'tensor'",
@@ -438,5 +437,28 @@ COMBINATIONS: tuple[Combination, ...] = (
         "activationOffload ('{activation_offload}') and activationCompression ('{activation_compression}') "
         "pack the activations of one forward pass at a time, but with parallelism={parallelism} several "
         "passes run at once; set both to 'none', or use 'tensor', 'sequence' or 'expert'",
+    ),
+    Combination(
+        "a loss that takes the module, with compile",
+        lambda c: c.differentiates_twice and bool(c.compile),
+        "a loss that takes the module may differentiate twice, and compile only once; set compile=False",
+    ),
+    Combination(
+        "a loss that takes the module, with activationCompression='int8' or 'fp8'",
+        lambda c: c.differentiates_twice and c.activation_compression in ("int8", "fp8"),
+        "a loss that takes the module may differentiate twice, but activationCompression "
+        "'{activation_compression}' rounds what second derivatives use; set activationCompression='bits'",
+    ),
+    Combination(
+        "a loss that takes the module, with sync=Zero(stage=3)",
+        lambda c: c.differentiates_twice and _is_zero3(c),
+        "a loss that takes the module may differentiate twice, but sync=Zero(stage=3) frees weights after "
+        "the first derivative; set sync=Zero(stage=2)",
+    ),
+    Combination(
+        "a loss that takes the module, with 'pipeline', 'sequence', 'expert' or sequence_parallel",
+        lambda c: c.differentiates_twice and _divides_passes(c),
+        "a loss that takes the module needs all layers and whole rows on each worker, but with "
+        "parallelism={parallelism} a worker has parts; give all workers to 'data', 'shard' and 'tensor'",
     ),
 )

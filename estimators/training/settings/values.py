@@ -11,6 +11,7 @@ from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import AllReduce, Sync
 from ringspark.estimators.training.batch_sizes import BatchSizes
+from ringspark.estimators.training.objective.losses import NETWORK_LOSS
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
 from ringspark.estimators.training.settings import (
     data,
@@ -150,6 +151,11 @@ class ConfigValues:
         # A user's constructor may hook parameters, seed, or keep tensors elsewhere.
         spec = ModelSpec.from_json(self.model)
         return spec.target in MODELS or spec.is_hugging_face
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether a loss may differentiate through the network."""
+        return NETWORK_LOSS in self.losses
 
     @property
     def start_weights(self) -> Pretrained | None:

@@ -1,0 +1,335 @@
+"""Losses that take the network: second derivatives equal plain torch's, or `fit` refuses the combination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_training import config_of, train_in_turn, weights_of
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ringspark.estimators import Mesh, Pipeline, Zero
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.check.data import check_network_losses
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.objective.losses import (
+    NETWORK_LOSS,
+    NetworkLoss,
+    name_loss,
+    resolve_loss,
+    sees_network,
+)
+from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.models import apply_activation_checkpoint
+from ringspark.models.tabpack import TabPack
+from ringspark.pipelines import ShardManifest
+
+ROWS, DIM, STEPS = 256, 4, 4
+TOLERANCE = 1e-6
+RATE = 0.05
+
+
+class Cubes(nn.Module):
+    """A network whose every layer has second derivatives, with blocks that can be recomputed and sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return x + self.down(torch.tanh(hidden) ** 3 + torch.relu(hidden) * hidden)
+
+
+def penalty(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Returns the squared error, and the gradient penalty of WGAN-GP at the inputs and at moved inputs."""
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    moved = (inputs[0] + 0.1).detach().requires_grad_()
+    (other,) = torch.autograd.grad(module(moved).float().sum(), moved, create_graph=True)
+    rows = (outputs[:, 0] - labels).square()
+    return rows + (slope.norm(dim=1) - 1).square() + other.square().sum(1)
+
+
+def train_plainly(columns: dict[str, Any], precision: str = "fp32") -> torch.Tensor:
+    """Trains by a plain torch loop on all rows per step; returns all weights."""
+    network = Cubes()
+    x, y = (torch.from_numpy(columns[name]) for name in "xy")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+    def call(inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            return network(inputs)
+
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    optimizer = torch.optim.SGD(network.parameters(), RATE)
+    for _ in range(STEPS):
+        own = x.clone().requires_grad_()
+        loss = penalty(call, (own,), call(own).float(), y).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return torch.cat([p.detach().flatten() for p in network.parameters()])
+
+
+@pytest.fixture
+def columns() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(ROWS, DIM)).astype("f4"), "y": rng.normal(size=ROWS).astype("f4")}
+
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def make_config(columns: dict[str, Any], make_shards: Any, tmp_path: Path) -> MakeConfig:
+    manifest = make_shards(columns)
+
+    def make(name: str = "run", **changes: Any) -> TrainConfig:
+        own = {"losses": (NETWORK_LOSS,), "optimizer": "sgd", "learning_rate": RATE, "batch_size": ROWS}
+        return config_of(manifest, tmp_path / name, **own | {"epochs": STEPS} | changes)
+
+    return make
+
+
+def _objects() -> UserObjects:
+    return UserObjects(module=Cubes(), losses=(penalty,))
+
+
+def _difference(result: Any, expected: torch.Tensor) -> float:
+    return float((weights_of(result, Cubes()) - expected).abs().max())
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing sqrt": {"gradient_checkpointing": "sqrt"},
+    "checkpointing all": {"gradient_checkpointing": "all"},
+    "offload": {"activation_offload": "disk"},
+    "bits": {"activation_compression": "bits"},
+    "accumulation": {"gradient_accumulation": 3},
+    "skip": {"on_non_finite": "skip"},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_gradient_penalty_trains_as_in_plain_torch(
+    name: str, make_config: MakeConfig, columns: Any
+) -> None:
+    result = train_here(make_config(**ALONE[name]), _objects())
+    difference = _difference(result, train_plainly(columns))
+    print(f"{name}: {difference:.1e}")
+    assert difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_train_as_plain_torch_under_autocast(
+    precision: str, make_config: MakeConfig, columns: Any
+) -> None:
+    result = train_here(make_config(precision=precision), _objects())
+    difference = _difference(result, train_plainly(columns, precision))
+    print(f"{precision}: {difference:.1e}")
+    assert result.steps == STEPS
+    assert difference <= TOLERANCE
+
+
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
+TENSOR = {"parallelism": Mesh(tensor=2, plan=PLAN)}
+GANGS: dict[str, dict[str, Any]] = {
+    "Zero 2, checkpointing": {"sync": Zero(stage=2), "gradient_checkpointing": "all"},
+    "tensor": TENSOR,
+}
+MORE_GANGS: dict[str, dict[str, Any]] = {
+    "all-reduce": {},
+    "Zero 1": {"sync": Zero(stage=1)},
+    "Zero 2": {"sync": Zero(stage=2)},
+    "tensor, checkpointing": TENSOR | {"gradient_checkpointing": "all"},
+    "tensor grid": {"parallelism": Mesh(tensor=2, plan={"blocks.*.up": ["grid", [2, 1]]})},
+}
+
+
+@pytest.mark.parametrize("gangs", [GANGS, pytest.param(MORE_GANGS, marks=pytest.mark.slow)])
+def test_a_gradient_penalty_trains_on_a_gang_as_in_plain_torch(
+    gangs: dict[str, dict[str, Any]], make_config: MakeConfig, columns: Any
+) -> None:
+    configs = {
+        name: make_config(name, num_workers=2, collective="torch", **own) for name, own in gangs.items()
+    }
+    results = train_in_turn(configs, _objects())
+    expected = train_plainly(columns)
+    differences = {name: _difference(result, expected) for name, result in results.items()}
+    print({name: f"{difference:.1e}" for name, difference in differences.items()})
+    assert max(differences.values()) <= TOLERANCE
+
+
+class Cube(nn.Module):
+    """Returns scale * x^3; a block of a chain, so that checkpointing recomputes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * x * x
+
+
+class Twin(nn.Module):
+    """Returns scale * x, and x only through a ReLU, whose output `bits` packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * (torch.relu(x) - torch.relu(-x))
+
+
+@pytest.mark.parametrize("policy", ["none", "all", 2])
+@pytest.mark.parametrize(("offload", "compression"), [("none", "none"), ("disk", "none"), ("none", "bits")])
+def test_the_second_derivative_of_a_cube_is_6x(policy: Any, offload: str, compression: str) -> None:
+    network = nn.Sequential(Twin(), Cube(), Twin()).train()
+    apply_activation_checkpoint(network, policy)
+    x = torch.linspace(-2, 2, 2048).requires_grad_()
+    hooks = saved_tensor_hooks(offload=offload, compression=compression, module=network, device=x.device)
+    with hooks:
+        y = network(x)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2)
+    torch.testing.assert_close(second, 6 * x.detach())
+
+
+def test_the_validation_loss_differentiates_too(columns: Any, make_shards: Any, tmp_path: Path) -> None:
+    held_out = np.arange(ROWS) % 4 == 0
+    manifest = make_shards(columns, validation=held_out)
+    config = config_of(
+        manifest, tmp_path / "run", losses=(NETWORK_LOSS,), optimizer="sgd", learning_rate=1e-12
+    )
+    found = train_here(replace(config, epochs=1), _objects()).history[0].validation_loss
+    x, y = (torch.from_numpy(columns[name][held_out]) for name in "xy")
+    network = Cubes().eval()
+    expected = penalty(network, (x.requires_grad_(),), network(x), y).mean()
+    assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+class Attends(nn.Module):
+    """Attention, whose fused kernels have no second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x.view(-1, DIM // 2, 2)).flatten(1))
+
+
+@pytest.mark.parametrize("policy", ["none", ("layer",)])
+def test_attention_is_differentiated_twice(policy: Any, make_config: MakeConfig, columns: Any) -> None:
+    config = make_config(gradient_checkpointing=policy, epochs=1)
+    found = weights_of(train_here(config, UserObjects(module=Attends(), losses=(penalty,))), Attends())
+    network = Attends()
+    x, y = (torch.from_numpy(columns[name]) for name in "xy")
+    with sdpa_kernel(SDPBackend.MATH):
+        penalty(network, (x.requires_grad_(),), network(x), y).mean().backward()
+    expected = torch.cat([(p - RATE * p.grad).detach().flatten() for p in network.parameters()])
+    assert float((found - expected).abs().max()) <= TOLERANCE
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class Once(Cubes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_Once.apply(x))
+
+
+def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeConfig) -> None:
+    config = make_config()
+    manifest = ShardManifest.load(config.shards_uri)
+    with pytest.raises(ValueError, match=r"fails with model Once: .* change the loss, or take layers"):
+        check_training(config, UserObjects(module=Once(), losses=(penalty,)), manifest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"compile": True}, "set compile=False"),
+        ({"activation_compression": "int8"}, "set activationCompression='bits'"),
+        ({"activation_compression": "fp8"}, "set activationCompression='bits'"),
+        ({"sync": Zero(stage=3)}, r"set sync=Zero\(stage=2\)"),
+        ({"parallelism": Mesh(pipeline=Pipeline(2))}, "give all workers to 'data'"),
+        ({"parallelism": Mesh(sequence=2)}, "give all workers to 'data'"),
+        ({"parallelism": Mesh(expert=2)}, "give all workers to 'data'"),
+        ({"parallelism": Mesh(tensor=2, sequence_parallel=True)}, "give all workers to 'data'"),
+    ],
+)
+def test_settings_with_one_derivative_are_refused(
+    changes: dict[str, Any], remedy: str, make_config: MakeConfig
+) -> None:
+    with pytest.raises(ValueError, match=f"a loss that takes the module .*; {remedy}"):
+        make_config(num_workers=2, collective="torch", **changes)
+
+
+def test_a_pack_scales_gradients_and_is_refused(make_config: MakeConfig) -> None:
+    pack = TabPack(edges=[[0.0, 1.0]], cardinalities=[], out_features=1, scale=3.0)
+    with pytest.raises(ValueError, match="model TabPack scales gradients"):
+        check_network_losses(make_config(), [], pack, None)  # type: ignore[arg-type]
+
+
+class PenaltyModule(nn.Module):
+    def forward(self, module: Any, inputs: Any, outputs: Any, labels: Any) -> torch.Tensor:
+        return penalty(module, inputs, outputs, labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sees"),
+    [
+        (penalty, True),
+        (PenaltyModule(), True),
+        (partial(lambda weight, module, inputs, outputs, labels: outputs, 2.0), True),
+        (lambda module, inputs, outputs, labels, weight=1.0: outputs, True),
+        (lambda output, label: output, False),
+        (lambda output, label, a=1, b=2: output, False),
+        (nn.MSELoss(), False),
+        ("mse", False),
+        (torch.sub, False),
+    ],
+)
+def test_the_signature_decides_what_a_loss_gets(loss: Any, sees: bool) -> None:
+    assert sees_network(loss) == sees
+    assert (name_loss(loss) == NETWORK_LOSS) == sees
+    assert isinstance(resolve_loss(loss), NetworkLoss) == sees
