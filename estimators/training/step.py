@@ -5,8 +5,7 @@ The memory planner calls the same code on fake tensors, so it counts what a trai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.compilation import skip_single_rows
 from ringspark.estimators.training.feed import Batch
@@ -27,6 +27,8 @@ from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
+
+CALLS = "ringspark.extras.network_losses.calls:calls_in"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,8 @@ def compute_losses(
         )
     # fp32 outside autocast, because a mean over many rows would lose digits in 16 bits.
     outputs = tuple(output.float() for output in outputs)
-    with _calls_in(network, config.precision if criterion.sees_network else "fp32", recipe.device):
+    calls = load_object(CALLS)(network, config.precision, recipe.device) if criterion.sees_network else None
+    with calls or nullcontext():
         rows = criterion.rows(outputs, batch.labels, network, batch.inputs)
     if batch.weight is not None:
         rows = rows * batch.weight[:, None]
@@ -126,23 +129,6 @@ def compute_losses(
     if reports.losses:
         losses = losses + sum_layer_losses(recipe, reports, batch)
     return losses, result
-
-
-@contextmanager
-def _calls_in(network: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
-    """Makes a loss's own calls of the network compute in `precision`, and the rest of the loss in fp32."""
-    if precision == "fp32":
-        yield
-        return
-    own = vars(network).get("forward")
-    network.forward = autocast(precision, device)(network.forward)  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        if own is None:
-            del network.forward
-        else:
-            network.forward = own
 
 
 def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:

@@ -324,7 +324,7 @@ GROUPS: dict[str, list[Choice]] = {
     "batch sizes": [NONE, Choice("batchSizeSchedule", {"batchSizeSchedule": {2: 24}})],
     "callbacks": [NONE, Choice("callback", {}, "equal")],
     "weights": [NONE, Choice("weightCol", {"weightCol": "weight"})],
-    "loss": [Choice("of the label"), Choice("of the module", {"loss": penalize_slopes})],
+    "loss": [Choice("of the label"), Choice("of the module", {"loss": penalize_slopes}, extras=True)],
 }
 
 # A combination has one choice per group.

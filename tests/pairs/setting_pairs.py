@@ -174,8 +174,8 @@ REFUSED = _rules(
     ("compile: compile", "training step: own", "runs its own forward and backward passes"),
     ("non-finite: skip|rollback", "training step: own", "trainingStep may have taken the step of one"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
-    ("loss: of the module", "compile: compile", "may differentiate twice, and compile only once"),
-    ("loss: of the module", "activations: int8|fp8", "rounds what second derivatives use"),
+    ("loss: of the module", "compile: compile", "may differentiate twice, which compile cannot"),
+    ("loss: of the module", "activations: int8|fp8", "activationCompression 'int8' and 'fp8' round"),
     ("loss: of the module", "sync: Zero 3", "frees weights after the first derivative"),
     (
         "loss: of the module",

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
 
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape
-from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import find_ignored_label
-from ringspark.estimators.training.member_choice import Pack
-from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
-from ringspark.estimators.training.objective.losses import NetworkLoss, resolve_loss
-from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.objective.losses import resolve_loss, sees_network
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.training.step import Recipe, forward
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import MASK, check_masks
 from ringspark.pipelines.kinds import Scalar
 
-_CPU = torch.device("cpu")
 # Loss -> why it cannot be used: its targets are no class numbers, or its inputs are no logits.
 NOT_FOR_CLASSES = {
     "BCELoss": "takes probabilities, but TorchClassifier's networks give logits",
@@ -45,37 +37,16 @@ def check_losses(
         name = head.loss_name
         if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
-        if head.is_per_member or isinstance(loss := resolve_loss(head.loss), NetworkLoss):
+        if head.is_per_member or sees_network(head.loss):
             continue  # its loss takes outputs of training mode, and these are of evaluation mode
         try:
-            loss(output.float(), labels)
+            resolve_loss(head.loss)(output.float(), labels)
         except Exception as error:
             given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
             raise ValueError(
                 f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}; set another loss, "
                 "or match the model's output to the label"
             ) from error
-
-
-def check_network_losses(config: TrainConfig, heads: Sequence[Head], module: nn.Module, batch: Batch) -> None:
-    """Differentiates the losses that see the network once, to raise their errors before the gang starts."""
-    name = type(module).__name__
-    if isinstance(module, Pack):
-        raise ValueError(
-            f"model {name} scales gradients, which a loss that takes the module may use; give another model"
-        )
-    config = replace(config, precision="fp32")
-    recipe = Recipe(config=config, criterion=Criterion(heads), scaler=LossScaler("fp32", _CPU), device=_CPU)
-    try:
-        losses, _ = forward(recipe, module, module, batch, keeps_outputs=False)
-        with recipe.criterion.differentiable():
-            losses.sum().backward()  # type: ignore[no-untyped-call]
-        module.zero_grad()
-    except Exception as error:
-        raise ValueError(
-            f"a loss that takes the module fails with model {name}: {type(error).__name__}: {error}; change "
-            "the loss, or take layers that torch can differentiate twice"
-        ) from error
 
 
 def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:

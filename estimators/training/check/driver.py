@@ -34,7 +34,6 @@ from ringspark.estimators.training.check.data import (
     check_classes,
     check_columns,
     check_losses,
-    check_network_losses,
     check_regression,
 )
 from ringspark.estimators.training.check.mesh import check_mesh
@@ -74,6 +73,8 @@ _log = logging.getLogger(__name__)
 
 # The training warns if the initial weights keep a larger share than this in the final average.
 MAX_INITIAL_SHARE = 0.5
+
+CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
 
 # Splits with history entries, in the order in which `monitor` prefers them.
 _SPLITS: tuple[Split, ...] = ("validation", "train")
@@ -173,7 +174,8 @@ def check_training(
     if config.training_step is None:
         check_losses(config.task, heads, outputs, labels)
     if config.differentiates_twice:
-        check_network_losses(config, heads, module, Batch(inputs=inputs, labels=labels, weight=None))
+        batch = Batch(inputs=inputs, labels=labels, weight=None)
+        load_object(CHECK_NETWORK_LOSSES)(config, heads, module, batch)
     own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
     config = replace(config, monitor=monitor, own_metrics=own)
     tried = {metric.name: (objects.metrics[metric.name], metric.per_row) for metric in own}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,22 +104,19 @@ class Criterion:
             yield
 
     def rows(
-        self,
-        outputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
-        network: nn.Module | None = None,
-        inputs: tuple[torch.Tensor, ...] = (),
+        self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], *network: Any
     ) -> torch.Tensor:
         """Returns the value of each loss per row, (batch, num_losses), before loss weights.
 
-        A `NetworkLoss` gets `network` and the `inputs` that made the outputs.
+        A `NetworkLoss` also gets `network`: the module and its inputs.
         """
-        more = [(network, inputs) if isinstance(loss, NetworkLoss) else () for loss in self._losses]
         kind = outputs[0].device.type
         is_on = torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False) if is_on else nullcontext():
-            given = zip(self._losses, outputs, labels, more, strict=True)
-            columns = [loss(output, label, *own) for loss, output, label, own in given]
+            columns = [
+                loss(*pair, *network) if isinstance(loss, NetworkLoss) else loss(*pair)
+                for loss, *pair in zip(self._losses, outputs, labels, strict=True)
+            ]
         return columns[0].unsqueeze(1) if len(columns) == 1 else torch.stack(columns, dim=1)
 
     def row_weights(self, labels: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 A loss maps (output, label) to one value per row, (batch,). The sum of the values divided by the sum of the
 rows' weights (`criterion.row_weights`), over the GLOBAL batch, equals the torch loss with reduction='mean',
-also with class weights and ignored positions. A `NetworkLoss` also gets the network and its inputs.
+also with class weights and ignored positions.
 """
 
 from __future__ import annotations
@@ -185,10 +185,7 @@ class CallableLoss:
 
 
 class NetworkLoss(CallableLoss):
-    """A user's callable or module (module, inputs, output, label) -> one value per row.
-
-    It is called with `(output, label, module, inputs)`, and may differentiate through the network.
-    """
+    """A user's (module, inputs, output, label) -> (rows,); is called with the label before the module."""
 
 
 def sees_network(loss: object) -> bool:

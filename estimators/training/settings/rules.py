@@ -439,15 +439,10 @@ COMBINATIONS: tuple[Combination, ...] = (
         "passes run at once; set both to 'none', or use 'tensor', 'sequence' or 'expert'",
     ),
     Combination(
-        "a loss that takes the module, with compile",
-        lambda c: c.differentiates_twice and bool(c.compile),
-        "a loss that takes the module may differentiate twice, and compile only once; set compile=False",
-    ),
-    Combination(
-        "a loss that takes the module, with activationCompression='int8' or 'fp8'",
-        lambda c: c.differentiates_twice and c.activation_compression in ("int8", "fp8"),
-        "a loss that takes the module may differentiate twice, but activationCompression "
-        "'{activation_compression}' rounds what second derivatives use; set activationCompression='bits'",
+        "a loss that takes the module, with compile, or activationCompression='int8' or 'fp8'",
+        lambda c: c.differentiates_twice and (bool(c.compile) or c.activation_compression in ("int8", "fp8")),
+        "a loss that takes the module may differentiate twice, which compile cannot, and "
+        "activationCompression 'int8' and 'fp8' round; set compile=False and activationCompression='bits'",
     ),
     Combination(
         "a loss that takes the module, with sync=Zero(stage=3)",

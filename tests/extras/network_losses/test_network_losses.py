@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringspark.estimators import Mesh, Pipeline, Zero
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.check.data import check_network_losses
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.losses import (
     NETWORK_LOSS,
@@ -30,6 +29,7 @@ from ringspark.estimators.training.objective.losses import (
 )
 from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.network_losses.check import check_network_losses
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.tabpack import TabPack
 from ringspark.pipelines import ShardManifest
@@ -287,9 +287,9 @@ def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeC
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"compile": True}, "set compile=False"),
-        ({"activation_compression": "int8"}, "set activationCompression='bits'"),
-        ({"activation_compression": "fp8"}, "set activationCompression='bits'"),
+        ({"compile": True}, "set compile=False and activationCompression="),
+        ({"activation_compression": "int8"}, "set compile=False and activationCompression="),
+        ({"activation_compression": "fp8"}, "set compile=False and activationCompression="),
         ({"sync": Zero(stage=3)}, r"set sync=Zero\(stage=2\)"),
         ({"parallelism": Mesh(pipeline=Pipeline(2))}, "give all workers to 'data'"),
         ({"parallelism": Mesh(sequence=2)}, "give all workers to 'data'"),

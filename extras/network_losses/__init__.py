@@ -1,0 +1,1 @@
+"""Losses that take the network, and may differentiate through it again."""

@@ -1,0 +1,31 @@
+"""Calls of the network by a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ringspark.estimators.training.precision import autocast
+
+
+@contextmanager
+def calls_in(network: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
+    """Makes a loss's own calls of the network compute in `precision`, and the rest of the loss in fp32.
+
+    Inner gradients must be computed outside of autocast, which would also round layers that stay in fp32.
+    """
+    if precision == "fp32":
+        yield
+        return
+    own = vars(network).get("forward")
+    network.forward = autocast(precision, device)(network.forward)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        if own is None:
+            del network.forward
+        else:
+            network.forward = own
