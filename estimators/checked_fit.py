@@ -97,6 +97,10 @@ class CheckedFit:
     @classmethod
     def of_shards(cls, estimator: Any, spark: SparkSession, uri: str) -> tuple[CheckedFit, ShardManifest]:
         run_uri = estimator._run_uri(spark)
+        if estimator.getTeacher() is not None:
+            raise ValueError(
+                "fitOnShards has rows without the outputs of teacher; call fit, or unset teacher"
+            )
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._check_precision()
@@ -181,7 +185,7 @@ def _find_columns(
     labels = tuple(find_field(name, param, schema, exact).name for name in config.label_columns)
     weight = weight and find_field(weight, "weightCol", schema, exact).name
     config = replace(config, input_columns=inputs, label_columns=labels, weight_column=weight)
-    names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight])]))
+    names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight, config.teacher_column])]))
     check_masks(names)
     if useless := kinds.keys() - {*sources, *labels}:
         raise ValueError(

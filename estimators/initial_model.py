@@ -39,7 +39,7 @@ def with_initial_model(estimator: Any) -> Any:
         return estimator
     if estimator.getPretrained() is not None:
         raise ValueError("initialModel and pretrained both set the initial weights; leave one of them unset")
-    model = _load(estimator._model_class, given) if isinstance(given, str) else given
+    model = load_model(estimator._model_class, given, "initialModel") if isinstance(given, str) else given
     if not isinstance(model, estimator._model_class):
         raise ValueError(
             f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, got a "
@@ -156,7 +156,7 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
             )
 
 
-def _load(cls: type[TorchModel], path: str) -> TorchModel:
+def load_model(cls: type[TorchModel], path: str, setting: str) -> TorchModel:
     """Loads a saved model, or the last stage of a saved PipelineModel, which jobs write."""
     stages = storage.join(meaning_of(path), "stages")
     names = [name for name in storage.list_names(stages) if name.partition("_")[0].isdecimal()]
@@ -164,7 +164,7 @@ def _load(cls: type[TorchModel], path: str) -> TorchModel:
     try:
         return cls.load(path if last is None else storage.join(stages, last))
     except ValueError as error:
-        raise ValueError(f"initialModel: {error}") from error
+        raise ValueError(f"{setting}: {error}") from error
 
 
 def _take_label(estimator: Any, model: TorchModel) -> None:

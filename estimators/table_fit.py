@@ -27,6 +27,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
 from ringspark.estimators.initial_model import table_plan, with_initial_model
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
@@ -39,6 +40,7 @@ from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
 TABLE_COLUMN = "__ringspark_table"
 """Name of the struct with the table's columns."""
 
+ADD_TEACHER = "ringspark.extras.distillation.teacher:add_teacher"
 # Networks that take the numbers and ids of a table; the first one is the default.
 _NETWORKS = ("tabpack", "tabm")
 _MAX_CLASSES = 1_000
@@ -120,8 +122,13 @@ def prepare_fit(
     """Makes the network for a table, and holds out the newest rows for `timeCol`.
 
     `plans` holds the plans of fits on the same DataFrame, and `search_uri` is the folder of a search, which
-    may have a plan. Runs a few Spark jobs, and raises like `fit`.
+    may have a plan. With a teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
     """
+    fit = _prepare(estimator, dataset, plans, search_uri)
+    return fit if estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
+
+
+def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     check_frame(dataset, f"{type(estimator).__name__}.fit")
     estimator = with_initial_model(estimator)
     if wants_table(estimator):

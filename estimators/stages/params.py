@@ -65,6 +65,9 @@ class _TrainingParams(
     pretrained, getPretrained, setPretrained = declared(network.PRETRAINED)
     initialModel, getInitialModel, setInitialModel = declared(network.INITIAL_MODEL)
     initialState, getInitialState, setInitialState = declared(network.INITIAL_STATE)
+    teacher, getTeacher, setTeacher = declared(network.TEACHER)
+    temperature, getTemperature, setTemperature = declared(network.TEMPERATURE)
+    alpha, getAlpha, setAlpha = declared(network.ALPHA)
     emaDecay, getEmaDecay, setEmaDecay = declared(network.EMA_DECAY)
 
     columns, setColumns = param_of(data.COLUMNS), setter(data.COLUMNS)

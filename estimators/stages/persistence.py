@@ -33,7 +33,7 @@ from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, save_program, save_start
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
 from ringspark.estimators.stages.storage_root import find_session
-from ringspark.estimators.training.settings.network import INITIAL_MODEL
+from ringspark.estimators.training.settings.network import INITIAL_MODEL, TEACHER
 from ringspark.models import ModelSpec
 from ringspark.models.descriptions import describe_network
 from ringspark.models.meta_device import copy_to_meta
@@ -125,10 +125,10 @@ class StageWriter(MLWriter):
         for param, value in self._stage._paramMap.items():
             if param.name in EARLIER:  # `sync` has its value
                 continue
-            if param.name == INITIAL_MODEL.name and not isinstance(value, str):
+            if param.name in (INITIAL_MODEL.name, TEACHER.name) and not isinstance(value, str):
                 raise ValueError(
-                    f"initialModel of {self._stage.uid} is a model in memory; save that model, and set "
-                    "initialModel to its path before you save this stage"
+                    f"{param.name} of {self._stage.uid} is a model in memory; save that model, and set "
+                    f"{param.name} to its path before you save this stage"
                 )
             if isinstance(value, Options):
                 plain[param.name] = value.to_values()

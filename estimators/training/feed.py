@@ -32,12 +32,14 @@ class Batch:
             of varying length.
         labels: One tensor per output of the network, each (rows, ...).
         weight: Row weights, (rows,) fp32; None if every row has weight 1.
+        teacher: Outputs of the teacher, (rows,) or (rows, width); None without distillation.
     """
 
     inputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     weight: torch.Tensor | None
     layout: InputLayout = ()
+    teacher: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -49,7 +51,10 @@ class Batch:
         if parts == 1:
             return [self]
         labels = [torch.tensor_split(t, parts) for t in self.labels]
-        weights = torch.tensor_split(self.weight, parts) if self.weight is not None else [None] * parts
+        weights, teachers = (
+            [None] * parts if values is None else torch.tensor_split(values, parts)
+            for values in (self.weight, self.teacher)
+        )
         inputs: Sequence[Sequence[torch.Tensor]]
         if self.layout:
             ends = pairwise([0, *accumulate(len(part) for part in labels[0])])
@@ -62,6 +67,7 @@ class Batch:
                 labels=tuple(t[i] for t in labels),
                 weight=weights[i],
                 layout=self.layout,
+                teacher=teachers[i],
             )
             for i in range(parts)
         ]
@@ -146,9 +152,11 @@ def to_batch(
     weight = None
     if config.weight_column is not None:
         weight = to_tensor(columns[config.weight_column].astype(np.float32), device)
+    teacher = config.teacher_column
     return Batch(
         inputs=tuple(given(number, name) for number, name in enumerate(config.input_columns)),
         labels=tuple(label(name) for name in config.label_columns),
         weight=weight,
         layout=layout,
+        teacher=None if teacher is None else to_tensor(columns[teacher], device),
     )

@@ -29,6 +29,7 @@ from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
 
 CALLS = "ringspark.extras.network_losses.calls:calls_in"
+DISTIL = "ringspark.extras.distillation.distance:distil"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,10 @@ def compute_losses(
     calls = load_object(CALLS)(network, config.precision, recipe.device) if criterion.sees_network else None
     with calls or nullcontext():
         rows = criterion.rows(outputs, batch.labels, network, batch.inputs)
+    if batch.teacher is not None and network.training:
+        rows = load_object(DISTIL)(
+            config, rows, outputs[0], batch.teacher, criterion.row_weights(batch.labels)
+        )
     if batch.weight is not None:
         rows = rows * batch.weight[:, None]
     losses = rows.sum(0)

@@ -75,6 +75,7 @@ _log = logging.getLogger(__name__)
 MAX_INITIAL_SHARE = 0.5
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
+CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
 
 # Splits with history entries, in the order in which `monitor` prefers them.
 _SPLITS: tuple[Split, ...] = ("validation", "train")
@@ -171,6 +172,8 @@ def check_training(
         check_classes(heads[0], manifest, type(module).__name__, shapes[0])
     elif config.task == "regression":
         check_regression(heads[0], manifest, type(module).__name__, shapes[0])
+    if config.teacher_column is not None:
+        load_object(CHECK_TEACHER)(config, objects, manifest, shapes[0])
     if config.training_step is None:
         check_losses(config.task, heads, outputs, labels)
     if config.differentiates_twice:

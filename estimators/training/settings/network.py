@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ringspark.estimators.options.base import ValueRange, one_of
+from ringspark.estimators.options.base import ValueRange, above_0_and_finite, one_of
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.training.objective.losses import check_loss_name
 from ringspark.estimators.training.objective.own_metrics import name_metrics
@@ -66,15 +66,18 @@ def _transform(setting: str) -> Callable[[Any], Any]:
     return convert
 
 
-def _initial_model(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_secrets(value)
-    if hasattr(value, "numFeatures") and hasattr(value, "_trained"):
-        return value
-    raise TypeError(
-        f"initialModel must be a fitted model or the path of a saved one, got {type(value).__name__}; of a "
-        "PipelineModel give the fitted stage, such as model.stages[-1]"
-    )
+def _fitted_model(setting: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, str):
+            return without_secrets(value)
+        if hasattr(value, "numFeatures") and hasattr(value, "_trained"):
+            return value
+        raise TypeError(
+            f"{setting} must be a fitted model or the path of a saved one, got {type(value).__name__}; of a "
+            "PipelineModel give the fitted stage, such as model.stages[-1]"
+        )
+
+    return convert
 
 
 def _patterns(value: Any) -> list[str]:
@@ -145,7 +148,7 @@ PRETRAINED = Setting[Pretrained | None](
 INITIAL_MODEL = Setting[Any](
     name="initialModel",
     words="fitted model or path of a saved one; fit starts from its weights, vocabularies and classes",
-    convert=_initial_model,
+    convert=_fitted_model("initialModel"),
 )
 INITIAL_STATE = Setting[InitialState](
     name="initialState",
@@ -153,6 +156,27 @@ INITIAL_STATE = Setting[InitialState](
     default="weights",
     accepts=one_of(get_args(InitialState)),
     without_effect=(lambda given: given["initialModel"] is None, "initialModel is not set"),
+)
+TEACHER = Setting[Any](
+    name="teacher",
+    words="fitted model or path of a saved one, whose outputs the training also imitates (distillation)",
+    convert=_fitted_model("teacher"),
+)
+TEMPERATURE = Setting(
+    name="temperature",
+    field="temperature",
+    words="divisor of the logits of teacher and network when they are compared",
+    default=2.0,
+    accepts=above_0_and_finite(),
+    without_effect=(lambda given: given["teacher"] is None, "teacher is not set"),
+)
+ALPHA = Setting(
+    name="alpha",
+    field="alpha",
+    words="weight of the distance from the teacher; the loss of the label has 1 - alpha",
+    default=0.5,
+    accepts=ValueRange(lambda alpha: 0 <= alpha <= 1, lambda: "must lie between 0 and 1"),
+    without_effect=(lambda given: given["teacher"] is None, "teacher is not set"),
 )
 EMA_DECAY = Setting[float | None](
     name="emaDecay",

@@ -51,6 +51,7 @@ class ConfigValues:
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
         initial_weights: Folder with the weights of `initialModel`.
         initial_training_state: Checkpoint with the optimizer state of `initialModel`, if the fit takes it.
+        teacher_column: Column of the teacher's outputs, which `fit` adds to the rows.
         pause_after: Epoch after which the training ends with a checkpoint, in a population search.
         pause_after_step: Step within an epoch after which the training ends, if a checkpoint is due there.
     """
@@ -79,6 +80,9 @@ class ConfigValues:
     initial_weights: str | None = None
     initial_training_state: str | None = None
     ema_decay: float | None = network.EMA_DECAY.default
+    teacher_column: str | None = None
+    temperature: float = network.TEMPERATURE.default
+    alpha: float = network.ALPHA.default
     metrics: tuple[str, ...] = tuple(network.METRICS.default)
     own_metrics: tuple[OwnMetric, ...] = ()
     output_widths: tuple[int, ...] = ()
@@ -128,8 +132,8 @@ class ConfigValues:
 
     @property
     def columns(self) -> list[str]:
-        weights = [] if self.weight_column is None else [self.weight_column]
-        return [*self.input_columns, *self.label_columns, *weights]
+        others = filter(None, (self.weight_column, self.teacher_column))
+        return [*self.input_columns, *self.label_columns, *others]
 
     @property
     def axes(self) -> dict[str, int]:

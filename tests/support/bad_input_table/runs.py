@@ -45,6 +45,8 @@ RUNS = [
       "has finished without keepTrainingState=True", "set initialModel to its model", RunRefusedError),
     R("initialModel: no model", lambda p: p.fit(initialModel=3),
       "fitted model or the path", "give the fitted", TypeError),
+    R("teacher: no model", lambda p: p.fit(teacher=3),
+      "teacher must be a fitted model or the path", "give the fitted", TypeError),
     R("initialModel: no such path", lambda p: p.fit(initialModel=p.prepared()),
       "initialModel: .* holds no saved TorchClassificationModel", "give the folder that save.. wrote"),
     R("resume: other batches later on", lambda p: go_on(p, "run", epochs=2, batchSizeSchedule={2: 9}),

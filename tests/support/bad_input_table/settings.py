@@ -128,6 +128,7 @@ SETTINGS = [
     R("fit: number as a choice", lambda p: p.fit(precision=16),
       "precision must be 'fp32', 'bf16' or 'fp16'", "got 16", TypeError),
     R("fit: no epoch", lambda p: p.fit(epochs=0), "epochs must be", "at least 1, got 0"),
+    R("fit: all of the loss and more", lambda p: p.fit(alpha=1.5), "alpha must", "between 0 and 1"),
     R("fit: negative rate", lambda p: p.fit(learningRate=-1.0), "learningRate must be", "above 0 and finite"),
     R("fit: too many workers", lambda p: p.fit(numWorkers=999, batchSize=4096),
       r"numWorkers \(999\)", "lower numW"),

@@ -1,0 +1,67 @@
+"""The distance of a network's outputs from its teacher's outputs, per row."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ringspark.estimators.training.settings.config import TrainConfig
+
+_OF_CLASSES = ("cross_entropy", "bce_with_logits", "CrossEntropyLoss", "BCEWithLogitsLoss")
+
+
+def distil(
+    config: TrainConfig,
+    rows: torch.Tensor,
+    outputs: torch.Tensor,
+    teacher: torch.Tensor,
+    row_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns alpha * distance + (1 - alpha) * the label's loss, (batch, 1).
+
+    Args:
+        rows: The label's loss of each row, (batch, 1).
+        outputs: (batch,), (batch, width), or (batch, members, width) of an ensemble in training.
+        teacher: The teacher's outputs, (batch,) or (batch, width).
+        row_weights: Weight of each row in the divisor, (batch, 1): 0 if the label is ignored. None: 1.
+    """
+    is_classes = config.task == "classification" or config.losses[0].startswith(_OF_CLASSES)
+    if is_classes:
+        distance = class_distance(outputs, teacher, config.temperature)
+    else:
+        distance = squared_distance(outputs, teacher)
+    if row_weights is not None:
+        distance = distance * row_weights[:, 0]
+    return config.alpha * distance[:, None] + (1 - config.alpha) * rows
+
+
+def class_distance(outputs: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Returns temperature^2 * KL(teacher || network) of the softened class probabilities, (batch,).
+
+    The factor keeps the size of the gradients when the temperature changes. For an ensemble, it is the mean
+    of the members' distances.
+    """
+    ours, theirs = (_log_probabilities(logits, temperature) for logits in (outputs, teacher))
+    if ours.dim() > theirs.dim():
+        theirs = theirs.unsqueeze(1).expand_as(ours)
+    found = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    return temperature**2 * found.flatten(1).mean(1) if found.dim() > 1 else temperature**2 * found
+
+
+def squared_distance(outputs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Returns the mean squared difference of each row, (batch,)."""
+    theirs = teacher.reshape(len(teacher), -1)  # (batch, width)
+    if outputs.dim() == 3:  # of an ensemble
+        theirs = theirs.unsqueeze(1)
+    else:
+        outputs = outputs.reshape(len(outputs), -1)
+    return (outputs - theirs).square().flatten(1).mean(1)
+
+
+def _log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = logits.float()
+    if logits.dim() == 1:
+        logits = logits.unsqueeze(1)
+    if logits.shape[-1] == 1:  # log odds z equal the two logits (0, z)
+        logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
+    return functional.log_softmax(logits / temperature, dim=-1)

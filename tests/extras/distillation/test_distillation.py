@@ -1,0 +1,164 @@
+"""Whole fits with a teacher: what the network imitates, what the history shows, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
+from ringspark.models import ModelSpec
+from ringspark.pipelines import write_shards
+
+pytestmark = pytest.mark.spark
+
+
+def _network(width: int = 3) -> ModelSpec:
+    return ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": width})
+
+
+@pytest.fixture(scope="module")
+def rows(spark: Any) -> Any:
+    """Rows with strings as classes, class numbers, and a value."""
+    frame = spark.range(0, 96, 1, 2).selectExpr(
+        "array(sin(id), cos(id)) as features", "cast(id % 3 as int) as number", "sin(2 * id) as value"
+    )
+    return frame.selectExpr("*", "concat('class ', number) as name")
+
+
+def _estimator(kind: Any, root: Path, label: str, **changes: Any) -> Any:
+    own = {"model": _network(1 if label == "value" else 3), "batchSize": 32, "labelCol": label}
+    return kind(**own, storageUri=str(root), showProgress=False, **changes)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distillation")
+
+
+@pytest.fixture(scope="module")
+def teacher(rows: Any, root: Path) -> Any:
+    return _estimator(TorchClassifier, root, "name", epochs=2, learningRate=0.05).fit(rows)
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = model.module().state_dict()
+    return found
+
+
+def test_a_network_that_equals_its_teacher_stays_as_it_is(rows: Any, teacher: Any, root: Path) -> None:
+    start = {"initialModel": teacher, "optimizer": "sgd", "learningRate": 1.0, "validationFraction": 0.25}
+    student = _estimator(TorchClassifier, root, "name", teacher=teacher, alpha=1.0, **start).fit(rows)
+    before, after = _weights(teacher), _weights(student)
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-6
+    record = student.summary.epochs[0]
+    assert record.train_loss == pytest.approx(0.0, abs=1e-6)
+    # The held-out loss is the label's alone.
+    assert record.validation_loss > 0.5
+    assert student.labels == teacher.labels == ["class 0", "class 1", "class 2"]
+    assert [c for c in student.transform(rows).columns if c.startswith("__ringspark")] == []
+
+
+def test_alpha_0_trains_as_without_a_teacher(rows: Any, teacher: Any, root: Path) -> None:
+    fits = [{}, {"teacher": teacher, "alpha": 0.0}, {"teacher": teacher, "alpha": 0.5}]
+    alone, ignoring, following = (
+        _weights(_estimator(TorchClassifier, root, "name", **own).fit(rows)) for own in fits
+    )
+    assert all(torch.equal(alone[name], ignoring[name]) for name in alone)
+    assert not all(torch.equal(alone[name], following[name]) for name in alone)
+
+
+def test_teachers_of_one_fit_multiple_keep_apart(rows: Any, teacher: Any, root: Path) -> None:
+    other = _estimator(TorchClassifier, root, "name", epochs=1, seed=5).fit(rows)
+    estimator = _estimator(TorchClassifier, root, "name", alpha=1.0, optimizer="sgd", learningRate=1.0)
+    maps = [{estimator.teacher: model, estimator.initialModel: model} for model in (teacher, other)]
+    found = dict(estimator.fitMultiple(rows, maps))
+    assert [found[i].summary.epochs[0].train_loss for i in range(2)] == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
+def test_a_saved_estimator_has_the_path_of_its_teacher(rows: Any, teacher: Any, root: Path) -> None:
+    path = str(root / "teacher")
+    teacher.write().overwrite().save(path)
+    estimator = _estimator(TorchClassifier, root, "name", teacher=path, temperature=4.0, alpha=0.25)
+    estimator.save(str(root / "student"))
+    loaded = TorchClassifier.load(str(root / "student"))
+    assert (loaded.getTeacher(), loaded.getTemperature(), loaded.getAlpha()) == (path, 4.0, 0.25)
+    model = loaded.fit(rows)
+    model.save(str(root / "fitted"))
+    assert model.hasSummary
+    with pytest.raises(ValueError, match=r"teacher of .* is a model in memory; save that model"):
+        estimator.setTeacher(teacher).save(str(root / "other"))
+
+
+def test_cross_validation_passes_the_teacher_on(rows: Any, teacher: Any, root: Path) -> None:
+    def fit(**changes: Any) -> list[float]:
+        estimator = _estimator(TorchClassifier, root, "number", learningRate=0.05, **changes)
+        grid = ParamGridBuilder().addGrid(estimator.alpha, [1.0]).build()
+        judge = MulticlassClassificationEvaluator(labelCol="number", metricName="logLoss")
+        found: list[float] = (
+            CrossValidator(estimator=estimator, estimatorParamMaps=grid, evaluator=judge, numFolds=2, seed=1)
+            .fit(rows)
+            .avgMetrics
+        )
+        return found
+
+    numbers = _estimator(TorchClassifier, root, "number", epochs=3, learningRate=0.05).fit(rows)
+    with pytest.warns(UserWarning, match="alpha has no effect"):
+        alone = fit()
+    assert fit(teacher=numbers) != alone
+
+
+def test_a_regression_imitates_values(rows: Any, root: Path) -> None:
+    first = _estimator(TorchRegressor, root, "value", epochs=1, learningRate=0.05).fit(rows)
+    start = {"initialModel": first, "optimizer": "sgd", "learningRate": 1.0}
+    student = _estimator(TorchRegressor, root, "value", teacher=first, alpha=1.0, **start).fit(rows)
+    assert student.summary.epochs[0].train_loss == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_a_pack_for_a_table_teaches_a_smaller_one(rows: Any, root: Path) -> None:
+    table = rows.select("features", "name")
+    shared = {
+        "labelCol": "name",
+        "epochs": 2,
+        "storageUri": str(root),
+        "showProgress": False,
+        "numWorkers": 2,
+    }
+    teacher = TorchClassifier(**shared).fit(table)
+    spec = ModelSpec("tabpack", {"rates": [1.0], "dropouts": [0.1], "width": 16})
+    student = TorchClassifier(**shared, model=spec, teacher=teacher, alpha=0.9).fit(table)
+    assert student.labels == teacher.labels
+    assert student.getModel().kwargs["cardinalities"] == teacher.getModel().kwargs["cardinalities"]
+    assert student.transform(table).count() == 96
+
+
+def test_other_teachers_are_refused(rows: Any, teacher: Any, root: Path) -> None:
+    def refuse(match: str, kind: Any, label: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            _estimator(kind, root, label, teacher=teacher).fit(rows)
+
+    refuse("teacher of TorchRegressor must be a TorchRegressionModel", TorchRegressor, "value")
+    refuse("classes of numbers, but teacher was fitted on strings", TorchClassifier, "number")
+    other = _estimator(TorchClassifier, root, "name", teacher=teacher).setModel(_network(4))
+    with pytest.raises(ValueError, match="teacher has 3 outputs per row, but the network has 4; fit"):
+        other.fit(rows)
+    with pytest.raises(ValueError, match="train rows with strings that are no class of teacher; fit"):
+        _estimator(TorchClassifier, root, "name", teacher=teacher).fit(
+            rows.selectExpr("features", "if(number = 0, 'other', name) as name")
+        )
+    several = _estimator(TorchEstimator, root, "number", loss="cross_entropy").fit(rows)
+    pair = TorchEstimator(model=_network(), labelCols=["value", "number"], teacher=several)
+    with pytest.raises(ValueError, match="teacher works with one label, got labelCols"):
+        pair.fit(rows)
+
+
+def test_shards_that_exist_are_refused(rows: Any, teacher: Any, root: Path) -> None:
+    manifest = write_shards(rows.select("features", "number"), str(root / "shards"))
+    estimator = _estimator(TorchClassifier, root, "number", teacher=teacher)
+    with pytest.raises(ValueError, match="fitOnShards has rows without the outputs of teacher; call fit"):
+        estimator.fitOnShards(manifest.uri)
