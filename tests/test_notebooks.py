@@ -110,6 +110,14 @@ def check_training_steps(names: dict[str, Any], printed: str) -> None:
     assert f"modes covered: {names['covered']} of 8" in printed
 
 
+def check_policy_gradient(names: dict[str, Any], printed: str) -> None:
+    # A random policy balances the pole for about 20 steps.
+    assert names["history"][0] < 50
+    assert names["tested"] >= names["SOLVED"]
+    assert f"mean return of 32 new episodes: {names['tested']:.1f} of 500" in printed
+    assert "both workers have the same weights: True" in printed
+
+
 def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
     """Returns the log loss of the predictions, and of a constant prediction: the late share of the training
     rows.
@@ -135,6 +143,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "07_learning": check_learning,
     "08_faults": check_faults,
     "09_training_steps": check_training_steps,
+    "13_policy_gradient": check_policy_gradient,
 }
 
 
