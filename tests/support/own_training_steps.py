@@ -5,11 +5,15 @@ They are pickled by value, so this file holds nothing else.
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from ringspark.estimators import Callback, TrainingState
 
 
 class Gan(nn.Module):
@@ -108,3 +112,17 @@ def ring_step(step: Any) -> None:
         penalty = (slope.norm(dim=1) - 1).square()
         step.minimize(step.mean(penalty - (gan.critic(real) - gan.critic(fake))[:, 0]), "critic")
     step.minimize(step.mean(-gan.critic(gan.generator(step.randn(2)))[:, 0]), "generator")
+
+
+class KillOnce(Callback):
+    """Kills the last rank in a step, or raises there, while the file `path` exists."""
+
+    def __init__(self, path: str, step: int, is_killed: bool) -> None:
+        self.path, self.step, self.is_killed = path, step, is_killed
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.step and state.rank == state.size - 1 and os.path.exists(self.path):
+            os.unlink(self.path)
+            if self.is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("on purpose")
