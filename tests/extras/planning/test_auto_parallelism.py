@@ -205,7 +205,9 @@ def test_a_fit_notes_what_was_chosen(spark: Any, tmp_path: Path) -> None:
     }
     small = TorchRegressor(**settings, runUri=str(tmp_path / "small")).fit(frame)
     assert small.summary.parallelism == {}
-    model = TorchRegressor(**settings, memoryBudget=200_000, runUri=str(tmp_path / "cut")).fit(frame)
+    model = TorchRegressor(
+        **settings, memoryBudget=200_000, checkpointEverySeconds=0, runUri=str(tmp_path / "cut")
+    ).fit(frame)
     chosen = model.summary.parallelism
     assert {"tensor", "pipeline"} & chosen.keys()
     noted = json.loads((tmp_path / "cut" / "config.json").read_text())
