@@ -168,12 +168,12 @@ def check_training(
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
     if objects.transform_batch is not None:
         inputs, labels = _check_batch_transform(config, objects, manifest, module, shapes, inputs, labels)
+    if config.teacher_column is not None:
+        load_object(CHECK_TEACHER)(config, objects, manifest, shapes[0])
     if config.task == "classification":
         check_classes(heads[0], manifest, type(module).__name__, shapes[0])
     elif config.task == "regression":
         check_regression(heads[0], manifest, type(module).__name__, shapes[0])
-    if config.teacher_column is not None:
-        load_object(CHECK_TEACHER)(config, objects, manifest, shapes[0])
     if config.training_step is None:
         check_losses(config.task, heads, outputs, labels)
     if config.differentiates_twice:
