@@ -341,7 +341,7 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
     **dict.fromkeys(("initialModel", "initialState", "keepTrainingState"), _CONTINUED),
     **dict.fromkeys(("noiseScale", "scaleLearningRate", "trainingStep"), _READ),
-    **dict.fromkeys(("transformBatch", "transformInPrediction"), _READ),
+    **dict.fromkeys(("loss", "teacher", "transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),
     "sync": "strategies, the planner and checks read how workers agree",

@@ -32,8 +32,8 @@ def add_teacher(fit: PreparedFit) -> PreparedFit:
     schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
     if len(estimator._label_columns()) > 1:
         raise ValueError(
-            f"teacher works with one label, got labelCols={estimator._label_columns()}; fit one network per "
-            "label, or leave teacher unset"
+            f"teacher works with one label, got {estimator._label_columns()}; fit one network per label, or "
+            "leave teacher unset"
         )
     label = find_field(estimator._label_columns()[0], estimator._label_param(), schema, exact)
     _check_classes(estimator, teacher, label.name, isinstance(label.dataType, StringType))
@@ -51,6 +51,11 @@ def check_teacher(
 ) -> None:
     """Raises ValueError if the rows or the network do not fit the teacher; `shape` is of its outputs."""
     assert config.teacher_column is not None
+    if config.training_step is not None:
+        raise ValueError(
+            "teacher changes the loss, and trainingStep computes its own losses; let trainingStep call the "
+            "teacher's module(), or leave one of them unset"
+        )
     theirs, ours = prod(manifest.array(config.teacher_column).shape), prod(shape[1:])
     if theirs != ours:
         raise ValueError(

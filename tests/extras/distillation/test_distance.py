@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.distillation.distance import class_distance, distil, squared_distance
+from ringspark.extras.distillation.teacher import check_teacher
+from ringspark.pipelines import ShardManifest
 
 ROWS = 6
 
@@ -84,3 +86,16 @@ def test_alpha_weighs_the_distance_and_the_loss_of_the_label(task: Any, loss: st
     distance = class_distance(outputs, teacher, 2.5) if is_classes else squared_distance(outputs, teacher)
     found = distil(config, rows, outputs, teacher, weights)
     torch.testing.assert_close(found, 0.75 * distance[:, None] * weights + 0.25 * rows)
+
+
+def test_a_training_step_of_its_own_is_refused() -> None:
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        input_columns=("x",),
+        label_columns=("y",),
+        teacher_column="__teacher",
+        training_step="own",
+    )
+    with pytest.raises(ValueError, match="trainingStep computes its own losses; let trainingStep call"):
+        check_teacher(config, UserObjects(), ShardManifest.load, (2, 3))  # type: ignore[arg-type]

@@ -153,7 +153,7 @@ def test_other_teachers_are_refused(rows: Any, teacher: Any, root: Path) -> None
         )
     several = _estimator(TorchEstimator, root, "number", loss="cross_entropy").fit(rows)
     pair = TorchEstimator(model=_network(), labelCols=["value", "number"], teacher=several)
-    with pytest.raises(ValueError, match="teacher works with one label, got labelCols"):
+    with pytest.raises(ValueError, match="teacher works with one label, got "):
         pair.fit(rows)
 
 
