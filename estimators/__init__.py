@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringspark.estimators.options.finetuning import Pretrained as Pretrained
     from ringspark.estimators.options.mesh import Mesh as Mesh
     from ringspark.estimators.options.mesh import Pipeline as Pipeline
+    from ringspark.estimators.options.privacy import Privacy as Privacy
     from ringspark.estimators.options.scaling import ScaleLearningRate as ScaleLearningRate
     from ringspark.estimators.options.sync import AllReduce as AllReduce
     from ringspark.estimators.options.sync import DiLoCo as DiLoCo
@@ -54,6 +55,7 @@ _NAMES = {
     "Uncompressed",
     "ringspark.estimators.options.finetuning": "LoRA Pretrained",
     "ringspark.estimators.options.mesh": "Mesh Pipeline",
+    "ringspark.estimators.options.privacy": "Privacy",
     "ringspark.estimators.options.scaling": "ScaleLearningRate",
     "ringspark.estimators.options.sync": "AllReduce DiLoCo ElasticAveraging Hogwild LocalSGD "
     "ParameterServer Zero",

@@ -27,7 +27,7 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.table_fit import wants_table
+from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, wants_table
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.check.driver import CheckedTraining, check_training
@@ -42,6 +42,9 @@ from ringspark.pipelines.spark_paths import is_remote, resolve
 
 # Chooses the mesh of parallelism="auto".
 CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
+
+# Checks a private training before rows are read.
+CHECK_PRIVATE_FIT = "ringspark.extras.privacy.check:check_private_fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class CheckedFit:
         schema, exact = dataset.schema, is_case_sensitive(spark)
         config, columns, kinds = _find_columns(estimator, config, schema, exact)
         indicator, fraction = _indicator(estimator, columns, schema, exact), estimator.getValidationFraction()
+        if config.privacy is not None:
+            load_object(CHECK_PRIVATE_FIT)(objects, kinds)
         outputs = estimator._output_columns(len(config.label_columns))
         if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
             outputs += estimator._label_outputs()
@@ -102,6 +107,8 @@ class CheckedFit:
                 "fitOnShards has rows without the outputs of teacher; call fit, or unset teacher"
             )
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
+        if config.privacy is not None:
+            load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=False)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._check_precision()
         estimator._warn(on_shards=True)

@@ -77,7 +77,9 @@ def start_of(estimator: Any) -> dict[str, Any]:
         return {}
     weights = model._trained()
     state = weights.training_state() if estimator.getInitialState() == "optimizer" else None
-    return {"initial_weights": weights.uri, "initial_training_state": state}
+    spent = model.summary.privacy if model.hasSummary else None
+    charged = () if spent is None else spent.charged
+    return {"initial_weights": weights.uri, "initial_training_state": state, "charged_before": charged}
 
 
 def table_kind(model: TorchModel) -> TableRow | None:

@@ -41,6 +41,9 @@ TABLE_COLUMN = "__ringspark_table"
 """Name of the struct with the table's columns."""
 
 ADD_TEACHER = "ringspark.extras.distillation.teacher:add_teacher"
+# Refuses a private training that would take numbers from all rows.
+CHECK_PRIVATE_ESTIMATOR = "ringspark.extras.privacy.check:check_private_estimator"
+
 # Networks that take the numbers and ids of a table; the first one is the default.
 _NETWORKS = ("tabpack", "tabm")
 _MAX_CLASSES = 1_000
@@ -131,6 +134,8 @@ def prepare_fit(
 def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     check_frame(dataset, f"{type(estimator).__name__}.fit")
     estimator = with_initial_model(estimator)
+    if estimator.getPrivacy() is not None:
+        load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=wants_table(estimator))
     if wants_table(estimator):
         return _prepare_table(estimator, dataset, plans, search_uri)
     time, share = estimator.getTimeCol(), estimator.getValidationFraction()

@@ -22,6 +22,7 @@ from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shards import ShardStates, run_shards
@@ -50,6 +51,9 @@ from ringspark.pipelines.external.listing import Listing, read_parquet
 from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.table_files import TableSource
+
+# Refuses several private trainings on the same rows.
+REFUSE_MANY = "ringspark.extras.privacy.check:refuse_many"
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -83,6 +87,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         Returns a thread-safe iterator over (index of the map, model); each `next` is one fit.
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
+        for estimator in estimators:
+            if estimator.getPrivacy() is not None:
+                load_object(REFUSE_MANY)(estimator, "fitMultiple, as in a CrossValidator,")
         plans: Plans = {}
         fits = [prepare_fit(estimator, dataset, plans) for estimator in estimators]
         checked = [CheckedFit.of(fit.estimator, fit.dataset) for fit in fits]

@@ -398,7 +398,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _compare_on_shards(self, spark: SparkSession, training: CheckedTraining) -> None:
         """Adds to the summary how predictions in `inferencePrecision` differ from fp32."""
-        if self._summary is None or self.getInferencePrecision() == "fp32":
+        is_private = training.config.privacy is not None  # its rows must not be evaluated
+        if self._summary is None or is_private or self.getInferencePrecision() == "fp32":
             return
         names = training.config.input_columns
         try:

@@ -22,10 +22,10 @@ CALIBRATION_BINS = 15
 
 
 class Epoch(TypedDict):
-    """One epoch of a training's history; the validation loss is None without validation rows."""
+    """One epoch of a training's history; a private training has no training loss."""
 
     epoch: int
-    train_loss: float
+    train_loss: float | None
     validation_loss: float | None
     learning_rate: float
     seconds: float
@@ -123,7 +123,9 @@ def _draw_history(axes: Axes, history: Sequence[Epoch]) -> None:
         axes.text(0.5, 0.5, "no history", ha="center", va="center", transform=axes.transAxes, color="gray")
         return
     epochs = [entry["epoch"] for entry in history]
-    axes.plot(epochs, [entry["train_loss"] for entry in history], "o-", color=COLORS[0], label="training")
+    trained = {e["epoch"]: e["train_loss"] for e in history if e["train_loss"] is not None}
+    if trained:
+        axes.plot(list(trained), list(trained.values()), "o-", color=COLORS[0], label="training")
     held_out = {e["epoch"]: e["validation_loss"] for e in history if e["validation_loss"] is not None}
     if held_out:
         axes.plot(list(held_out), list(held_out.values()), "s-", color=COLORS[1], label="validation")

@@ -235,7 +235,8 @@ def resolve_cache(
     config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
 ) -> TrainConfig:
     """Resolves a `cache` of "auto" for this rank; `local_size` ranks share the disk."""
-    if config.cache != "auto":
+    # In a private training, the reader itself chooses: it keeps all rows.
+    if config.cache != "auto" or config.privacy is not None:
         return config
     num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)
     cache = choose_cache(num_bytes, memory, disk=0)

@@ -102,8 +102,19 @@ class _Signature:
         return made.replace(parameters=list(made.parameters.values())[1:])
 
 
+class _AnyCase(type):
+    """Lets a constructor take the names of a job file, such as maxGradNorm for max_grad_norm."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **{_to_snake_case(name): value for name, value in options.items()})
+
+
+def _to_snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])([A-Z])", lambda match: f"_{match[1].lower()}", name)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(metaclass=_AnyCase):
     """The options of one setting.
 
     A class with variants, such as `Sync`, has no instances itself. A variant's dict has its name as "name".
@@ -132,7 +143,7 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))  # type: ignore[arg-type]
+        hints = _hints(type(self))
         for each in fields(self):
             subject = f"{type(self).__name__}'s {each.name}"
             value = _fit(hints[each.name], getattr(self, each.name), subject)
@@ -162,7 +173,7 @@ class Options:
         if variants and isinstance(value, str):
             value = {"name": value}
         if cls.SHORTHAND and value is not None and not isinstance(value, Mapping | Options):
-            hint = _hints(cls)[cls.SHORTHAND]  # type: ignore[arg-type]
+            hint = _hints(cls)[cls.SHORTHAND]
             if _convert(hint, value, subject) is _MISMATCH:
                 known = [*_type_rules(hint), cls.__name__]
                 raise TypeError(
@@ -187,7 +198,7 @@ class Options:
         found = {}
         for key, item in given.items():
             # Job files and saved stages of earlier versions have camelCase.
-            name = re.sub(r"(?<=[a-z])([A-Z])", lambda match: f"_{match[1].lower()}", str(key))
+            name = _to_snake_case(str(key))
             if name not in names:
                 options = ", ".join(names) or "no options"
                 raise ValueError(f"{made.__name__} takes {options}, got {key!r}{nearest(name, names)}")

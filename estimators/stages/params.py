@@ -50,6 +50,7 @@ class _TrainingParams(
     gradientAccumulation, getGradientAccumulation, setGradientAccumulation = declared(
         training.GRADIENT_ACCUMULATION
     )
+    privacy, getPrivacy, setPrivacy = declared(training.PRIVACY)
     noiseScale, getNoiseScale, setNoiseScale = declared(training.NOISE_SCALE)
     seed, setSeed = param_of(training.SEED), setter(training.SEED)
     shuffle, getShuffle, setShuffle = declared(training.SHUFFLE)

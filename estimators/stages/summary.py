@@ -13,7 +13,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.inference.precision_difference import PrecisionDifference
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training import rank_log
-from ringspark.estimators.training.history import EpochRecord, SettingChange
+from ringspark.estimators.training.history import EpochRecord, PrivacySpent, SettingChange
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.table_plan import ColumnUse
@@ -48,6 +48,7 @@ class TrainingSummary:
         non_finite: One line per step whose loss or gradient was not finite.
         column_uses: What became of each column of a table; see `columns`.
         precision_difference: How predictions in `inferencePrecision` differ from fp32; None in fp32.
+        privacy: Privacy loss of the training and its `initialModel`; None without the setting `privacy`.
         parallelism: Setting `parallelism` of the training, as a dict; {} for data parallelism.
     """
 
@@ -66,6 +67,7 @@ class TrainingSummary:
     setting_changes: tuple[str, ...] = added(())
     parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
     column_uses: tuple[ColumnUse, ...] = added(())
+    privacy: PrivacySpent | None = added(None)  # noqa: RUF009
     precision_difference: PrecisionDifference | None = field(default=None, metadata={"added": True})
 
     @property
@@ -105,7 +107,7 @@ class TrainingSummary:
     def sentence(self) -> str:
         last = [record for record in self.epochs if record.epoch == self.model_epoch] or [*self.epochs[-1:]]
         losses = "".join(
-            f", training loss {record.train_loss:.4g}"
+            ("" if record.train_loss is None else f", training loss {record.train_loss:.4g}")
             + ("" if record.validation_loss is None else f", validation loss {record.validation_loss:.4g}")
             for record in last
         )
@@ -166,6 +168,7 @@ class TrainingSummary:
             non_finite=tuple(map(str, result.non_finite)),
             setting_changes=tuple(map(str, changes)),
             parallelism=dict(parallelism or {}),
+            privacy=result.privacy,
         )
 
     @classmethod

@@ -116,7 +116,7 @@ def progress_line(progress: TrainingProgress, seconds_left: float | None) -> str
 
 
 def epoch_line(record: EpochRecord) -> str:
-    parts = [f"loss {record.train_loss:.4f}"]
+    parts = [] if record.train_loss is None else [f"loss {record.train_loss:.4f}"]
     if record.validation_loss is not None:
         parts.append(f"validation loss {record.validation_loss:.4f}")
     parts.append(f"{record.seconds:.1f} s")

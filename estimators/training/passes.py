@@ -16,6 +16,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
 from ringspark.estimators.parallel.model.tensor import PartialGradients
 from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.history import PrivacySpent
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.step import (
@@ -106,6 +107,10 @@ class WholePasses:
         """Returns the `values` of a rank that computes the losses. Runs on every rank."""
         return values
 
+    def privacy_spent(self) -> PrivacySpent | None:
+        """Returns the privacy loss so far; None in a training without privacy, and except on rank 0."""
+        return None
+
 
 class PipelinedPasses:
     """Passes of a rank with some pipeline stages; the rank with the last layers has the losses."""
@@ -194,6 +199,9 @@ class PipelinedPasses:
         mine = json.dumps(values).encode() if self._pipeline.has_outputs else b""
         found: dict[str, float] = json.loads(gather_bytes(self._axis, mine)[0])
         return found
+
+    def privacy_spent(self) -> PrivacySpent | None:
+        return None
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:

@@ -136,7 +136,7 @@ class RankNetwork:
             takes_sparse = takes_sparse or self._objects.optimizer is not None
         else:
             takes_sparse = STRATEGIES[config.sync.strategy].takes_sparse
-        if takes_sparse:
+        if takes_sparse and config.privacy is None:
             return
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):

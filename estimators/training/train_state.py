@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
@@ -31,6 +32,9 @@ from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholeP
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
+
+# The passes of a private training.
+PRIVATE_PASSES = "ringspark.extras.privacy.passes:PrivatePasses"
 
 
 class TrainState:
@@ -74,7 +78,7 @@ class TrainState:
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)
         # Labels that a transform has mixed belong to no single row.
-        predicts = predicts and not takes_labels(objects.transform_batch)
+        predicts = predicts and not takes_labels(objects.transform_batch) and config.privacy is None
         counted: dict[str, Any] = {}
         if pipeline is not None:
             counted = {"layers": pipeline.layers, "stages": mesh.axes["pipeline"]}
@@ -86,8 +90,11 @@ class TrainState:
         self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts, **counted)
         self.validation = Sums("validation", heads, device, sync.network, **counted)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
+        self.state: TrainingState
         self.passes: Passes
-        if pipeline is not None:
+        if config.privacy is not None:
+            self.passes = load_object(PRIVATE_PASSES)(self.recipe, sync, mesh, steps, lambda: self.state.step)
+        elif pipeline is not None:
             self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
         else:
             measure = self.noise.micro_batch if self.noise else None

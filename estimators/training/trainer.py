@@ -89,8 +89,9 @@ class Trainer:
             self._sync.settle()
         values = self._take(train_state.sums, "train")
         # Every rank sees the same mean, so all stop here together.
-        if not np.isfinite(values["train_loss"]):
-            self._raise_not_finite(epoch, values["train_loss"])
+        loss = values.pop("train_loss", None)  # None in a private training
+        if loss is not None and not np.isfinite(loss):
+            self._raise_not_finite(epoch, loss)
         rows = train.manifest.num_rows
         cost = self._observed.meter.cost(rows, time.monotonic() - train_state.epoch_start)
         if validation is not None:
@@ -105,7 +106,7 @@ class Trainer:
                 rows=rows,
                 seconds=time.monotonic() - train_state.epoch_start,
                 learning_rate=self._sync.optimizer.param_groups[0]["lr"],
-                train_loss=values.pop("train_loss"),
+                train_loss=loss,
                 validation_loss=values.pop("validation_loss", None),
                 skipped_steps=self._scaler.skipped_steps - train_state.skipped_before,
                 metrics=values,

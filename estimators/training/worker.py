@@ -11,13 +11,14 @@ import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.compilation import compile_network
-from ringspark.estimators.training.history import EpochRecord, RunLog, SettingChange
+from ringspark.estimators.training.history import EpochRecord, PrivacySpent, RunLog, SettingChange
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.observation.observation import Observation
@@ -36,6 +37,9 @@ from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
 from ringspark.pipelines.typed_json import added, parse_object, record
+
+# Samples the rows of a private training.
+POISSON_READER = "ringspark.extras.privacy.poisson_reader:PoissonReader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class TrainResult:
     resumed_steps: tuple[int, ...] = ()
     checkpoint_errors: tuple[str, ...] = ()
     non_finite: tuple[NonFiniteStep, ...] = ()
+    privacy: PrivacySpent | None = added(None)  # noqa: RUF009
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -179,6 +184,7 @@ def _train(
         resumed_steps=recovery.resumed_steps,
         checkpoint_errors=recovery.errors,
         non_finite=tuple(recovery.non_finite),
+        privacy=train_state.passes.privacy_spent(),
     )
 
 
@@ -214,6 +220,11 @@ def _open_readers(
         "seed": config.seed,
         "engine": config.reader,
     }
-    train = open_split("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
+    if config.privacy is None:
+        train = open_split("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
+    else:
+        files = manifest.select("train")
+        read = open_reader(files, batch_size=config.batch_size, shuffle=False, **shared)
+        train = opened.enter_context(closing(load_object(POISSON_READER)(read, config)))
     held_out = manifest.select("validation").num_rows
     return train, open_split("validation", batch_size=config.batch_size, **shared) if held_out else None

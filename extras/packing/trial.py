@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "pyarrow": pa.__version__,
-        "loss": result.history[-1].train_loss,
+        "loss": result.history[-1].value("train_loss"),
         "outside": _files_outside(),
     }
     print(json.dumps(told))

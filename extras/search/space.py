@@ -151,6 +151,11 @@ class Space:
                 f"space must not hold {name!r}, because the search gives each trial its own {_OWN[name]}; "
                 "leave it out"
             )
+        if name == "privacy":
+            raise ValueError(
+                "space must not hold 'privacy', because each private training spends its own epsilon; fit "
+                "each setting on its own"
+            )
         shared = _OF_TABLES if self._prepared.plan is not None else ("timeCol",)
         if name in shared:
             raise ValueError(

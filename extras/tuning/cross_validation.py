@@ -9,7 +9,9 @@ from typing import Any
 import pandas as pd
 from pyspark.sql import DataFrame
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.torch_estimator import REFUSE_MANY
 from ringspark.estimators.torch_model import TorchModel
 from ringspark.pipelines.columns import check_frame
 
@@ -38,6 +40,8 @@ def cross_validate(
     """
     evaluators = _name_evaluators(evaluator)
     for stage in _stages(estimator):
+        if hasattr(stage, "hasParam"):
+            load_object(REFUSE_MANY)(stage, "cross_validate")
         if getattr(stage, "hasParam", lambda _: False)("runUri") and stage.isSet("runUri"):
             raise ValueError(
                 "runUri is the folder of one training, and cross_validate fits once per fold; leave it unset"

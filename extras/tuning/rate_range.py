@@ -42,7 +42,7 @@ class StopsDiverged(Callback):
     """Ends the training when an epoch's mean loss over all ranks is far above the lowest loss so far."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        losses = [record.train_loss for record in state.history]
+        losses = [record.value("train_loss") for record in state.history]
         lowest = min(losses)
         if losses[-1] > lowest + _DIVERGED * abs(lowest):
             state.stop(_REASON)

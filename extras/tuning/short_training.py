@@ -9,8 +9,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.table_fit import PreparedFit, prepare_fit
-from ringspark.estimators.torch_estimator import _TorchEstimator
+from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
 from ringspark.estimators.training.settings import data, network, observation, recovery, training
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.pipelines.columns import quote
@@ -44,6 +45,7 @@ def check_estimator(estimator: Any, function: str) -> None:
             f"{function} needs an estimator of ringspark, such as a TorchClassifier, got "
             f"{type(estimator).__name__}"
         )
+    load_object(REFUSE_MANY)(estimator, function)
 
 
 def plain_copy(estimator: Any) -> Any:

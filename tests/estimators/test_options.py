@@ -22,6 +22,7 @@ from ringspark.estimators import (
     Pipeline,
     PowerSGD,
     Pretrained,
+    Privacy,
     ScaleLearningRate,
     TorchRegressor,
     Uncompressed,
@@ -138,6 +139,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "LoRA": {"rank": 1, "targets": ["*"]},
     "Pretrained": {"uri": "/some/file"},
     "ScaleLearningRate": {"base_batch_size": 2},
+    "Privacy": {"epsilon": 3.0, "delta": 1e-6, "max_grad_norm": 1.0},
 }
 
 
@@ -145,7 +147,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "kind",
     [
         v
-        for k in (Sync, Compression, Mesh, Pipeline, LoRA, Pretrained, ScaleLearningRate)
+        for k in (Sync, Compression, Mesh, Pipeline, LoRA, Pretrained, Privacy, ScaleLearningRate)
         for v in _variants(k)
     ],
     ids=lambda kind: kind.__name__,

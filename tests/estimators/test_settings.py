@@ -110,6 +110,7 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         "own_metrics",
         "pause_after",
         "pause_after_step",
+        "charged_before",
         "initial_weights",
         "teacher_column",
         "initial_training_state",

@@ -325,6 +325,15 @@ GROUPS: dict[str, list[Choice]] = {
     "callbacks": [NONE, Choice("callback", {}, "equal")],
     "weights": [NONE, Choice("weightCol", {"weightCol": "weight"})],
     "loss": [Choice("of the label"), Choice("of the module", {"loss": penalize_slopes}, extras=True)],
+    "privacy": [
+        NONE,
+        Choice(
+            "DP-SGD",
+            {"privacy": {"noiseMultiplier": 1.0, "delta": 1e-3, "maxGradNorm": 1.0}},
+            "learns",
+            extras=True,
+        ),
+    ],
 }
 
 # A combination has one choice per group.

@@ -62,6 +62,7 @@ COMPRESSED = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
 ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
 APART = "ParameterServer*|Hogwild"
 NOT_ZERO = f"all-reduce|between hosts|{COMPRESSED}|{ALONE}|{APART}"
+_NOT_ALL_REDUCE = f"between hosts|{COMPRESSED}|Zero*|{ALONE}|{APART}"
 _WHOLE = "lamb|adafactor|adam8bit"
 _PACKED = "disk|bits|int8|fp8"
 _DELAYED = "pipeline pipedream|pipeline 2bw"
@@ -173,6 +174,23 @@ REFUSED = _rules(
     ("accumulation: 2", "training step: own", "runs its own forward and backward passes"),
     ("compile: compile", "training step: own", "runs its own forward and backward passes"),
     ("non-finite: skip|rollback", "training step: own", "trainingStep may have taken the step of one"),
+    ("privacy: DP-SGD", f"columns: {_BAGS}", "some inputs are arrays of any length"),
+    ("privacy: DP-SGD", "columns: text", "pads rows to the longest of their batch"),
+    ("privacy: DP-SGD", "columns: ids with experts", "privacy bounds the loss of each row alone"),
+    ("privacy: DP-SGD", f"sync: {_NOT_ALL_REDUCE}", "sends other values than the sum of whole gradients"),
+    ("privacy: DP-SGD", f"mesh: {CUT}", "leaves workers a part of the network"),
+    ("privacy: DP-SGD", f"mesh: {SHARD}", r"'shard' sets the workers over which sync=Zero\(...\) shards"),
+    ("privacy: DP-SGD", "training step: own", "trainingStep computes gradients of whole batches"),
+    ("privacy: DP-SGD", "loss: of the module", "a loss that takes the module may see several rows"),
+    ("privacy: DP-SGD", "continuing: certify", "certify repeats steps, whose samples and noise are secret"),
+    ("privacy: DP-SGD", "compile: compile", "compiles gradients of whole batches"),
+    ("privacy: DP-SGD", "precision: fp16", "skips steps whose gradients overflow"),
+    ("privacy: DP-SGD", "non-finite: skip|rollback", "undoes steps because of single rows"),
+    ("privacy: DP-SGD", "checkpointing: sqrt|all", "need the backward pass of a whole batch"),
+    ("privacy: DP-SGD", f"activations: {_PACKED}", "need the backward pass of a whole batch"),
+    ("privacy: DP-SGD", "batch sizes: batchSizeSchedule", "changes the share of the rows"),
+    ("privacy: DP-SGD", "validation: fraction|time", "would take validation rows from the same people"),
+    ("privacy: DP-SGD", "best: keep best|early stopping", "needs exact values of the training rows"),
     (f"activations: {_PACKED}", "compile: compile", "compile decides itself which activations are kept"),
     ("loss: of the module", "compile: compile", "may differentiate twice, which compile cannot"),
     ("loss: of the module", "activations: int8|fp8", "activationCompression 'int8' and 'fp8' round"),
@@ -253,6 +271,7 @@ def beside(pair: tuple[Value, Value]) -> Combination:
     chosen = dict(pair)
     for group, names in NAMES.items():
         if group not in chosen:
+            # Nothing works with both 'shard', which needs Zero, and a choice that needs the all-reduce.
             chosen[group] = next((name for name in names if is_allowed(chosen, (group, name))), names[0])
     return {group: chosen[group] for group in NAMES}
 

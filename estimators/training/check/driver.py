@@ -76,6 +76,8 @@ MAX_INITIAL_SHARE = 0.5
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
 CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
+# Checks the network and the noise of a private training.
+CHECK_PRIVATE_TRAINING = "ringspark.extras.privacy.check:check_private_training"
 
 # Splits with history entries, in the order in which `monitor` prefers them.
 _SPLITS: tuple[Split, ...] = ("validation", "train")
@@ -183,6 +185,8 @@ def check_training(
     config = replace(config, monitor=monitor, own_metrics=own)
     tried = {metric.name: (objects.metrics[metric.name], metric.per_row) for metric in own}
     heads = tuple(replace(head, own_metrics=tried) for head in heads)
+    if config.privacy is not None:
+        load_object(CHECK_PRIVATE_TRAINING)(config, objects, manifest, heads, module, num_steps)
     return CheckedTraining(
         config=config,
         objects=objects,

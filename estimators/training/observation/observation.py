@@ -118,7 +118,9 @@ class Observation:
         if config.profile_steps is not None and mesh.writes:
             profiler = Profiler(config.run_uri, *config.profile_steps, device)
         return cls(
-            losses=StepLog(config.run_uri, mesh.writes, config.log_every_steps),
+            losses=StepLog(
+                config.run_uri, mesh.writes, config.log_every_steps if config.privacy is None else 0
+            ),
             meter=EpochMeter(
                 mesh.world,
                 device,

@@ -197,7 +197,9 @@ CACHE = Setting[Cache](
     accepts=one_of(get_args(Cache)),
     may_differ_on_resume=True,
     without_effect=(
-        lambda given: given["cache"] in ("memory", "disk") and given["epochs"] == 1,
+        lambda given: (
+            given["cache"] in ("memory", "disk") and given["epochs"] == 1 and given["privacy"] is None
+        ),
         "one epoch reads every row once",
     ),
 )

@@ -49,6 +49,12 @@ def _divides_passes(c: ConfigValues) -> bool:
     return c.parallelism.sequence_parallel or any(c.parallelism.size(axis) > 1 for axis in axes)
 
 
+def _private(other: str, is_broken: Callable[[ConfigValues], bool], why: str) -> Combination:
+    """Returns the rule that a private training refuses another setting."""
+    message = f"privacy clips the gradient of each row and adds noise once per step, but {why}"
+    return Combination(f"privacy with {other}", lambda c: c.privacy is not None and is_broken(c), message)
+
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "trainingStep with sync other than AllReduce(), or with parallelism beyond 'data'",
@@ -455,5 +461,78 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda c: c.differentiates_twice and _divides_passes(c),
         "a loss that takes the module needs all layers and whole rows on each worker, but with "
         "parallelism={parallelism} a worker has parts; give all workers to 'data', 'shard' and 'tensor'",
+    ),
+    _private(
+        "compile",
+        lambda c: bool(c.compile),
+        "compile ('{compile}') compiles gradients of whole batches; set compile=False",
+    ),
+    _private(
+        "parallelism over other axes than 'data'",
+        lambda c: c.workers_per_replica > 1 or c.cuts_network,
+        "parallelism={parallelism} leaves workers a part of the network; give all workers to 'data'",
+    ),
+    _private(
+        "another sync than AllReduce()",
+        lambda c: c.sync != AllReduce(),
+        "sync={sync} sends other values than the sum of whole gradients; set sync=AllReduce()",
+    ),
+    _private(
+        "trainingStep",
+        lambda c: c.training_step is not None,
+        "trainingStep computes gradients of whole batches; leave trainingStep unset",
+    ),
+    _private(
+        "a loss that takes the module",
+        lambda c: c.differentiates_twice,
+        "a loss that takes the module may see several rows; set a loss of outputs and labels",
+    ),
+    _private(
+        "teacher",
+        lambda c: c.teacher_column is not None,
+        "teacher's outputs may show what it learned from the same rows; leave teacher unset",
+    ),
+    _private(
+        "certify",
+        lambda c: c.certify,
+        "certify repeats steps, whose samples and noise are secret here; leave certify unset",
+    ),
+    _private(
+        "batchSizeSchedule",
+        lambda c: bool(c.batch_size_schedule),
+        "batchSizeSchedule ({batch_size_schedule}) changes the share of the rows that a step samples; leave "
+        "it unset",
+    ),
+    _private(
+        "noiseScale", lambda c: c.noise_scale, "noiseScale publishes norms without noise; leave it unset"
+    ),
+    _private(
+        "precision='fp16'",
+        lambda c: c.precision == "fp16",
+        "precision 'fp16' skips steps whose gradients overflow, which depends on rows; set precision='bf16'",
+    ),
+    _private(
+        "onNonFinite other than 'stop'",
+        lambda c: c.on_non_finite != "stop",
+        "onNonFinite '{on_non_finite}' undoes steps because of single rows, while a private step leaves out "
+        "rows without a finite gradient anyway; leave onNonFinite unset",
+    ),
+    _private(
+        "gradientCheckpointing, activationOffload or activationCompression",
+        lambda c: c.gradient_checkpointing != "none" or _packs_activations(c),
+        "gradientCheckpointing, activationOffload and activationCompression need the backward pass of a "
+        "whole batch; leave them unset, and raise gradientAccumulation to save memory",
+    ),
+    _private(
+        "cache='none'",
+        lambda c: c.cache == "none",
+        "each step samples rows at random, and cache='none' would read all files again in each step; set "
+        "cache='disk'",
+    ),
+    _private(
+        "keep='best' or patience by a training loss or metric",
+        lambda c: c.looks_for_best and c.monitor.startswith("train_"),
+        "monitor '{monitor}' needs exact values of the training rows; leave keep and patience unset, or "
+        "use validationIndicatorCol for rows that need no protection",
     ),
 )

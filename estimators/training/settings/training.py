@@ -9,6 +9,7 @@ from typing import Any, get_args
 from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.base import above_0, above_0_and_finite, at_least, not_negative, one_of
+from ringspark.estimators.options.privacy import Privacy
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.callbacks import Callback
@@ -273,4 +274,10 @@ NOISE_SCALE = Setting(
         "it compares the gradients of two batch sizes, which takes two workers with sync=AllReduce(), or one "
         "with gradientAccumulation",
     ),
+)
+PRIVACY = Setting[Privacy | None](
+    name="privacy",
+    field="privacy",
+    words="differential privacy of the training rows, by DP-SGD: a Privacy; unset: none",
+    options=Privacy,
 )

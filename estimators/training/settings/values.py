@@ -8,6 +8,7 @@ from typing import Any
 
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.privacy import Privacy
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import AllReduce, Sync
 from ringspark.estimators.training.batch_sizes import BatchSizes
@@ -52,6 +53,7 @@ class ConfigValues:
         initial_weights: Folder with the weights of `initialModel`.
         initial_training_state: Checkpoint with the optimizer state of `initialModel`, if the fit takes it.
         teacher_column: Column of the teacher's outputs, which `fit` adds to the rows.
+        charged_before: Private steps of `initialModel`, as in `PrivacySpent.charged`.
         pause_after: Epoch after which the training ends with a checkpoint, in a population search.
         pause_after_step: Step within an epoch after which the training ends, if a checkpoint is due there.
     """
@@ -96,6 +98,8 @@ class ConfigValues:
     epochs: int = training.EPOCHS.default
     batch_size: int = training.BATCH_SIZE.default
     batch_size_schedule: tuple[tuple[int, int], ...] = ()
+    privacy: Privacy | None = training.PRIVACY.default
+    charged_before: tuple[tuple[float, float, int], ...] = ()
     noise_scale: bool = training.NOISE_SCALE.default
     seed: int = training.SEED.default
     shuffle: bool = training.SHUFFLE.default

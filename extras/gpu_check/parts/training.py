@@ -56,7 +56,7 @@ class Training(Part):
                 epochs=2,
                 precision=precision,
             ).history
-            losses[:] = [record.train_loss for record in history]
+            losses[:] = [record.value("train_loss") for record in history]
             return manifest.num_rows / history[-1].seconds
 
         plain = partial(self._plain, work, batches, precision)

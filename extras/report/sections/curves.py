@@ -75,8 +75,9 @@ def draw_losses(figure: Figure, run: RunFacts) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
     epochs = [record.epoch for record in run.history]
     left.set(title="Loss by epoch", xlabel="epoch", ylabel="mean per row")
-    losses = [record.train_loss for record in run.history]
-    line(left, epochs, losses, "training", BLUE)
+    losses = [record.value("train_loss") for record in run.history]
+    if any(record.train_loss is not None for record in run.history):  # a private training records none
+        line(left, epochs, losses, "training", BLUE)
     held_out = [record.value("validation_loss") for record in run.history]
     if any(record.validation_loss is not None for record in run.history):
         line(left, epochs, held_out, "validation", ORANGE)

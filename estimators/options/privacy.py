@@ -1,0 +1,36 @@
+"""Options of private training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ringspark.estimators.options.base import Options, ValueRange, above_0, above_0_and_finite, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy(Options):
+    """Differential privacy: the weights hardly depend on any single training row (DP-SGD).
+
+    Attributes:
+        epsilon: Bound of the privacy loss over the whole training; None if `noise_multiplier` is given.
+        delta: Probability with which the bound may fail.
+        max_grad_norm: Bound of the 2-norm of each row's gradient.
+        noise_multiplier: Standard deviation of the noise / `max_grad_norm`; None finds it from `epsilon`.
+        accountant: Method that computes epsilon: Renyi divergences ('rdp') or privacy loss random variables
+            ('prv').
+    """
+
+    epsilon: float | None = option(above_0(), None)
+    delta: float = option(ValueRange(lambda value: 0 < value < 1, lambda: "must lie between 0 and 1"))
+    max_grad_norm: float = option(above_0_and_finite())
+    noise_multiplier: float | None = option(above_0_and_finite(), None)
+    accountant: Literal["rdp", "prv"] = "rdp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError(
+                "Privacy needs either epsilon or noise_multiplier, got "
+                f"epsilon={self.epsilon!r} and noise_multiplier={self.noise_multiplier!r}; set one of them"
+            )

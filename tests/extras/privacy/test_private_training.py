@@ -1,0 +1,178 @@
+"""Private trainings on one rank and on gangs: noise, sampling, history, ledger and resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from private_shards import ROWS, columns, network, noise_of_steps, objects, privacy, private_config
+from ranks import GANGS
+from small_training import train_gang, weights_of
+
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.history import read_history
+from ringspark.extras.privacy.ledger import compute_epsilon, read_ledger
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+NOISE = 1.3
+CLIP = 0.5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("workers", "collective"),
+    [
+        (1, "local"),
+        (2, "torch"),
+        pytest.param(3, "torch", marks=pytest.mark.slow),
+        pytest.param(2, "horovod", marks=pytest.mark.slow),
+    ],
+)
+def test_the_noise_of_a_step_does_not_depend_on_the_number_of_ranks(
+    make_shards: MakeShards, tmp_path: Path, workers: int, collective: str
+) -> None:
+    """The summed gradient has noise of variance (sigma C)^2, added once, and it is divided by q N."""
+    noisy = privacy(noise_multiplier=NOISE, max_grad_norm=CLIP)
+    moves = noise_of_steps(make_shards(columns()), tmp_path, noisy, workers, collective)
+    assert moves.numel() == 80 * 500
+    # The variance of a variance estimate of n normal numbers is 2 / n: this is 5 standard deviations.
+    assert float(moves.var()) == pytest.approx((NOISE * CLIP) ** 2, rel=5 * (2 / moves.numel()) ** 0.5)
+    assert abs(float(moves.mean())) < 5 * NOISE * CLIP / moves.numel() ** 0.5
+    # Each step has its own noise.
+    correlation = torch.corrcoef(moves).fill_diagonal_(0)
+    assert float(correlation.abs().max()) < 6 / 500**0.5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("collective", GANGS)
+def test_ranks_train_as_one_rank_on_the_same_rows(
+    make_shards: MakeShards, tmp_path: Path, collective: str
+) -> None:
+    """With q = 1 each step has all rows, and the noise is too small to see."""
+    manifest = make_shards(columns())
+    quiet = privacy(noise_multiplier=1e-7)
+    config = private_config(manifest, tmp_path / "one", privacy=quiet, batch_size=ROWS, epochs=5)
+    one = weights_of(train_here(config, objects()), network())
+    config = replace(config, run_uri=str(tmp_path / "two"), num_workers=2, collective=collective)
+    two = weights_of(train_gang(config, objects()), network())
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_training_with_all_rows_equals_clipped_gradient_descent(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    data, config = columns(), private_config(make_shards(columns()), tmp_path / "run")
+    config = replace(
+        config,
+        privacy=privacy(noise_multiplier=1e-7),
+        batch_size=ROWS,
+        epochs=3,
+        weight_column="w",
+        gradient_accumulation=7,
+    )
+    found = weights_of(train_here(config, objects()), network())
+    module = network()
+    for _ in range(3):
+        sums = [torch.zeros_like(p) for p in module.parameters()]
+        for x, y, w in zip(*(torch.from_numpy(data[name]) for name in "xyw"), strict=True):
+            module.zero_grad()
+            (w * (module(x[None])[0, 0] - y).square()).backward()
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            norm = torch.cat([g.flatten() for g in gradients]).norm()
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += gradient * min(1.0, float(CLIP / norm))
+        with torch.no_grad():
+            for parameter, total in zip(module.parameters(), sums, strict=True):
+                parameter -= 0.1 * total / ROWS
+    wanted = torch.cat([p.detach().flatten() for p in module.parameters()])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_history_has_no_number_of_training_rows(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(columns(), validation=np.arange(ROWS) >= ROWS - 40)
+    run = tmp_path / "run"
+    config = private_config(manifest, run, metrics=("rmse",), log_every_steps=1, batch_size=20)
+    result = train_here(config, objects())
+    assert [record.train_loss for record in result.history] == [None, None]
+    assert [sorted(record.metrics) for record in read_history(str(run))] == [["validation_rmse"]] * 2
+    assert all(record.validation_loss is not None for record in result.history)
+    assert not (run / "steps").exists()
+    assert json.loads((run / "data.json").read_text())["stats"] == {}
+    assert "NaN" not in (run / "history.json").read_text()
+
+
+def test_two_trainings_with_one_seed_have_different_noise(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest, found = make_shards(columns()), []
+    for name in ("one", "two"):
+        config = private_config(manifest, tmp_path / name, epochs=1, learning_rate=1.0)
+        found.append(weights_of(train_here(config, objects()), network()))
+    assert not torch.isclose(*found).any()
+
+
+class Dies(Callback):
+    """Ends the training with an error after a number of steps."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self._step:
+            raise RuntimeError("killed")
+
+
+def resumed(make_shards: MakeShards, tmp_path: Path, **changes: Any) -> Any:
+    """Trains 12 steps; the first start dies after step 9 with a checkpoint of step 6."""
+    config = private_config(make_shards(columns()), tmp_path / "run", batch_size=60, epochs=3, **changes)
+    config = replace(config, checkpoint_every_steps=6, checkpoint_every_seconds=0)
+    with pytest.raises(RuntimeError, match="killed"):
+        train_here(config, objects(callbacks=(Dies(9),)))
+    return config, train_here(config, objects(callbacks=(Dies(-1),)))
+
+
+def test_a_resumed_run_charges_the_lost_steps(make_shards: MakeShards, tmp_path: Path) -> None:
+    config, result = resumed(make_shards, tmp_path)
+    assert result.resumed_steps == (6,)
+    # 9 steps of the first start, and the 6 steps after the checkpoint.
+    assert result.privacy.charged == ((1.0, 0.25, 9), (1.0, 0.25, 6))
+    assert result.privacy.epsilon == pytest.approx(compute_epsilon(((1.0, 0.25, 15),), 1e-5, "rdp"))
+    assert read_ledger(config.run_uri) == result.privacy
+
+
+def test_a_resumed_run_keeps_the_promise_by_more_noise(make_shards: MakeShards, tmp_path: Path) -> None:
+    _, result = resumed(make_shards, tmp_path, privacy=privacy(noise_multiplier=None, epsilon=2.0))
+    (first, _, lost), (second, _, rest) = result.privacy.charged
+    assert (lost, rest) == (9, 6)
+    assert second > 1.05 * first
+    assert 1.99 < result.privacy.epsilon <= 2.0
+
+
+def test_a_ledger_is_written_before_the_step(make_shards: MakeShards, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    counts: list[int] = []
+
+    class Reads(Callback):
+        def on_step_end(self, state: TrainingState) -> None:
+            counts.append(sum(steps for *_, steps in read_ledger(str(run)).charged) - state.step)
+
+    train_here(private_config(make_shards(columns()), run, epochs=30), objects(callbacks=(Reads(),)))
+    # 240 steps are written in blocks of 2, so the file is never behind, and at most one step ahead.
+    assert set(counts) == {0, 1}
+
+
+def test_a_spent_budget_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = private_config(
+        make_shards(columns()),
+        tmp_path / "run",
+        privacy=privacy(noise_multiplier=None, epsilon=2.0),
+        charged_before=((1.0, 0.25, 100),),
+    )
+    with pytest.raises(ValueError, match=r"the 100 earlier steps have spent 20.18, .*; raise epsilon"):
+        train_here(config, objects())

@@ -1,0 +1,205 @@
+"""Settings, columns and networks that would publish rows without noise are refused on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from private_shards import ROWS, WIDTH, columns, network, objects, privacy, private_config
+from pyspark.ml.evaluation import RegressionEvaluator
+from torch import nn
+
+from ringspark.estimators import LocalSGD, Mesh, PowerSGD, Privacy, TorchClassifier, TorchRegressor, Zero
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.search import OptunaSearch, Uniform
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.objective.losses import NETWORK_LOSS
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.tuning import cross_validate
+from ringspark.extras.privacy.check import check_private_fit
+from ringspark.models.reports import add_loss
+from ringspark.pipelines import HashBuckets, Padded, ShardManifest, Vocabulary
+
+MakeShards = Callable[..., ShardManifest]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compile": True}, r"compile \('True'\) compiles gradients of whole batches; set compile=False"),
+        ({"num_workers": 2, "parallelism": Mesh(tensor=2), "collective": "torch"}, "leaves workers a part"),
+        ({"num_workers": 2, "sync": Zero(stage=1)}, r"sync=Zero\(stage=1\) sends other values"),
+        ({"num_workers": 2, "sync": LocalSGD(steps=2)}, r"sync=LocalSGD\(steps=2\) sends other values"),
+        ({"sync": {"name": "allreduce", "compression": PowerSGD(rank=1)}}, "sends other values than the sum"),
+        ({"batch_size_schedule": ((2, 64),)}, "changes the share of the rows"),
+        ({"training_step": "own"}, "trainingStep computes gradients of whole batches"),
+        ({"losses": (NETWORK_LOSS,)}, "a loss that takes the module may see several rows"),
+        ({"teacher_column": "teacher"}, "may show what it learned from the same rows"),
+        ({"certify": True, "run_uri": "r"}, "certify repeats steps, whose samples and noise are secret"),
+        ({"noise_scale": True}, "noiseScale publishes norms without noise"),
+        ({"precision": "fp16"}, "skips steps whose gradients overflow"),
+        ({"on_non_finite": "skip"}, "undoes steps because of single rows"),
+        ({"gradient_checkpointing": "sqrt"}, "need the backward pass of a whole batch"),
+        ({"activation_offload": "disk"}, "need the backward pass of a whole batch"),
+        ({"cache": "none"}, "set cache='disk'"),
+        ({"keep": "best", "monitor": "train_loss"}, "needs exact values of the training rows"),
+    ],
+)
+def test_settings_that_need_other_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
+    given = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "label_columns": ("y",), **changes}
+    TrainConfig(**given)
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**given, privacy=privacy())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epsilon": 3, "delta": 1e-6}, "Privacy needs 'max_grad_norm'"),
+        ({"epsilon": 3, "delta": 1e-6, "maxGradNorm": 0}, "max_grad_norm must be above 0 and finite, got 0"),
+        ({"epsilon": 3, "delta": 1, "maxGradNorm": 1}, "delta must lie between 0 and 1, got 1"),
+        ({"delta": 1e-6, "maxGradNorm": 1}, "needs either epsilon or noise_multiplier"),
+        ({"epsilon": 3, "noiseMultiplier": 1, "delta": 1e-6, "maxGradNorm": 1}, "needs either epsilon or"),
+        ({"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1, "accountant": "gdp"}, "must be 'rdp' or 'prv'"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchRegressor(privacy=given)
+
+
+def test_a_dict_and_both_spellings_mean_the_same() -> None:
+    wanted = Privacy(epsilon=3, delta=1e-6, max_grad_norm=1.0)
+    assert Privacy(epsilon=3, delta=1e-6, maxGradNorm=1.0) == wanted  # type: ignore[call-arg]
+    stage = TorchRegressor(privacy={"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0})
+    assert stage.getPrivacy() == wanted
+    assert TorchRegressor(privacy=wanted).setPrivacy(None).getPrivacy() is None
+
+
+class Counts(nn.Module):
+    """Keeps a running mean of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.layer(x)
+
+
+class Reports(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        add_loss(x.square().mean(1))
+        return self.layer(x)
+
+
+class Pairs(nn.Module):
+    """Needs an even number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.view(-1, 2, WIDTH).flip(1).reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)),
+            "BatchNorm1d '0' takes means .*GroupNorm",
+        ),
+        (Counts(), "training changes the buffer 'seen' of model Counts"),
+        (Reports(), "add losses by add_loss; leave add_loss out"),
+        (Pairs(), "model Pairs cannot run a single row"),
+    ],
+)
+def test_networks_that_mix_or_keep_rows_are_refused(
+    make_shards: MakeShards, tmp_path: Path, module: nn.Module, message: str
+) -> None:
+    manifest = make_shards(columns())
+    with pytest.raises(ValueError, match=message):
+        check_training(private_config(manifest, tmp_path), objects(module=module), manifest)
+
+
+def test_other_uses_of_rows_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(columns())
+    config = private_config(manifest, tmp_path)
+
+    def refused(message: str, config: TrainConfig = config, **given: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            check_training(config, objects(**given), manifest)
+
+    refused("transformBatch can mix", transform_batch=lambda inputs, labels: (inputs, labels))
+    refused(
+        r"delta must be below 1 / rows \(0\.0042\), .*lower delta",
+        replace(config, privacy=privacy(delta=0.01)),
+    )
+    refused("must not exceed the 240 training rows", replace(config, batch_size=ROWS + 1))
+    # The default of monitor is the training loss, if no row is held out.
+    refused("monitor 'train_loss' needs exact values", replace(config, keep="best"))
+    refused("monitor 'train_loss' needs exact values", replace(config, patience=1))
+
+
+def test_early_stopping_by_rows_without_protection_is_allowed(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    manifest = make_shards(columns(), validation=np.arange(ROWS) % 4 == 0)
+    config = private_config(manifest, tmp_path / "run", patience=1, keep="best", epochs=3, ema_decay=0.9)
+    result = train_here(config, objects())
+    assert result.privacy is not None
+    assert sum(steps for *_, steps in result.privacy.charged) == result.steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Vocabulary(max_size=9), r"words of column 'c', .*Vocabulary\(words=\[...\]\)"),
+        (Padded(), r"longest array of column 'c', .*Padded\(length=...\)"),
+    ],
+)
+def test_column_types_that_learn_from_rows_are_refused(kind: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_private_fit(objects(), {"c": kind})
+    public = {"a": Vocabulary(words=("x",)), "b": HashBuckets(9), "c": Padded(length=4)}
+    check_private_fit(objects(), public)
+
+
+def test_fits_that_look_at_all_rows_or_train_often_are_refused(spark: Any) -> None:
+    frame = spark.createDataFrame([(float(i), float(i % 2)) for i in range(20)], ["x", "label"])
+    given: dict[str, Any] = {
+        "privacy": {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0},
+        "batchSize": 4,
+        "inputCols": ["x"],
+    }
+    with pytest.raises(ValueError, match="give model a network of your own"):
+        TorchClassifier(**given).fit(frame)
+    regressor = TorchRegressor(model=nn.Linear(1, 1), **given)
+    held_out = regressor.copy({regressor.validationFraction: 0.25})
+    for stage in (held_out, held_out.copy({held_out.timeCol: "x"})):
+        with pytest.raises(ValueError, match=r"validationFraction=0\.25 would take validation rows"):
+            stage.fit(frame)
+    search = OptunaSearch(estimator=regressor, space={"learningRate": Uniform(1e-4, 1e-2)})
+    with pytest.raises(ValueError, match="OptunaSearch publishes results of many on the same rows"):
+        search.fit(frame)
+    with pytest.raises(ValueError, match="cross_validate publishes results of many"):
+        cross_validate(regressor, [(frame, frame)], RegressionEvaluator())
+    with pytest.raises(ValueError, match="as in a CrossValidator, publishes results of many"):
+        regressor.fit(frame, [{regressor.epochs: 1}, {regressor.epochs: 2}])
+    text = frame.selectExpr("x", "CAST(label AS string) AS label")
+    classifier = TorchClassifier(model=network(), **given)
+    with pytest.raises(ValueError, match="does not cover the words of column 'label'"):
+        classifier.fit(text)

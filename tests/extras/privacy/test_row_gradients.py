@@ -1,0 +1,194 @@
+"""Clipped gradient sums against a loop over rows, for several kinds of networks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.training.objective.criterion import Criterion
+from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.step import Recipe
+from ringspark.extras.privacy.row_gradients import RowGradients
+from ringspark.models import ModelSpec
+from ringspark.models.lora import add_lora
+
+ROWS, CLIP = 11, 0.7
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layer = kind(3, 4, batch_first=True)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(x)[0][:, -1])
+
+
+class Tied(nn.Module):
+    """Uses a parameter twice, once outside its layer, as opacus' hooks cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.linear(self.first(x).tanh(), self.first.weight))
+
+
+class Centered(nn.Module):
+    """Mixes the rows of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) - 0.5 * self.layer(x).mean(0)
+
+
+def image_network() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 1)]
+    return nn.Sequential(*layers)
+
+
+def text_network() -> nn.Module:
+    sizes = {"vocab_size": 9, "max_seq_len": 5, "dim": 8, "depth": 1, "num_heads": 2, "mlp_dim": 16}
+    return ModelSpec("transformer_classifier", {**sizes, "out_features": 1}).build()
+
+
+NETWORKS: dict[str, tuple[Any, Any]] = {
+    "layers": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1)), (6,)),
+    "image": (image_network, (1, 6, 6)),
+    "text": (text_network, None),
+    "lstm": (lambda: Recurrent(nn.LSTM), (7, 3)),
+    "gru": (lambda: Recurrent(nn.GRU), (7, 3)),
+    "tied": (Tied, (6,)),
+    "centered": (Centered, (6,)),
+}
+
+
+def make(network: nn.Module, loss: Any = "mse", **changes: Any) -> RowGradients:
+    config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",), **changes)
+    device = torch.device("cpu")
+    criterion = Criterion([Head(label="y", loss=loss, width=1)], device)
+    recipe = Recipe(config=config, criterion=criterion, scaler=LossScaler("fp32", device), device=device)
+    return RowGradients(recipe, network, CLIP, 4)
+
+
+def batch_of(shape: tuple[int, ...] | None, weight: torch.Tensor | None = None) -> Batch:
+    torch.manual_seed(3)
+    x = torch.randint(0, 9, (ROWS, 5)) if shape is None else torch.randn(ROWS, *shape)
+    return Batch(inputs=(x,), labels=(torch.randn(ROWS),), weight=weight)
+
+
+def in_a_loop(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns the sum of the clipped gradients, by the backward pass of each row alone."""
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p) for name, p in trained.items()}
+    for row in range(batch.num_rows):
+        network.zero_grad()
+        loss = (network(batch.inputs[0][row : row + 1]).squeeze() - batch.labels[0][row]).square()
+        (loss if batch.weight is None else loss * batch.weight[row]).backward()
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
+        for name, gradient in gradients.items():
+            sums[name] += gradient * (CLIP / norm).clamp(max=1)
+    return sums
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_clipped_sums_equal_a_loop_over_rows(name: str) -> None:
+    make_network, shape = NETWORKS[name]
+    torch.manual_seed(2)
+    network, batch = make_network(), batch_of(shape)
+    rows = make(network)
+    sums = rows.zeros()
+    rows.add(batch, sums)
+    wanted = in_a_loop(network, batch)
+    for key, total in sums.items():
+        torch.testing.assert_close(total, wanted[key], rtol=2e-4, atol=2e-5)
+    assert any(total.abs().max() > 1e-3 for total in sums.values())
+
+
+def test_weights_scale_a_row_before_it_is_clipped() -> None:
+    network, weight = nn.Linear(6, 1), torch.linspace(0, 100, ROWS)
+    rows, batch = make(network), batch_of((6,), weight)
+    sums = rows.zeros()
+    rows.add(batch, sums)
+    for key, wanted in in_a_loop(network, batch).items():
+        torch.testing.assert_close(sums[key], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_alone_are_trained() -> None:
+    network = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    add_lora(network, rank=2, alpha=2.0, targets=["0"])
+    rows, batch = make(network), batch_of((6,))
+    assert set(rows.parameters) == {n for n, p in network.named_parameters() if p.requires_grad}
+    sums = rows.zeros()
+    rows.add(batch, sums)
+    for key, wanted in in_a_loop(network, batch).items():
+        torch.testing.assert_close(sums[key], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_one_row_changes_the_sum_by_at_most_the_bound() -> None:
+    network, batch = Centered(), batch_of((6,))
+    huge = torch.full((1, 6), 1e6)
+    more = replace(batch, inputs=(torch.cat([batch.inputs[0], huge]),), labels=(torch.zeros(ROWS + 1),))
+    rows = make(network)
+    found = []
+    for each in (replace(batch, labels=(torch.zeros(ROWS),)), more):
+        sums = rows.zeros()
+        rows.add(each, sums)
+        found.append(torch.cat([total.flatten() for total in sums.values()]))
+    assert float((found[1] - found[0]).norm()) <= CLIP * (1 + 1e-5)
+
+
+def test_a_row_without_a_finite_gradient_adds_nothing() -> None:
+    network, batch = nn.Linear(6, 1), batch_of((6,))
+    x = batch.inputs[0].clone()
+    x[3], x[7] = float("nan"), 1e38
+    rows, kept = make(network), [row for row in range(ROWS) if row not in (3, 7)]
+    sums, wanted = rows.zeros(), rows.zeros()
+    rows.add(replace(batch, inputs=(x,)), sums)
+    rows.add(replace(batch, inputs=(x[kept],), labels=(batch.labels[0][kept],)), wanted)
+    for key, total in sums.items():
+        torch.testing.assert_close(total, wanted[key])
+
+
+def test_dropout_differs_between_rows() -> None:
+    network = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 1))
+    batch = Batch(inputs=(torch.ones(8, 6),), labels=(torch.zeros(8),), weight=None)
+    gradients = make(network).of_rows(batch)["1.weight"]
+    assert len(gradients.unique(dim=0)) > 4
+
+
+def test_gradients_of_bf16_are_close_to_fp32() -> None:
+    network, batch = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)), batch_of((6,))
+    exact, rounded = (make(network, precision=p).of_rows(batch) for p in ("fp32", "bf16"))
+    for key, gradient in exact.items():
+        assert rounded[key].dtype == torch.float32
+        assert 0 < float((rounded[key] - gradient).abs().max()) < 0.1 * float(gradient.abs().max()) + 0.02
+
+
+def test_passes_have_a_bounded_number_of_rows() -> None:
+    sizes: list[int] = []
+
+    class Sees(nn.Linear):
+        pass
+
+    network = Sees(6, 1)
+    rows = make(network)
+    inner = rows.of_rows
+    rows.of_rows = lambda batch: sizes.append(batch.num_rows) or inner(batch)  # type: ignore[method-assign]
+    rows.add(batch_of((6,)), rows.zeros())
+    assert sizes == [4, 4, 3]
+    assert RowGradients(rows._recipe, nn.Linear(8192, 8192), CLIP, 100).most_rows == 1
