@@ -82,13 +82,12 @@ def test_a_training_step_of_ones_own_ends_with_the_weights_of_the_cpu(
     assert found < PRECISIONS[precision]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+# In fp16 the loss scaler skips a step, which no tolerance covers; tests/extras/network_losses compares it.
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
 def test_second_derivatives_are_those_of_the_cpu(
     checkpointing: str, precision: str, manifest: ShardManifest, tmp_path: Path, device: str
 ) -> None:
-    if device == "cpu" and precision == "fp16":
-        pytest.skip("fp16 needs a GPU")
     changes = {"losses": (NETWORK_LOSS,), "gradient_checkpointing": checkpointing, "precision": precision}
     found = compare(
         manifest, tmp_path, device, lambda: UserObjects(module=network(), losses=(penalty,)), **changes
