@@ -196,7 +196,7 @@ def _stage(**changes: Any) -> TorchEstimator:
         ({"memoryBudget": "1g"}, "measure a step, which trainingStep replaces, .* leave both unset"),
         ({"parallelism": "auto"}, "measure a step, which trainingStep replaces, .* leave both unset"),
         ({"parameterGroups": [{"params": "*.weight"}]}, "the function gets the module; set the rates in"),
-        ({"trainingStep": "lightening"}, "got 'lightening'; did you mean 'lightning'"),
+        ({"trainingStep": "lightnings"}, "got 'lightnings'; did you mean 'lightning'"),
         ({"trainingStep": "lightning", "weightCol": "w"}, "the mean over rows .* leave weightCol unset"),
     ],
 )
