@@ -20,10 +20,12 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.extras.certificate import verify_run
 from ringspark.pipelines import ShardManifest
 
 ROWS = 82
@@ -233,3 +235,14 @@ def test_a_step_with_two_skipped_optimizers_counts_once(shards: ShardManifest, t
     # Steps 1 and 3 of the five steps of an epoch.
     assert [record.skipped_steps for record in result.history] == [2, 2]
     assert all(np.isfinite(record.train_loss) for record in result.history)
+
+
+@pytest.mark.slow
+def test_a_replay_repeats_a_certified_gan_to_the_bit(shards: ShardManifest, tmp_path: Path) -> None:
+    objects = case("gan")[1]
+    given = config(shards, tmp_path, "gan", 1, certify=True, checkpoint_every_steps=4, collective="local")
+    train_here(given, objects)
+    found = verify_run(given.run_uri, intervals=None, model=objects)
+    assert found.holds, found.table()
+    other = replace(objects, training_step=_overflows)
+    assert not verify_run(given.run_uri, intervals=1, model=other).holds
