@@ -97,6 +97,11 @@ def on_fake_tensors(
         modes: Further dispatch modes to enter.
         weightings: Further weightings for the `Meter`, which always has one per type of sharding.
     """
+    if config.training_step is not None:
+        raise ValueError(
+            f"a plan measures the trainer's own step, but trainingStep is {config.training_step!r}; measure "
+            "a short training instead"
+        )
     device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
     gpus = [device] if device.type == "cuda" else []
     sharded = {name: shares(name, shard_group_size(config)) for name in SHARDED_PARTS}

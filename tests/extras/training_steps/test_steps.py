@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from ringspark.estimators import TorchEstimator, TorchRegressor
 from ringspark.estimators.collectives.in_process import InProcessCollective, run_in_turns
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.memory.columns import shard_columns
+from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.stages.to_config import config_of as config_of_stage
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.named import NamedOptimizers
@@ -270,3 +272,12 @@ def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
     )
     with pytest.raises(ValueError, match="add losses by add_loss, and trainingStep leaves them out"):
         check_training(config, objects, manifest)
+
+
+def test_a_plan_of_the_memory_is_refused(make_shards: Callable[..., Any], tmp_path: Path) -> None:
+    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)})
+    config = config_of(manifest, tmp_path, training_step="own")
+    objects = UserObjects(module=nn.Linear(4, 1), training_step=steps.ordinary_step)
+    planner = Planner(config, objects, *shard_columns(config, manifest, 8))
+    with pytest.raises(ValueError, match="trainingStep is 'own'; measure a short training instead"):
+        planner.plan(None, "budget")
