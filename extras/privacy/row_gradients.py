@@ -25,7 +25,7 @@ from ringspark.models.reports import collect_reports
 _log = logging.getLogger(__name__)
 
 # Most bytes of the gradients of single rows that are in memory at the same time.
-MOST_BYTES = 256 << 20
+MOST_BYTES = 64 << 20
 
 Tensors = dict[str, torch.Tensor]
 

@@ -142,12 +142,12 @@ def compare_time(folder: Path, repeats: int, steps: int) -> None:
     )
     cases = {
         "MLP 32-128-128-1": (harness.MLP, rng.normal(size=(rows, 32)).astype("f4"), 1024),
-        "transformer, 2 x 64, 32 tokens": (text, rng.integers(0, 100, (rows // 8, 32)), 256),
+        "transformer, 2 x 64, 32 tokens": (text, rng.integers(0, 100, (rows // 32, 32)), 256),
     }
     lines = []
     for number, (title, (spec, x, batch)) in enumerate(cases.items()):
         manifest = written(folder / f"time-{number}", {"x": x, "y": label[: len(x)]}, row_group_rows=4096)
-        config = make_config(manifest, spec, batch, 1, folder / f"time-run-{number}")
+        config = make_config(manifest, spec, min(batch, len(x)), 1, folder / f"time-run-{number}")
         config = replace(config, task="regression", losses=("mse",))
         private = replace(config, privacy=Privacy(noise_multiplier=1.0, delta=DELTA, max_grad_norm=1.0))
         rates = harness.measure_in_turns(
