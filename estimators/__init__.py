@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ringspark.extras.planning import fit_scaling as fit_scaling
     from ringspark.extras.planning import plan_parallelism as plan_parallelism
     from ringspark.extras.planning import plan_scaling as plan_scaling
+    from ringspark.extras.pretraining.autoencoder import TorchAutoencoder as TorchAutoencoder
+    from ringspark.extras.pretraining.autoencoder import TorchAutoencoderModel as TorchAutoencoderModel
     from ringspark.extras.windows.sequence_windows import SequenceWindows as SequenceWindows
 
 # Module -> the public names that it defines.
@@ -63,6 +65,7 @@ _NAMES = {
     "ringspark.estimators.torch_model": "TorchClassificationModel TorchModel TorchRegressionModel",
     "ringspark.estimators.training.callbacks": "Callback TrainingState",
     "ringspark.extras.planning": "ParallelismPlan ScalingPlan fit_scaling plan_parallelism plan_scaling",
+    "ringspark.extras.pretraining.autoencoder": "TorchAutoencoder TorchAutoencoderModel",
     "ringspark.extras.windows.sequence_windows": "SequenceWindows",
 }
 _PATHS = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}

@@ -30,6 +30,7 @@ from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, wants_table
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
+from ringspark.estimators.training.arguments import list_arguments
 from ringspark.estimators.training.check.driver import CheckedTraining, check_training
 from ringspark.estimators.training.check.schema import check_schema
 from ringspark.estimators.training.objective.heads import Head
@@ -116,6 +117,7 @@ class CheckedFit:
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
+        config = _with_label_arrays(estimator, config, manifest.columns)
         data = FitData(columns=tuple(config.columns), root=run_uri or estimator._storage_root(spark))
         fit = cls(config=config, objects=objects, packed=packed, trackers=trackers, heads=None, data=data)
         return fit, manifest
@@ -172,7 +174,11 @@ def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
     if wants_table(estimator):
         # Only the plan of a table says which other columns the model needs.
         inputs = estimator.inputColumns() if estimator.isSet(estimator.inputCols) else []
-        for name, param in ((estimator.getLabelCol(), "labelCol"), *((each, "inputCols") for each in inputs)):
+        labels = estimator._label_columns() if estimator.hasParam("labelCol") else []
+        for name, param in (
+            *((each, "labelCol") for each in labels),
+            *((each, "inputCols") for each in inputs),
+        ):
             find_field(name, param, dataset.schema, is_case_sensitive(dataset.sparkSession))
         return
     config, _ = config_of(estimator, estimator._task, estimator._label_columns())
@@ -202,7 +208,16 @@ def _find_columns(
         # The classes of string labels are their distinct strings; other string columns need a choice.
         strings = [name for name in labels if isinstance(schema[name].dataType, StringType)]
         kinds = {name: Vocabulary(order="alphabet") for name in strings} | kinds
-    return config, check_types(schema, names, kinds), kinds
+    columns = check_types(schema, names, kinds)
+    return _with_label_arrays(estimator, config, columns), columns, kinds
+
+
+def _with_label_arrays(estimator: Any, config: TrainConfig, columns: Sequence[Column]) -> TrainConfig:
+    """Replaces labels that are inputs by the first array of each input."""
+    if estimator.hasParam("labelCol"):
+        return config
+    labels = [arrays[0] for arrays in list_arguments(columns, config.label_columns)]
+    return replace(config, label_columns=tuple(labels))
 
 
 def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, exact: bool) -> str | None:

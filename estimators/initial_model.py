@@ -40,10 +40,18 @@ def with_initial_model(estimator: Any) -> Any:
     if estimator.getPretrained() is not None:
         raise ValueError("initialModel and pretrained both set the initial weights; leave one of them unset")
     model = load_model(estimator._model_class, given, "initialModel") if isinstance(given, str) else given
-    if not isinstance(model, estimator._model_class):
+    gets_label = model.without_label and estimator.hasParam("labelCol")
+    if gets_label and estimator.getInitialState() == "optimizer":
+        raise ValueError(
+            "initialState='optimizer' needs an initialModel with the same label, and this one was trained "
+            "without a label; set initialState='weights'"
+        )
+    fits = table_kind(model) is not None if gets_label else isinstance(model, estimator._model_class)
+    if not fits:
         raise ValueError(
             f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, got a "
-            f"{type(model).__name__}; fit with the estimator of the same task"
+            f"{type(model).__name__}; fit with the estimator of the same task, or load weights "
+            "by pretrained={'uri': ..., 'strict': False}"
         )
     model._trained().info()  # raises if the weights are gone
     if estimator.getInitialState() == "optimizer" and model._trained().training_state() is None:
@@ -76,9 +84,11 @@ def start_of(estimator: Any) -> dict[str, Any]:
     if model is None:
         return {}
     weights = model._trained()
-    state = weights.training_state() if estimator.getInitialState() == "optimizer" else None
     spent = model.summary.privacy if model.hasSummary else None
     charged = () if spent is None else spent.charged
+    if model.without_label and estimator.hasParam("labelCol"):
+        return {"pretrained": model._weights_to_tune(), "charged_before": charged}
+    state = weights.training_state() if estimator.getInitialState() == "optimizer" else None
     return {"initial_weights": weights.uri, "initial_training_state": state, "charged_before": charged}
 
 
@@ -182,9 +192,9 @@ def _take_label(estimator: Any, model: TorchModel) -> None:
 
 def _check_table_network(estimator: Any, model: TorchModel) -> None:
     own = estimator.getModel() if estimator.isDefined(estimator.model) else None
-    if own is not None and (not isinstance(own, ModelSpec) or own.target != model.getModel().target):
+    if own is not None and (not isinstance(own, ModelSpec) or own.target != model._network_to_train().target):
         raise ValueError(
-            f"initialModel is the network {model.getModel().target!r} for a table, and model is {own!r:.80}; "
+            f"initialModel is the network {model._network_to_train().target!r} for a table, and model is {own!r:.80}; "
             f"leave model unset, {_OR_NEW}"
         )
 

@@ -26,7 +26,7 @@ from pyspark.sql.types import (
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
-from ringspark.estimators.initial_model import table_plan, with_initial_model
+from ringspark.estimators.initial_model import table_plan
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.member_choice import IGNORED
@@ -133,7 +133,7 @@ def prepare_fit(
 
 def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     check_frame(dataset, f"{type(estimator).__name__}.fit")
-    estimator = with_initial_model(estimator)
+    estimator = estimator._complete()
     if estimator.getPrivacy() is not None:
         load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=wants_table(estimator))
     if wants_table(estimator):
@@ -152,35 +152,38 @@ def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str |
 
 def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     task = estimator._task
-    if task == "any":
+    has_label = estimator.hasParam("labelCol")
+    if task == "any" and has_label:
         raise ValueError(
             f"{type(estimator).__name__} needs a model; pass model=ModelSpec('mlp', {{...}}) or an nn.Module"
             ", or use TorchClassifier or TorchRegressor, which complete a network for a table"
         )
     schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
-    label = find_field(estimator.getLabelCol(), "labelCol", schema, exact)
+    labels = estimator._label_columns() if has_label else []
+    label = next((find_field(name, "labelCol", schema, exact) for name in labels), None)
+    label_names = [] if label is None else [label.name]
     others = {
         find_field(name, setting.name, schema, exact).name
         for setting in (VALIDATION_INDICATOR_COL, WEIGHT_COL)
         if (name := value_of(estimator, setting))
     }
-    names = [name for name in _input_names(estimator, schema, exact) if name not in {label.name, *others}]
+    names = [name for name in _input_names(estimator, schema, exact) if name not in {*label_names, *others}]
     if not names:
-        raise ValueError(f"the DataFrame has no column besides the label {label.name!r}; give it some inputs")
+        raise ValueError(f"the DataFrame has no column besides the label {label_names}; give it some inputs")
     check_names_differ(names, exact)
-    split = hold_out(estimator, dataset, [label.name, *names])
-    asked, initial = [task, label.name, *names], estimator.getInitialModel()
+    split = hold_out(estimator, dataset, [*label_names, *names])
+    asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
     key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
     if key not in plans:
         kept = search_uri or _begun_run(estimator, dataset)
-        plans[key] = _stored_plan(kept, asked) or _plan(split, label, names, task, initial)
+        plans[key] = _stored_plan(kept, asked) or _plan(split, label, names, asked, initial)
     plan = plans[key]
     _warn_of_columns(plan.uses)
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
         inner.clear(inner.getParam(name))
-    model = ModelSpec(_NETWORKS[0]) if initial is None else initial.getModel()
+    model = ModelSpec(_NETWORKS[0]) if initial is None else initial._network_to_train()
     if initial is None and estimator.isDefined(estimator.model):
         model = estimator.getModel()
     completion = _completion(estimator, plan, model)
@@ -190,6 +193,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         validationIndicatorCol=split.indicator,
         **completion,
     )
+    if not has_label:
+        inner._set(**inner._table_objective(plan))
     sources = set(plan.kind.sources)
     table = StructType([field for field in split.dataset.schema.fields if field.name in sources])
     row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
@@ -236,13 +241,19 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
     return plan
 
 
-def _plan(split: HeldOut, label: StructField, names: list[str], task: str, initial: Any) -> TablePlan:
+def _plan(
+    split: HeldOut, label: StructField | None, names: list[str], asked: list[str], initial: Any
+) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
-    if initial is not None:
-        return table_plan(initial, names, split.dataset.where(~held).count(), [task, label.name, *names])
-    target, outputs = _look_at_label(split.dataset, held, label, task)
-    plan = plan_table(split.dataset, names, held, target)
-    return replace(plan, outputs=outputs, asked=[task, label.name, *names])
+    if label is None:
+        target, outputs = F.lit(0.0), {}
+    elif initial is None or initial.without_label:
+        target, outputs = _look_at_label(split.dataset, held, label, asked[0])
+    if initial is None:
+        plan = plan_table(split.dataset, names, held, target)
+        return replace(plan, outputs=outputs, asked=asked)
+    plan = table_plan(initial, names, split.dataset.where(~held).count(), asked)
+    return replace(plan, outputs=outputs) if initial.without_label else plan
 
 
 def check_names_differ(names: Sequence[str], exact: bool) -> None:
@@ -372,7 +383,7 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     if any(n > RARE_FROM for n in plan.kind.cardinalities):
         undecayed.append("effects.*")
     is_regression = estimator._task == "regression"
-    recipe = {
+    recipe: dict[str, Any] = {
         "loss": "mse_per_member" if is_regression else "cross_entropy_per_member",
         "optimizer": "adamw",
         # The members of a pack take shares of the rate. In a large table, often of many months, fast networks
@@ -393,7 +404,9 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     }
     if recipe["patience"] >= epochs:
         del recipe["patience"]
-    if not is_regression:
+    if estimator._task == "any":
+        del recipe["loss"]
+    elif not is_regression:
         # Also if the user has other metrics.
         own = estimator.getMetrics()
         recipe["metrics"] = own if "temperature" in own else [*own, "temperature"]

@@ -30,7 +30,7 @@ from ringspark.estimators.run.tables import check_pinned, keep_source, pinned_so
 from ringspark.estimators.stages.declared import plain_values, set_params
 from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
-from ringspark.estimators.stages.params import _MultiLabelParams, _TrainingParams
+from ringspark.estimators.stages.params import _LabelParams, _MultiLabelParams, _TrainingParams
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
@@ -113,7 +113,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             ValueError: The settings, the model or the shards cannot be used.
             WorkerError: A worker failed.
         """
-        spark, estimator = active_session(), with_initial_model(self)
+        spark, estimator = active_session(), self._complete()
         fit, manifest = CheckedFit.of_shards(estimator, spark, uri)
         run = self._run_folder(fit.data.root)
         choose_daemon(spark, fit.config.use_gpu)
@@ -293,8 +293,13 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         model._compare_on_shards(spark, training)
         return cast(M, model)
 
+    def _complete(self: E) -> E:
+        """Returns a copy with the settings that the stage decides itself. Each fit calls it first."""
+        return cast(E, with_initial_model(self))
+
     def _label_columns(self) -> list[str]:
-        return [self.getLabelCol()]
+        """Returns one column per output; an estimator without `labelCol` returns input columns."""
+        return [self.getOrDefault("labelCol")]
 
     def _label_param(self) -> str:
         return "labelCol"
@@ -331,7 +336,7 @@ class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
         return "labelCol" if self.getLabelCols() is None else "labelCols"
 
 
-class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierParams):
+class TorchClassifier(_TorchEstimator[TorchClassificationModel], _LabelParams, _ClassifierParams):
     """Trains a network to predict classes 0..n-1.
 
     The network returns (batch, n) logits, or (batch, 1) or (batch,) for two classes.
@@ -355,7 +360,7 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _ClassifierPara
             check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
-class TorchRegressor(_TorchEstimator[TorchRegressionModel]):
+class TorchRegressor(_TorchEstimator[TorchRegressionModel], _LabelParams):
     """Trains a network to predict numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"

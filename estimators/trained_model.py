@@ -100,6 +100,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     """
 
     _description = ModelDescription
+    without_label = False
+    """Whether the model was trained without a label, so a fit with a label replaces its last layer."""
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
@@ -363,6 +365,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         # Fewer rows if they are as large as images.
         widths = [item.column.kind.row_bytes for item in self._inputs if item.column is not None]
         return max(1, min(rows, CHUNK_BYTES // max(1, sum(widths))))
+
+    def _network_to_train(self) -> Any:
+        """Returns the network of a fit that starts from this model of a table."""
+        return self.getModel()
 
     def _trained(self) -> HeldWeights:
         if self._weights is None:

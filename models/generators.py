@@ -56,6 +56,11 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
     _seed_by_name(f"{seed} {step} {rank}")
 
 
+def common_seed(seed: int, step: int) -> int:
+    """Returns a number for a step that is equal on all ranks."""
+    return (seed * _RANK_FACTOR + step * _STEP_FACTOR) % 2**62
+
+
 def seed_constructor(seed: int) -> None:
     """Seeds all generators equally on every rank, because a constructor may draw from any of them."""
     # `seed` may be any integer, but torch takes 64 bits.

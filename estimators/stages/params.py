@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pyspark.ml.param import Params
 from pyspark.ml.param.shared import HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
 
 from ringspark.estimators.stages.declared import (
@@ -26,9 +25,7 @@ from ringspark.estimators.training.settings import (
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
 
-class _TrainingParams(
-    EarlierParams, _ModelParams, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed
-):
+class _TrainingParams(EarlierParams, _ModelParams, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     setModel = setter(network.MODEL)
     loss, getLoss, setLoss = declared(network.LOSS)
     optimizer, getOptimizer, setOptimizer = declared(training.OPTIMIZER)
@@ -72,7 +69,6 @@ class _TrainingParams(
     emaDecay, getEmaDecay, setEmaDecay = declared(network.EMA_DECAY)
 
     columns, setColumns = param_of(data.COLUMNS), setter(data.COLUMNS)
-    labelCol, setLabelCol = param_of(data.LABEL_COL), setter(data.LABEL_COL)
     weightCol, setWeightCol = param_of(data.WEIGHT_COL), setter(data.WEIGHT_COL)
     validationIndicatorCol = param_of(data.VALIDATION_INDICATOR_COL)
     setValidationIndicatorCol = setter(data.VALIDATION_INDICATOR_COL)
@@ -143,6 +139,10 @@ class _TrainingParams(
         return {name: kind_from_json(kind) for name, kind in given.items()}
 
 
-class _MultiLabelParams(Params):
+class _LabelParams(HasLabelCol):
+    labelCol, setLabelCol = param_of(data.LABEL_COL), setter(data.LABEL_COL)
+
+
+class _MultiLabelParams(_LabelParams):
     labelCols, getLabelCols, setLabelCols = declared(data.LABEL_COLS)
     lossWeights, getLossWeights, setLossWeights = declared(network.LOSS_WEIGHTS)

@@ -1,6 +1,8 @@
 """The user's functions on batches: `transformBatch` in training, `transformInPrediction` in prediction.
 
-`transformBatch` gets all rows of a rank's step. Its random numbers depend only on seed, step and rank.
+`transformBatch` gets all rows of a rank's step. Its random numbers depend only on seed, step and rank. If it has
+a parameter `step_seed`, it also gets a number that depends on seed and step only, so it can draw the same random
+numbers on any number of ranks. If its attribute `changes_held_out` is true, it also changes held-out rows.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import nn
 
 from ringspark.estimators.training.arguments import InputLayout, count_rows
 from ringspark.estimators.training.feed import Batch
-from ringspark.models.generators import keep_shared_generators, seed_rank
+from ringspark.models.generators import common_seed, keep_shared_generators, seed_rank
 from ringspark.models.meta_device import copy_module
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,6 +31,11 @@ class BatchTransform:
     def __init__(self, function: Any, seed: int, rank: int, device: torch.device) -> None:
         self._function = prepare_function(function, device, training=True)
         self._seed, self._rank, self._device = seed + _SEED_OFFSET, rank, device
+        self.changes_held_out = bool(getattr(function, "changes_held_out", False))
+
+    def held_out(self, batch: Batch) -> Batch:
+        """Changes held-out rows with the same random numbers after every epoch. Runs on every rank."""
+        return self(batch, -1) if self.changes_held_out else batch
 
     def __call__(self, batch: Batch, step: int) -> Batch:
         """Returns the changed batch; `step` counts from 0 over all epochs. Runs on every rank."""
@@ -38,7 +46,10 @@ class BatchTransform:
             inputs, labels = batch.inputs, batch.labels
             if not batch.num_rows:
                 inputs, labels = _row_of_zeros(inputs), _row_of_zeros(labels)
-            inputs, labels = apply_transform(self._function, "transformBatch", inputs, labels, batch.layout)
+            function = self._function
+            if takes(function, "step_seed"):
+                function = partial(function, step_seed=common_seed(self._seed, step))
+            inputs, labels = apply_transform(function, "transformBatch", inputs, labels, batch.layout)
         if not batch.num_rows:
             inputs, labels = (tuple(t[:0] for t in tensors) for tensors in (inputs, labels))
         return replace(batch, inputs=inputs, labels=labels)
@@ -94,9 +105,13 @@ def apply_transform(
 
 
 def takes_labels(function: Any) -> bool:
+    return takes(function, "labels")
+
+
+def takes(function: Any, name: str) -> bool:
     try:
         called = function.forward if isinstance(function, nn.Module) else function
-        return "labels" in inspect.signature(called).parameters
+        return name in inspect.signature(called).parameters
     except (TypeError, ValueError):  # a function in C
         return False
 
@@ -111,6 +126,8 @@ def try_transform(
     try:
         with torch.no_grad(), keep_shared_generators():
             copied_labels = labels and tuple(t.clone() for t in labels)
+            if labels is not None and takes(function, "step_seed"):
+                function = partial(function, step_seed=0)
             return apply_transform(function, setting, copies, copied_labels, layout)
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(f"{setting} "):

@@ -346,11 +346,12 @@ class Trainer:
         return values
 
     def _held_out(self, reader: ShardReader) -> Iterator[Batch]:
-        prepare = self._train_state.prepare
+        prepare, transform = self._train_state.prepare, self._train_state.transform
         with closing(cast("Any", reader.batches(0))) as batches:
             for batch in self._on_device(reader, batches):
                 self._status.tick()
-                yield replace(batch, inputs=prepare_inputs(prepare, batch.inputs, batch.layout))
+                held = replace(batch, inputs=prepare_inputs(prepare, batch.inputs, batch.layout))
+                yield held if transform is None else transform.held_out(held)
 
     def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers (batch statistics), because the saved network has rank 0's."""

@@ -12,7 +12,7 @@ from torch import nn
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
-from ringspark.estimators.training.batch_transforms import takes_labels
+from ringspark.estimators.training.batch_transforms import takes, takes_labels
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.objective.heads import Head
@@ -204,8 +204,10 @@ def _check_transforms(
                 f"{setting} needs inputs with one entry per row, but {list(inputs)} concatenate "
                 f"rows of varying length; leave {setting} out, or take Padded() columns"
             )
-        labels = {"labels": None} if setting == "transformBatch" and takes_labels(given) else {}
-        if problem := _refusal(given, len(inputs), **labels):
+        more = [
+            name for name in ("labels", "step_seed") if setting == "transformBatch" and takes(given, name)
+        ]
+        if problem := _refusal(given, len(inputs), **dict.fromkeys(more)):
             raise ValueError(
                 f"{setting} cannot take the inputs {list(inputs)}: {problem}; it is called on a whole batch, "
                 "as transform(*inputs)"

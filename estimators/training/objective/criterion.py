@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringspark.estimators.parallel.model.tensor import ShardedCrossEntropy, ShardedScores, scores_of
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
+    CallableLoss,
     ClassLoss,
     MemberLoss,
     NetworkLoss,
@@ -30,6 +31,8 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
     """
     # None saves an all-reduce per step: the divisor is the number of rows.
     inner = loss.member if isinstance(loss, MemberLoss) else loss
+    if isinstance(inner, CallableLoss):
+        return inner.row_weights
     if not isinstance(inner, ClassLoss) or (ignored is None and not inner.weighs_classes):
         return None
     return inner.row_weights

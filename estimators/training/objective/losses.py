@@ -159,10 +159,15 @@ class MultiClassLoss:
 
 
 class CallableLoss:
-    """A user's callable or module (output, label) -> one value per row."""
+    """A user's callable or module (output, label) -> one value per row.
+
+    Attributes:
+        row_weights: The callable's own method label -> each row's weight in the divisor, or None.
+    """
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
         self._loss = loss
+        self.row_weights: RowWeights | None = getattr(loss, "row_weights", None)
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor, *network: Any) -> torch.Tensor:
         output = _at_least_fp32(output)

@@ -1,0 +1,1 @@
+"""Trainings without a label: autoencoders, and masked pretraining of tables and texts."""

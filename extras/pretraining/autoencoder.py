@@ -1,0 +1,199 @@
+"""`TorchAutoencoder`: trains a network to reconstruct its inputs, without a label."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from ringspark.estimators.options.base import ValueRange, at_least
+from ringspark.estimators.options.finetuning import Pretrained
+from ringspark.estimators.stages.declared import declared
+from ringspark.estimators.torch_estimator import _TorchEstimator
+from ringspark.estimators.trained_model import TorchModel
+from ringspark.estimators.training.settings.choices import Task
+from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.extras.pretraining.corruption import Corruption, Role
+from ringspark.extras.pretraining.losses import ReconstructionLoss, TableLoss
+from ringspark.extras.pretraining.table_networks import OF_LABEL, OF_OUTPUTS, PRETRAINING
+from ringspark.models import ModelSpec
+from ringspark.models.meta_device import build_on_meta
+from ringspark.models.tabpack import DROPOUTS, RATES
+from ringspark.pipelines.kinds import Kind, Tokens
+from ringspark.pipelines.table_plan import TablePlan
+
+E = TypeVar("E", bound="TorchAutoencoder")
+
+# Share of a table's values that are masked by default: without a bottleneck, copying would be no task.
+TABLE_MASK = 0.3
+
+
+def _numbers(value: Any) -> float | list[float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    try:
+        return [float(each) for each in value]
+    except (TypeError, ValueError):
+        raise TypeError(f"maskValue must be a number or a list of numbers, got {value!r}") from None
+
+
+_NOISE = Setting[float](
+    name="noise",
+    words="standard deviation of Gaussian noise that is added to numbers in the training; 0: none",
+    default=0.0,
+    accepts=at_least(0),
+)
+_MASK = Setting[float | None](
+    name="mask",
+    words="share of the inputs that are masked and that the loss compares; unset: 0, or 0.3 without a model",
+    kind="float",
+    accepts=ValueRange(lambda share: 0 <= share < 1, lambda: "must be from 0 to below 1"),
+)
+_MASK_VALUE = Setting[Any](
+    name="maskValue",
+    words="number that replaces a masked number, or a list with one per number; unset: 0",
+    convert=_numbers,
+)
+_MASK_ID = Setting[int | None](
+    name="maskId",
+    words="id that replaces a masked id; unset: the tokenizer's mask token, or the id after its last one",
+    kind="int",
+    accepts=at_least(0),
+)
+
+
+class TorchAutoencoderModel(TorchModel):
+    """Made by `TorchAutoencoder`; the predictions are the reconstructed inputs."""
+
+    without_label = True
+
+    def _network_to_train(self) -> Any:
+        spec = self.getModel()
+        names = {path: name for name, path in PRETRAINING.items()}
+        if not isinstance(spec, ModelSpec) or spec.target not in names:
+            return spec
+        # The table adds these arguments again.
+        kwargs = {k: v for k, v in spec.kwargs.items() if k not in ("edges", "cardinalities", *OF_LABEL)}
+        if names[spec.target] == "tabpack":
+            # As many members as in the pretraining, also if the table with labels is large.
+            kwargs = {"rates": list(RATES), "dropouts": list(DROPOUTS)} | kwargs
+        return ModelSpec(names[spec.target], kwargs)
+
+    def _weights_to_tune(self) -> Pretrained:
+        """Returns the weights of every layer except the last one."""
+        names = build_on_meta(self.getModel().build).state_dict()
+        ignore = [each for each in OF_OUTPUTS if any(fnmatchcase(name, each) for name in names)]
+        return Pretrained(uri=self._trained().uri, ignore=tuple(ignore), strict=False)
+
+
+class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
+    """Trains a network to reconstruct its inputs. Like Spark's PCA and KMeans, it has no `labelCol`.
+
+    With `predictionCols`, the network returns one output per input. Without it, the network returns one
+    output: the input, or the numbers of all inputs side by side. Numbers are compared by squared error.
+    Integers of a single input are ids, and the network returns logits. Without a `model`, the network for
+    tables learns to predict masked values of every column.
+    """
+
+    _task: Task = "any"
+    _model_class = TorchAutoencoderModel
+
+    noise, getNoise, setNoise = declared(_NOISE)
+    mask, getMask, setMask = declared(_MASK)
+    maskValue, getMaskValue, setMaskValue = declared(_MASK_VALUE)
+    maskId, getMaskId, setMaskId = declared(_MASK_ID)
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        self._setDefault(noise=_NOISE.default)
+        self.setParams(**params)
+
+    def _label_columns(self) -> list[str]:
+        # The targets replace these columns, unless they are the inputs themselves.
+        return self.inputColumns() if self.getPredictionCols() is not None else self.inputColumns()[:1]
+
+    def _label_param(self) -> str:
+        return "featuresCol or inputCols"
+
+    def _complete(self: E) -> E:
+        made: E = super()._complete()
+        return made._set(**made._objective()) if made.isDefined(made.model) else made
+
+    def _objective(self) -> dict[str, Any]:
+        """Returns the loss and the transform for a network that the user gave."""
+        mask, names, kinds = self.getMask() or 0.0, self.inputColumns(), self.getColumns()
+        roles = [role for name in names for role in _roles(kinds.get(name), name)]
+        joins = len(names) > 1 and self.getPredictionCols() is None
+        self._check_free("mask" if mask else "", mask)
+        if not (mask or self.getNoise() or joins or "valid" in roles):
+            return {} if self.isSet(self.loss) else {"loss": "auto"}
+        if self.getTransformBatch() is not None:
+            raise ValueError(
+                "transformBatch cannot be set with noise, mask or several inputs, which need it; put your "
+                "function into the network"
+            )
+        value, mask_id = self.getMaskValue(), self.getMaskId()
+        corruption = Corruption(
+            roles=tuple(roles),
+            noise=self.getNoise(),
+            mask=mask,
+            mask_value=tuple(value) if isinstance(value, list) else value or 0.0,
+            mask_id=_mask_id([kinds.get(name) for name in names]) if mask_id is None else mask_id,
+            joins=joins,
+        )
+        objective: dict[str, Any] = {"transformBatch": corruption}
+        if not self.isSet(self.loss):
+            objective["loss"] = ReconstructionLoss()
+        return objective
+
+    def _table_objective(self, plan: TablePlan) -> dict[str, Any]:
+        """Returns network, loss and transform for a table without a label."""
+        spec, mask = self.getModel(), TABLE_MASK if self.getMask() is None else self.getMask()
+        self._check_free("mask", mask)
+        if not mask:
+            raise ValueError(
+                "TorchAutoencoder without a model masks values; set mask above 0, or give a model"
+            )
+        if self.getTransformBatch() is not None or self.getNoise():
+            raise ValueError(
+                "TorchAutoencoder without a model takes neither noise nor transformBatch; set mask alone"
+            )
+        kwargs = {name: value for name, value in spec.kwargs.items() if name not in OF_LABEL}
+        return {
+            "model": ModelSpec(PRETRAINING[spec.target], kwargs),
+            "loss": TableLoss(plan.kind.num_numbers, plan.kind.cardinalities),
+            "transformBatch": Corruption(roles=("numbers", "ids"), mask=mask),
+        }
+
+    def _check_free(self, setting: str, value: float) -> None:
+        """Raises ValueError if the loss or metrics would compare values without a target."""
+        if not setting:
+            return
+        if self.isSet(self.loss):
+            raise ValueError(
+                f"mask={value} compares masked values only, with a loss of its own; leave loss unset"
+            )
+        if self.getMetrics():
+            raise ValueError(
+                f"mask={value} leaves most values without a target, which metrics cannot skip; leave metrics "
+                "unset, the loss is in the history"
+            )
+
+
+def _roles(kind: Kind | None, name: str) -> Sequence[Role]:
+    if isinstance(kind, Tokens):
+        return ("value", "valid")
+    arrays = 1 if kind is None else len(kind.arguments(name))
+    return ("value", *["other"] * (arrays - 1))  # type: ignore[list-item]
+
+
+def _mask_id(kinds: Sequence[Kind | None]) -> int:
+    """Returns the id of the mask token of the first tokenizer, or the id after its last one."""
+    for kind in kinds:
+        if isinstance(kind, Tokens):
+            vocabulary: dict[str, int] = json.loads(kind.tokenizer)["model"].get("vocab", {})
+            added = {token["content"]: token["id"] for token in json.loads(kind.tokenizer)["added_tokens"]}
+            known = added | (vocabulary if isinstance(vocabulary, dict) else {})
+            return next((known[token] for token in ("[MASK]", "<mask>") if token in known), kind.num_ids)
+    return 0

@@ -1,0 +1,50 @@
+"""Networks for tables that predict their own masked inputs, with the layers of `TabPack` and `TabM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringspark.models.tabm import TabM
+from ringspark.models.tabpack import TabPack
+
+# Arguments of a network that depend on the label.
+OF_LABEL = ("out_features", "center", "scale", "averages")
+# Patterns of the weights that depend on the number of outputs.
+OF_OUTPUTS = ("head.*", "heads", "biases", "effects.*", "shares", "temperature")
+
+
+class MaskedTabPack(TabPack):
+    """A `TabPack` with one output per number and one logit per id of each category.
+
+    Args:
+        edges, cardinalities, more: See `TabPack`.
+    """
+
+    # Members are chosen by their errors in a label, which is not there yet.
+    candidates = None  # type: ignore[assignment]
+
+    def __init__(self, edges: Sequence[Sequence[float]], cardinalities: Sequence[int], **more: Any) -> None:
+        super().__init__(edges, cardinalities, len(edges) + sum(cardinalities), **more)
+
+    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(numbers, ids)
+
+
+class MaskedTabM(TabM):
+    """A `TabM` with one output per number and one logit per id of each category.
+
+    Args:
+        edges, cardinalities, more: See `TabM`.
+    """
+
+    def __init__(self, edges: Sequence[Sequence[float]], cardinalities: Sequence[int], **more: Any) -> None:
+        super().__init__(edges, cardinalities, len(edges) + sum(cardinalities), **more)
+
+
+PRETRAINING = {
+    "tabpack": "ringspark.extras.pretraining.table_networks:MaskedTabPack",
+    "tabm": "ringspark.extras.pretraining.table_networks:MaskedTabM",
+}
