@@ -13,6 +13,7 @@ from pyspark.sql.types import StringType, StructType
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import check_types, find_field, input_names, kinds_by_column
+from ringspark.estimators.inference.inner import check_modules
 from ringspark.estimators.initial_model import check_rows, initial_kinds, start_of
 from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.python_daemon import PRELOADED
@@ -76,6 +77,9 @@ class CheckedFit:
         outputs = estimator._output_columns(len(config.label_columns))
         if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
             outputs += estimator._label_outputs()
+        inner = estimator.getInnerCols() or {}
+        check_modules(estimator.getModel(), inner)
+        outputs += inner.values()
         check_distinct(outputs, exact)
         # As in Spark's own fit, transform refuses a column whose name differs in case.
         check_free(schema, outputs, exact=True)

@@ -27,7 +27,15 @@ from ringspark.estimators.columns.inputs import (
     shared_columns,
     source_columns,
 )
-from ringspark.estimators.inference.export import EXPORTED, Export, ExportFormat, export_module, record_module
+from ringspark.estimators.inference.export import (
+    EXPORTED,
+    Export,
+    ExportFormat,
+    export_module,
+    make_samples,
+    record_module,
+)
+from ringspark.estimators.inference.inner import InnerResults, InnerValue, measure
 from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.precision import reduce_precision
 from ringspark.estimators.inference.precision_difference import (
@@ -106,6 +114,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def __init__(self, **params: Any) -> None:
         super().__init__()
         self._weights: HeldWeights | None = None
+        self._inner: tuple[Any, tuple[InnerValue, ...]] | None = None
         self._inputs: tuple[ModelInput, ...] = ()
         self._output_shapes: tuple[Shape, ...] = ()
         self._summary: TrainingSummary | None = None
@@ -233,7 +242,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             assert isinstance(module, Program)
             return module
         try:
-            return record_module(module, self._inputs, self.getTransformInPrediction())
+            return record_module(
+                module, self._inputs, self.getTransformInPrediction(), self.getInnerCols() or ()
+            )
         except NoProgramError as error:
             warnings.warn(
                 f"model {type(module).__name__} cannot be recorded as a program ({error}), so it is saved as "
@@ -251,7 +262,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def transformSchema(self, schema: StructType) -> StructType:
         exact = (session := find_session()) is not None and is_case_sensitive(session)
         self._bind(schema, exact)
-        names, results = self._outputs()
+        names, results = self._all_outputs()
         added = [StructField(n, t) for n, t in zip(names, results.types, strict=True) if n]
         check_free(schema, [field.name for field in added], exact)
         return StructType([*schema.fields, *added])
@@ -260,7 +271,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         check_frame(dataset, "transform")
         exact = is_case_sensitive(dataset.sparkSession)
         bound = self._bind(dataset.schema, exact)
-        names, results = self._outputs()
+        names, results = self._all_outputs()
         check_free(dataset.schema, [name for name in names if name], exact)
         return self._add_results(dataset, bound, names, results)
 
@@ -336,6 +347,17 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Returns the names of the columns that `transform` adds ("" omits one), and their contents."""
         values = Values(shapes=self._output_shapes)
         return self.predictionColumns(len(self._output_shapes)), values
+
+    def _all_outputs(self) -> tuple[list[str], Results]:
+        """Returns the result of `_outputs`, with the columns of inner modules."""
+        (names, results), columns = self._outputs(), self.getInnerCols() or {}
+        if not columns:
+            return names, results
+        key = self._trained().info().checkpoint_id, tuple(columns)
+        if self._inner is None or self._inner[0] != key:
+            samples = make_samples(self._inputs, self.getTransformInPrediction())
+            self._inner = key, measure(self.module(), list(columns), samples)
+        return [*names, *columns.values()], InnerResults(base=results, inner=self._inner[1])
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
         self._check_precision()

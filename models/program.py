@@ -4,6 +4,8 @@
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
+A key "inner" may hold values of inner modules by name; hooks on `inner_modules` get them.
+
 `{"at": n}` refers to value n. Values are numbered in this order: the tensors, the inputs, the results of the
 steps. The format is JSON, because `torch.export.load` (torch 2.13) evaluates code in the file.
 """
@@ -23,6 +25,9 @@ from ringspark.models.operators import Device, check_arguments, find_operator
 FORMAT_VERSION = 1
 
 Json: TypeAlias = dict[str, Any]
+
+# Attributes that `_resolve` makes from the text.
+_RESOLVED = ("_steps", "_outputs", "_inner", "inner_modules")
 
 _OF_TORCH: dict[str, type] = {
     "dtype": torch.dtype,
@@ -98,6 +103,8 @@ class Program(nn.Module):
             )
             for index in last_uses:
                 entries.pop(index, None)
+        for name, value in self._inner.items():
+            self.inner_modules[name](_resolve_args(value, entries, device))
         outputs = tuple(_resolve_args(self._outputs, entries, device))
         return outputs[0] if self.text["single"] else outputs
 
@@ -123,8 +130,11 @@ class Program(nn.Module):
         for step in decoded:
             check_arguments(*step)
         self._outputs = decode(self.text["outputs"])
+        self._inner = {name: decode(value) for name, value in self.text.get("inner", {}).items()}
+        # Not among the submodules, whose names belong to the network's tensors.
+        self.__dict__["inner_modules"] = {name: nn.Identity() for name in self._inner}
         last: dict[int, int] = {}
-        for at, (_, *arguments) in enumerate([*decoded, (None, self._outputs)], start=first):
+        for at, (_, *arguments) in enumerate([*decoded, (None, self._outputs, self._inner)], start=first):
             for index in _references(arguments):
                 if not 0 <= index < at:
                     raise ValueError(
@@ -138,7 +148,7 @@ class Program(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # `__setstate__` resolves the operators again.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "_outputs")}
+        return {name: value for name, value in self.__dict__.items() if name not in _RESOLVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

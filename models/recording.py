@@ -46,6 +46,7 @@ def record_program(
     samples: Callable[..., Inputs],
     varying: Sequence[Mapping[int, Any]],
     lengths: Sequence[int] = (),
+    inner: Sequence[str] = (),
 ) -> Program:
     """Records a network in eval mode, and checks that the program computes the same on a few rows.
 
@@ -54,14 +55,16 @@ def record_program(
     Args:
         samples: Function that makes example inputs from a number of rows and, if inputs vary in length, a
             length.
+        inner: Names of modules whose outputs the program keeps.
         varying: Dynamic dimensions of each input, as for `torch.export`.
         lengths: If inputs are padded to the longest row, the padded lengths for which to compare results.
     """
     try:
         # A trace changes `nn.Module` itself, so the lock also covers `_compare`, which runs the network.
         with PROCESS_LOCK:
-            exported = trace_network(module, samples(TRACED_ROWS), varying)
+            exported = trace_network(module, samples(TRACED_ROWS), varying, inner)
             text, tensors = _text_of(_without_writes(exported), module)
+            _move_inner(text, inner)
             program = Program(text)
             for name, tensor in tensors.items():
                 program.put(name, tensor)
@@ -74,13 +77,13 @@ def record_program(
 
 
 def trace_network(
-    module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]]
+    module: nn.Module, inputs: Inputs, varying: Sequence[Mapping[int, Any]], inner: Sequence[str] = ()
 ) -> torch.export.ExportedProgram:
     # Hide torch's messages: errors are raised anyway, and the caller checks the result.
     with PROCESS_LOCK, torch.no_grad(), silence_thread():
         # strict is the default of torch 2.6, and cannot trace a class attribute such as `rows`.
         return torch.export.export(
-            _Outputs(module).eval(), inputs, dynamic_shapes=(tuple(varying),), strict=False
+            _Outputs(module, inner).eval(), inputs, dynamic_shapes=(tuple(varying),), strict=False
         )
 
 
@@ -91,13 +94,32 @@ def first_line(error: Exception) -> str:
 
 
 class _Outputs(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inner: Sequence[str] = ()) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._inner = module, inner
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        found: dict[str, Any] = {}
+        hooks = [
+            self.module.get_submodule(name).register_forward_hook(
+                lambda _, __, output, name=name: found.__setitem__(name, output)
+            )
+            for name in self._inner
+        ]
         outputs = as_outputs(self.module(*inputs))
+        for hook in hooks:
+            hook.remove()
+        values = [found[name] for name in self._inner]
+        outputs += tuple(value[0] if isinstance(value, tuple | list) else value for value in values)
         return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _move_inner(text: Json, inner: Sequence[str]) -> None:
+    """Moves the values of inner modules out of the outputs."""
+    if inner:
+        count = len(text["outputs"]) - len(inner)
+        text["inner"] = dict(zip(inner, text["outputs"][count:], strict=True))
+        text["outputs"], text["single"] = text["outputs"][:count], count == 1
 
 
 def _text_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -139,11 +139,8 @@ def export_module(export: Export, path: str, format: str) -> None:
                     shutil.copyfileobj(source, writer, 16 << 20)
 
 
-def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None) -> Program:
-    """Records the module as a program for any number of rows; raises NoProgramError if that fails.
-
-    `prepare`: the user's function transformInPrediction; the program takes the results of `prepare`.
-    """
+def make_samples(inputs: Sequence[ModelInput], prepare: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Returns a function from a number of rows to example inputs of the network."""
     if any(item.column is None for item in inputs):
         raise NoProgramError("the types of its inputs are not known")
     function = prepare_function(prepare, torch.device("cpu"), training=False)
@@ -152,11 +149,24 @@ def record_module(module: nn.Module, inputs: Sequence[ModelInput], prepare: Any 
         with torch.no_grad():
             return prepare_inputs(function, _samples(inputs, rows, length))
 
+    return samples
+
+
+def record_module(
+    module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None, inner: Iterable[str] = ()
+) -> Program:
+    """Records the module as a program for any number of rows; raises NoProgramError if that fails.
+
+    Args:
+        prepare: The user's function transformInPrediction; the program takes the results of `prepare`.
+        inner: Names of modules whose outputs the program keeps.
+    """
+    samples = make_samples(inputs, prepare)
     arrays = [item.array for item in inputs]
     longest = max((array.shape[0] for array in arrays if array.varies), default=0)
     # A trace may follow a branch on the length that holds only for the traced length.
     every, some = range(1, longest + 1), max(1, longest // 16)
-    return record_program(module, samples, _varying(inputs), [*every[:32], *every[32::some]])
+    return record_program(module, samples, _varying(inputs), [*every[:32], *every[32::some]], tuple(inner))
 
 
 def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:

@@ -67,7 +67,8 @@ def make_columns(result: str, types: Sequence[DataType], widths: Sequence[int]) 
     for data_type, width, start in zip(types, widths, starts, strict=False):
         first = F.col(f"{result}.v{start}")
         if width == 1:
-            columns.append(first)
+            made = array_to_vector(F.array(first)) if isinstance(data_type, VectorUDT) else first
+            columns.append(F.when(first.isNotNull(), made))
             continue
         # Spark reads each NaN in a list as null.
         values = F.transform(first, lambda value: F.when(value.isNull(), nan).otherwise(value))
@@ -104,7 +105,7 @@ def _array(column: Any, kind: Kind | None) -> pa.Array:
 def _series(parts: Sequence[pa.Array], widths: Sequence[int]) -> Iterator[pd.Series[Any]]:
     for part, width in zip(parts, widths, strict=True):
         if width == 1:
-            yield _doubles(part)
+            yield _doubles(pc.list_element(part, 0) if pa.types.is_list(part.type) else part)
         elif _is_flat(widths):
             yield from (_doubles(pc.list_element(part, i)) for i in range(width))
         else:

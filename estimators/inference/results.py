@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,6 +47,9 @@ class Results(ABC):
         Args:
             outputs: (rows, outputs) float64.
         """
+
+    inner: tuple[Any, ...] = ()
+    """Inner modules, whose outputs follow the outputs of the network; see `inner.InnerValue`."""
 
     has_classes = False
     """Whether the last column is the predicted class."""

@@ -30,6 +30,7 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
     inputCols, setInputCols = param_of(data.INPUT_COLS), setter(data.INPUT_COLS)
     predictionCol, setPredictionCol = param_of(data.PREDICTION_COL), setter(data.PREDICTION_COL)
     predictionCols, getPredictionCols, setPredictionCols = declared(data.PREDICTION_COLS)
+    innerCols, getInnerCols, setInnerCols = declared(data.INNER_COLS)
     handleInvalid, getHandleInvalid, setHandleInvalid = declared(data.HANDLE_INVALID)
     inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(data.INFERENCE_BATCH_SIZE)
     inferenceOffload, getInferenceOffload, setInferenceOffload = declared(data.INFERENCE_OFFLOAD)

@@ -44,6 +44,15 @@ def _kinds(value: Any) -> dict[str, Any]:
     return kinds
 
 
+def _inner_columns(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(n, str) and n for n in (*value, *value.values())):
+        raise TypeError(
+            f"innerCols must map names of modules to names of columns, e.g. {{'encoder': 'embedding'}}, got "
+            f"{value!r}"
+        )
+    return dict(value)
+
+
 def without_secrets(value: Any) -> str:
     """Raises ValueError for a folder's URI with credentials, because Params are saved with the stage."""
     if not isinstance(value, str):
@@ -116,6 +125,11 @@ PREDICTION_COLS = Setting[list[str] | None](
     name="predictionCols",
     words="one prediction column per output of the network, instead of predictionCol",
     kind="names",
+)
+INNER_COLS = Setting[dict[str, str] | None](
+    name="innerCols",
+    words="columns that transform adds with the outputs of inner modules, by module name; each is a vector",
+    convert=_inner_columns,
 )
 RAW_PREDICTION_COL = Setting(
     name="rawPredictionCol", words="column of the logits, a vector; empty: none", default="rawPrediction"

@@ -1,0 +1,115 @@
+"""Outputs of inner modules of a network as columns: the setting `innerCols`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import DataType
+from torch import nn
+
+from ringspark.estimators.inference.results import Results
+from ringspark.estimators.names import nearest
+from ringspark.estimators.training.feed import Array
+from ringspark.models import ModelSpec
+from ringspark.models.meta_device import build_on_meta
+from ringspark.models.program import Program
+
+_PROBE_ROWS = (2, 3)
+
+
+@dataclass(frozen=True)
+class InnerValue:
+    """The output of one module: its name, the dimension that counts rows, and the values per row."""
+
+    module: str
+    rows_dim: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerResults(Results):
+    """The columns of `base`, then a vector for each inner module."""
+
+    base: Results
+    inner: tuple[InnerValue, ...]
+
+    @property
+    def types(self) -> list[DataType]:
+        return [*self.base.types, *(VectorUDT() for _ in self.inner)]
+
+    @property
+    def widths(self) -> list[int]:
+        return [*self.base.widths, *(value.width for value in self.inner)]
+
+    def arrays(self, outputs: Array) -> list[Array]:
+        ends = np.cumsum(
+            [outputs.shape[1] - sum(v.width for v in self.inner), *(v.width for v in self.inner)]
+        )
+        own, *inner = np.split(outputs, ends[:-1], axis=1)
+        return [*self.base.arrays(own), *inner]
+
+
+def check_modules(model: ModelSpec | nn.Module, names: Mapping[str, str]) -> None:
+    """Raises ValueError if the network lacks a module of `innerCols`."""
+    if names:
+        network = build_on_meta(model.build) if isinstance(model, ModelSpec) else model
+        for name in names:
+            find_module(network, name)
+
+
+def find_module(network: nn.Module, name: str) -> nn.Module:
+    known = network.inner_modules if isinstance(network, Program) else dict(network.named_modules())
+    if name in known and name:
+        return known[name]
+    names = [each for each in known if each]
+    hint = nearest(name, names) or f"; it has {names[:20]}"
+    if isinstance(network, Program):
+        hint = f"{hint}; it was saved without its class, so save it again with this innerCols set"
+    raise ValueError(f"innerCols names {name!r}, which is no module of {type(network).__name__}{hint}")
+
+
+@contextmanager
+def capture(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields a dict that holds the latest output of each named module after a pass through the network."""
+    found: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            found[name] = output[0] if isinstance(output, tuple | list) and output else output
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(find_module(module, name).register_forward_hook(keep(name)))
+        yield found
+
+
+def measure(
+    network: nn.Module, names: Sequence[str], samples: Callable[[int], Sequence[torch.Tensor]]
+) -> tuple[InnerValue, ...]:
+    """Runs the network on a few rows, and returns the shape of each inner module's output."""
+    passes = []
+    for rows in _PROBE_ROWS:
+        with capture(network, names) as found, torch.inference_mode():
+            network(*samples(rows))
+        passes.append(found)
+    values = []
+    for name in names:
+        shapes = [tuple(getattr(found.get(name), "shape", ())) for found in passes]
+        places = [dim for dim, sizes in enumerate(zip(*shapes, strict=False)) if sizes == _PROBE_ROWS]
+        same = [(*s[:p], *s[p + 1 :]) for s, p in zip(shapes, places * 2, strict=False)]
+        if len(places) != 1 or len({len(s) for s in shapes}) > 1 or same[0] != same[1]:
+            raise ValueError(
+                f"innerCols needs a module that returns one entry per row, but {name!r} returns "
+                f"{' and '.join(map(str, shapes))} for {' and '.join(map(str, _PROBE_ROWS))} rows; name "
+                "another module"
+            )
+        values.append(InnerValue(name, places[0], int(np.prod(same[0], dtype=np.int64))))
+    return tuple(values)
