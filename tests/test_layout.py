@@ -331,7 +331,7 @@ _READ = "several parts of a training read it from the config"
 _CONTINUED = "a training that continues reads it, and its refusals name the remedy"
 _ADVISED = "the checks of networks, losses and non-finite steps name it as the remedy"
 IN_MORE_PLACES = {
-    **dict.fromkeys(("handleInvalid", "inputCols", "labelCol", "weightCol"), _COLUMN),
+    **dict.fromkeys(("handleInvalid", "innerCols", "inputCols", "labelCol", "weightCol"), _COLUMN),
     **dict.fromkeys(("featuresCol", "timeCol", "validationFraction", "validationIndicatorCol"), _COLUMN),
     **dict.fromkeys(
         ("activationCompression", "activationOffload", "gradientAccumulation", "memoryBudget"), _PLANNED

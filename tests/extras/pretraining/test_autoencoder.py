@@ -1,0 +1,223 @@
+"""Trainings without a label through Spark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.sql import functions as F
+
+from ringspark.estimators import Callback, Pretrained, TorchAutoencoder, TorchClassifier, TorchEstimator
+from ringspark.estimators.torch_model import TorchModel
+from ringspark.models import ModelSpec
+from ringspark.pipelines import Tokens
+
+pytestmark = pytest.mark.spark
+
+NETWORKS = "ringspark.extras.pretraining.networks"
+DIM, CODE, ROWS = 6, 2, 256
+
+
+def linear(dim: int = DIM) -> ModelSpec:
+    return ModelSpec(f"{NETWORKS}:Autoencoder", {"in_features": dim, "code": CODE})
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Any:
+    rng = np.random.default_rng(0)
+    turned = np.linalg.qr(rng.normal(size=(DIM, DIM)))[0]
+    rows = (rng.normal(size=(ROWS, DIM)) * [2, 1.5, 1, 0.7, 0.5, 0.3]) @ turned
+    return (rows - rows.mean(0)).astype("f4")
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any, numbers: Any) -> Any:
+    rows = [(row.tolist(), *row[:3].tolist()) for row in numbers]
+    made = spark.createDataFrame(rows, "features array<float>, a float, b float, c float").coalesce(1)
+    return made.cache()
+
+
+@pytest.fixture
+def common(tmp_path: Path) -> dict[str, Any]:
+    return {"storageUri": str(tmp_path), "showProgress": False, "learningRate": 0.03, "batchSize": 64}
+
+
+def weights(model: TorchModel) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in model.module().state_dict().values()])
+
+
+@pytest.mark.slow
+def test_a_linear_autoencoder_loses_what_pca_drops(frame: Any, numbers: Any, common: dict[str, Any]) -> None:
+    settings = common | {"batchSize": ROWS, "epochs": 250, "lrSchedule": "cosine"}
+    model = TorchAutoencoder(model=linear(), **settings).fit(frame)
+    dropped = np.linalg.eigvalsh(np.cov(numbers.T, bias=True))[: DIM - CODE].sum()
+    # The loss is a mean over the numbers of a row.
+    assert model.summary.history["train_loss"].iloc[-1] * DIM == pytest.approx(dropped, abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"noise": 0.3}, {"mask": 0.3}], ids=["plain", "noise", "mask"])
+def test_two_workers_train_the_weights_of_one(
+    frame: Any, common: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    settings = common | settings | {"epochs": 2, "validationFraction": 0.2}
+    one, two = (TorchAutoencoder(model=linear(), numWorkers=n, **settings).fit(frame) for n in (1, 2))
+    assert torch.allclose(weights(one), weights(two), rtol=0, atol=1e-5)
+    losses = [model.summary.history["validation_loss"].iloc[-1] for model in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_held_out_rows_are_masked_alike_after_every_epoch(frame: Any, common: dict[str, Any]) -> None:
+    settings = common | {"mask": 0.3, "epochs": 3, "validationFraction": 0.2, "learningRate": 0.0}
+    history = TorchAutoencoder(model=linear(), **settings).fit(frame).summary.history
+    assert history["validation_loss"].nunique() == 1
+    assert history["train_loss"].nunique() == 3
+
+
+def test_several_inputs_are_one_output_or_one_each(frame: Any, common: dict[str, Any]) -> None:
+    inputs = {"inputCols": ["a", "b", "c"], "epochs": 1} | common
+    joined = TorchAutoencoder(model=Joined(), **inputs).fit(frame).transform(frame)
+    assert len(joined.first().prediction) == 3
+    each = TorchAutoencoder(model=Each(), predictionCols=["p", "q", "r"], **inputs).fit(frame)
+    assert each.transform(frame).select("p", "q", "r").dtypes == [(n, "double") for n in "pqr"]
+    loss = each.summary.history["train_loss"].iloc[0]
+    assert np.isfinite(loss)
+
+
+class Joined(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.stack([a, b, c], 1))
+
+
+class Each(Joined):
+    def forward(  # type: ignore[override]
+        self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(super().forward(a, b, c).unbind(1))
+
+
+def test_a_stage_without_a_label_has_no_label_param(frame: Any, common: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="has no Param 'labelCol'"):
+        TorchAutoencoder(labelCol="label")
+    # A classifier whose label was forgotten trains nothing.
+    with pytest.raises(ValueError, match="labelCol 'label' is not a column"):
+        TorchClassifier(model=linear(), **common).fit(frame)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mask": 0.2, "loss": "l1"}, "leave loss unset"),
+        ({"mask": 0.2, "metrics": ["rmse"]}, "leave metrics unset"),
+        ({"noise": 0.2, "transformBatch": torch.nn.Identity()}, "put your function into the network"),
+    ],
+)
+def test_settings_that_exclude_each_other(
+    frame: Any, common: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchAutoencoder(model=linear(), **common, **settings).fit(frame)
+
+
+def test_a_resumed_training_masks_the_same_values(frame: Any, common: dict[str, Any], tmp_path: Path) -> None:
+    settings = common | {"mask": 0.3, "epochs": 2, "noise": 0.1}
+    whole = TorchAutoencoder(model=linear(), **settings).fit(frame)
+    parts = settings | {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 1}
+    with pytest.raises(Exception, match="stopped here"):
+        TorchAutoencoder(model=linear(), callbacks=[Stop()], maxRestarts=0, **parts).fit(frame)
+    resumed = TorchAutoencoder(model=linear(), callbacks=[Stop(10**9)], resume=True, **parts).fit(frame)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+class Stop(Callback):
+    def __init__(self, step: int = 6) -> None:
+        self.step = step
+
+    def on_step_end(self, state: Any) -> None:
+        if state.step == self.step:
+            raise RuntimeError("stopped here")
+
+
+@pytest.mark.slow
+def test_a_table_network_starts_from_its_pretraining(spark: Any, common: dict[str, Any]) -> None:
+    rng = np.random.default_rng(1)
+    hidden = rng.normal(size=400)
+    rows = [
+        (
+            float(h + rng.normal() / 4),
+            float(h * h),
+            "ab"[int(h > 0)],
+            None if h > 1.5 else float(h),
+            int(h > 0.3),
+        )
+        for h in hidden
+    ]
+    table = spark.createDataFrame(rows, "x double, y double, city string, z double, label int").coalesce(1)
+    settings = {"storageUri": common["storageUri"], "showProgress": False}
+    pretrained = TorchAutoencoder(epochs=3, **settings).fit(table.drop("label"))
+    losses = pretrained.summary.history["train_loss"]
+    assert losses.iloc[-1] < losses.iloc[0]
+    # No step changes the weights, so they show where the training starts.
+    tuned = TorchClassifier(initialModel=pretrained, epochs=1, optimizer="sgd", learningRate=0.0, **settings)
+    before, after = pretrained.module().state_dict(), tuned.fit(table).module().state_dict()
+    for name in ("numbers.weight", "embeddings.0.weight", "hidden.0.weight", "hidden.1.weight"):
+        assert torch.equal(before[name], after[name]), name
+    assert after["head.weight"].shape[-1] == 2
+    with pytest.raises(ValueError, match="initialState='weights'"):
+        tuned.copy({tuned.initialState: "optimizer"}).fit(table)
+
+
+def test_a_network_with_a_label_takes_weights_by_name(
+    frame: Any, common: dict[str, Any], tmp_path: Path
+) -> None:
+    model = TorchAutoencoder(model=linear(), epochs=1, **common).fit(frame)
+    labelled = frame.withColumn("label", F.col("a"))
+    settings = common | {"optimizer": "sgd", "epochs": 1} | {"learningRate": 0.0}
+    with pytest.raises(ValueError, match="by pretrained="):
+        TorchEstimator(initialModel=model, **settings).fit(labelled)
+    model.save(str(tmp_path / "saved"))
+    start = Pretrained(uri=str(tmp_path / "saved"), ignore=["decoder.*"], strict=False)
+    tuned = TorchEstimator(model=Head(), pretrained=start, **settings).fit(labelled).module()
+    assert torch.equal(tuned.get_parameter("encoder.0.weight"), model.module().encoder[0].weight)  # type: ignore[index, union-attr]
+
+
+class Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(DIM, CODE))
+        self.head = torch.nn.Linear(CODE, 1)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(features))
+
+
+@pytest.mark.slow
+def test_masked_tokens_are_predicted_from_their_neighbors(
+    spark: Any, common: dict[str, Any], tmp_path: Path
+) -> None:
+    words = {"[PAD]": 0, "[MASK]": 1} | {f"w{i}": i + 2 for i in range(8)}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "[PAD]"},
+    }  # fmt: skip
+    tokens = Tokens.of(json.dumps(tokenizer), max_length=8)
+    # Each text counts on from a random word, so a neighbor shows a masked word.
+    texts = [(" ".join(f"w{(i + j) % 8}" for j in range(4 + i % 5)), i % 2) for i in range(400)]
+    table = spark.createDataFrame(texts, "text string, label int").coalesce(1)
+    sizes = {"vocab_size": tokens.num_ids, "max_seq_len": 8, "dim": 32, "depth": 2, "num_heads": 2}
+    settings = common | {"featuresCol": "text", "columns": {"text": tokens}, "learningRate": 0.01}
+    network = ModelSpec(f"{NETWORKS}:MaskedTransformer", sizes)
+    model = TorchAutoencoder(model=network, mask=0.2, epochs=25, **settings).fit(table)
+    assert model.summary.history["train_loss"].iloc[-1] < 0.5 * np.log(8)
+    model.save(str(tmp_path / "saved"))
+    start = Pretrained(uri=str(tmp_path / "saved"), ignore=["head.*"])
+    spec = ModelSpec("transformer_classifier", {**sizes, "out_features": 2})
+    TorchClassifier(model=spec, pretrained=start, epochs=1, **settings).fit(table)
