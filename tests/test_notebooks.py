@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import functions as F
@@ -118,6 +119,27 @@ def check_policy_gradient(names: dict[str, Any], printed: str) -> None:
     assert "both workers have the same weights: True" in printed
 
 
+def check_autoencoder(names: dict[str, Any], printed: str) -> None:
+    assert names["loss"] == pytest.approx(names["dropped"], abs=1e-4)
+    assert np.abs(names["projected"] - names["components"]).max() < 0.01
+    assert names["errors"]["denoising"] < names["errors"]["plain"] < names["errors"]["nothing"]
+    assert names["fills"]["the masked autoencoder"] < 0.5 * names["fills"]["the mean"]
+    assert f"mean squared error of noisy digits after denoising: {names['errors']['denoising']:.4f}" in printed
+
+
+def check_variational(names: dict[str, Any], printed: str) -> None:
+    # A bound: it never exceeds the likelihood, except by rounding.
+    assert names["likelihood"] - 0.05 < names["elbo"] < names["likelihood"] + 1e-3
+    assert names["error"] < 0.5 * names["digits"][1400:].var(0).mean()
+    assert len(names["picture"]) == 8
+
+
+def check_layerwise(names: dict[str, Any], printed: str) -> None:
+    assert names["accuracies"]["pretrained"] > 0.6
+    assert names["accuracies"]["pretrained and frozen"] > 0.5
+    assert printed.count("mean squared error") == 2
+
+
 def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
     """Returns the log loss of the predictions, and of a constant prediction: the late share of the training
     rows.
@@ -144,6 +166,9 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "08_faults": check_faults,
     "09_training_steps": check_training_steps,
     "13_policy_gradient": check_policy_gradient,
+    "09_autoencoder": check_autoencoder,
+    "10_variational": check_variational,
+    "11_layerwise": check_layerwise,
 }
 
 

@@ -158,6 +158,18 @@ EXTRA_STAGES = [
         text_param="monitor",
         make_params=lambda uri: _search_params(uri) | {"population": 2, "epochsPerRound": 2},
     ),
+    ExtraCase(
+        stage_path="ringspark.extras.pretraining.autoencoder:TorchAutoencoder",
+        model_path="ringspark.extras.pretraining.autoencoder:TorchAutoencoderModel",
+        text_param="predictionCol",
+        make_params=lambda uri: {
+            "model": ModelSpec("linear", {"in_features": 2, "out_features": 2}),
+            "epochs": 2,
+            "storageUri": uri,
+            "showProgress": False,
+            "noise": 0.1,
+        },
+    ),
 ]
 
 # One stage covers most failures; `make test-all` runs all stages.

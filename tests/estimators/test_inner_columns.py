@@ -1,0 +1,159 @@
+"""Outputs of inner modules as columns: the setting `innerCols`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.sql import functions as F
+from torch import nn
+
+from ringspark.estimators import TorchClassifier, TorchEstimator, TorchModel
+from ringspark.estimators.inference.inner import measure
+from ringspark.models.program import Program
+
+pytestmark = pytest.mark.spark
+
+
+class Coder(nn.Module):
+    """A network of a user's class, which is saved as a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.one, self.decoder = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        code = self.encoder(x)
+        out: torch.Tensor = self.decoder(torch.cat([code, self.one(code)], 1))
+        return out
+
+
+@pytest.fixture(scope="module")
+def frame(spark: Any) -> Any:
+    rows = np.random.default_rng(0).normal(size=(64, 4))
+    made = [(row.tolist(), int(row[0] > 0)) for row in rows]
+    return spark.createDataFrame(made, "features array<double>, label int").coalesce(1).cache()
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"storageUri": str(tmp_path_factory.mktemp("inner")), "showProgress": False, "epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def pipeline(frame: Any, common: dict[str, Any]) -> Any:
+    stage = TorchEstimator(model=Coder(), innerCols={"encoder": "code", "one": "single"}, **common)
+    return Pipeline(stages=[stage]).fit(frame)
+
+
+def vectors(frame: Any, column: str = "code") -> Any:
+    return np.array([row[0].toArray() for row in frame.select(column).collect()])
+
+
+def test_a_column_holds_the_output_of_the_module(pipeline: Any, frame: Any) -> None:
+    module, scored = pipeline.stages[0].module(), pipeline.transform(frame)
+    inputs = torch.tensor([row.features for row in frame.collect()], dtype=torch.float32)
+    with torch.no_grad():
+        code = module.encoder(inputs)
+        assert np.allclose(vectors(scored), code, atol=1e-6)
+        # One number per row is a vector too.
+        assert np.allclose(vectors(scored, "single"), module.one(code), atol=1e-6)
+    assert pipeline.stages[0].transformSchema(frame.schema) == scored.schema
+
+
+def test_a_saved_pipeline_and_a_stream_have_the_columns(
+    pipeline: Any, frame: Any, spark: Any, tmp_path: Path
+) -> None:
+    pipeline.write().overwrite().save(f"file:{tmp_path}/model")
+    loaded = PipelineModel.load(f"file:{tmp_path}/model")
+    assert isinstance(loaded.stages[0].module(), Program)
+    expected = vectors(pipeline.transform(frame))
+    assert np.allclose(vectors(loaded.transform(frame)), expected, atol=1e-6)
+    # A program has only the modules of innerCols at the time of the save.
+    with pytest.raises(ValueError, match="no module of Program"):
+        loaded.stages[0].copy().setInnerCols({"decoder": "out"}).transform(frame)
+    frame.write.parquet(f"file:{tmp_path}/rows")
+    stream = loaded.transform(spark.readStream.schema(frame.schema).parquet(f"file:{tmp_path}/rows"))
+    query = stream.writeStream.format("memory").queryName("inner").trigger(availableNow=True).start()
+    query.awaitTermination()
+    assert np.allclose(np.sort(vectors(spark.table("inner"))[:, 0]), np.sort(expected[:, 0]), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_lower_precisions_have_the_columns(pipeline: Any, frame: Any, precision: str) -> None:
+    model = pipeline.stages[0].copy().setInferencePrecision(precision)
+    assert np.abs(vectors(model.transform(frame)) - vectors(pipeline.transform(frame))).max() < 0.1
+
+
+@pytest.mark.slow
+def test_evaluation_export_and_invalid_rows_work_as_before(
+    frame: Any, common: dict[str, Any], tmp_path: Path
+) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    model = TorchClassifier(model=network, innerCols={"1": "hidden"}, metrics=["accuracy"], **common).fit(
+        frame
+    )
+    plain = model.copy().setInnerCols(None)
+    assert model.evaluate(frame) == plain.evaluate(frame)
+    model.export(str(tmp_path / "network.pt2"))
+    holes = frame.select(F.when(F.col("label") == 0, F.col("features")).alias("features"))
+    kept = model.copy().setHandleInvalid("keep").transform(holes)
+    assert kept.where("features IS NULL AND hidden IS NULL AND prediction IS NULL").count() == 64 - (
+        frame.where("label = 0").count()
+    )
+    skipped = model.copy().setHandleInvalid("skip").transform(holes)
+    assert skipped.where("hidden IS NOT NULL").count() == frame.where("label = 0").count()
+    shown = [row.probability.toArray() for row in model.transform(frame).select("probability").collect()]
+    assert np.allclose(shown, vectors(plain.transform(frame), "probability"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"encodr": "code"}, "is no module of Coder; did you mean 'encoder'"),
+        ({"encoder": "prediction"}, "must differ"),
+        ({"encoder": "features"}, "already exists"),
+    ],
+)
+def test_wrong_names_are_refused_before_the_fit(
+    frame: Any, common: dict[str, Any], columns: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchEstimator(model=Coder(), innerCols=columns, **common).fit(frame)
+
+
+def test_a_value_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(TypeError, match="innerCols must map names of modules"):
+        TorchModel(innerCols=["encoder"])
+
+
+class Shapes(nn.Module):
+    """Returns an output with the rows in the second dimension, one without rows, and a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.pooled, self.pair = nn.Identity(), nn.Identity(), nn.LSTM(4, 2, batch_first=True)
+        self.unused = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turned(x[None].expand(3, -1, -1))
+        self.pooled(x.mean(0))
+        out: torch.Tensor = self.pair(x[:, None])[0][:, 0]
+        return out
+
+
+def test_the_dimension_that_counts_rows_is_found() -> None:
+    (turned, pair) = measure(Shapes(), ["turned", "pair"], lambda rows: [torch.zeros(rows, 4)])
+    assert (turned.rows_dim, turned.width) == (1, 12)
+    assert (pair.rows_dim, pair.width) == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["pooled", "unused"])
+def test_a_module_without_an_entry_per_row_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"one entry per row, but '{name}' returns"):
+        measure(Shapes(), [name], lambda rows: [torch.zeros(rows, 4)])
