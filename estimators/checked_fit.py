@@ -13,7 +13,6 @@ from pyspark.sql.types import StringType, StructType
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import check_types, find_field, input_names, kinds_by_column
-from ringspark.estimators.inference.inner import check_modules
 from ringspark.estimators.initial_model import check_rows, initial_kinds, start_of
 from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.python_daemon import PRELOADED
@@ -42,6 +41,8 @@ from ringspark.pipelines.columns import Column, check_frame, check_masks, is_cas
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.spark_paths import is_remote, resolve
 
+# Finds the modules of innerCols.
+CHECK_INNER = "ringspark.extras.inner_columns:check_modules"
 # Chooses the mesh of parallelism="auto".
 CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
 
@@ -78,7 +79,8 @@ class CheckedFit:
         if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
             outputs += estimator._label_outputs()
         inner = estimator.getInnerCols() or {}
-        check_modules(estimator.getModel(), inner)
+        if inner:
+            load_object(CHECK_INNER)(estimator.getModel(), inner)
         outputs += inner.values()
         check_distinct(outputs, exact)
         # As in Spark's own fit, transform refuses a column whose name differs in case.

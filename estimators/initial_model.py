@@ -192,9 +192,10 @@ def _take_label(estimator: Any, model: TorchModel) -> None:
 
 def _check_table_network(estimator: Any, model: TorchModel) -> None:
     own = estimator.getModel() if estimator.isDefined(estimator.model) else None
-    if own is not None and (not isinstance(own, ModelSpec) or own.target != model._network_to_train().target):
+    target = model._network_to_train().target
+    if own is not None and (not isinstance(own, ModelSpec) or own.target != target):
         raise ValueError(
-            f"initialModel is the network {model._network_to_train().target!r} for a table, and model is {own!r:.80}; "
+            f"initialModel is the network {target!r} for a table, and model is {own!r:.80}; "
             f"leave model unset, {_OR_NEW}"
         )
 

@@ -35,7 +35,6 @@ from ringspark.estimators.inference.export import (
     make_samples,
     record_module,
 )
-from ringspark.estimators.inference.inner import InnerResults, InnerValue, measure
 from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.precision import reduce_precision
 from ringspark.estimators.inference.precision_difference import (
@@ -79,6 +78,9 @@ CERTIFICATE = "ringspark.extras.certificate:certify"
 
 Shape = tuple[int, ...]
 
+# The columns of `innerCols`.
+INNER_RESULTS = "ringspark.extras.inner_columns:InnerResults"
+MEASURE_INNER = "ringspark.extras.inner_columns:measure"
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
 # From this many inputs on, one struct holds all: Spark compares each argument of a function with all.
@@ -114,7 +116,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
     def __init__(self, **params: Any) -> None:
         super().__init__()
         self._weights: HeldWeights | None = None
-        self._inner: tuple[Any, tuple[InnerValue, ...]] | None = None
+        self._inner: dict[Any, Any] = {}
         self._inputs: tuple[ModelInput, ...] = ()
         self._output_shapes: tuple[Shape, ...] = ()
         self._summary: TrainingSummary | None = None
@@ -354,10 +356,10 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         if not columns:
             return names, results
         key = self._trained().info().checkpoint_id, tuple(columns)
-        if self._inner is None or self._inner[0] != key:
+        if key not in self._inner:
             samples = make_samples(self._inputs, self.getTransformInPrediction())
-            self._inner = key, measure(self.module(), list(columns), samples)
-        return [*names, *columns.values()], InnerResults(base=results, inner=self._inner[1])
+            self._inner = {key: load_object(MEASURE_INNER)(self.module(), list(columns), samples)}
+        return [*names, *columns.values()], load_object(INNER_RESULTS)(base=results, inner=self._inner[key])
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
         self._check_precision()

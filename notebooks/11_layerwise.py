@@ -14,7 +14,6 @@ import os
 import tempfile
 
 import torch
-from pyspark.sql import functions as F
 from sklearn.datasets import load_digits
 from torch import nn
 

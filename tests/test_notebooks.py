@@ -124,7 +124,9 @@ def check_autoencoder(names: dict[str, Any], printed: str) -> None:
     assert np.abs(names["projected"] - names["components"]).max() < 0.01
     assert names["errors"]["denoising"] < names["errors"]["plain"] < names["errors"]["nothing"]
     assert names["fills"]["the masked autoencoder"] < 0.5 * names["fills"]["the mean"]
-    assert f"mean squared error of noisy digits after denoising: {names['errors']['denoising']:.4f}" in printed
+    assert (
+        f"mean squared error of noisy digits after denoising: {names['errors']['denoising']:.4f}" in printed
+    )
 
 
 def check_variational(names: dict[str, Any], printed: str) -> None:

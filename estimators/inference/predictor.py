@@ -12,8 +12,7 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.columns.feeds import Feed
-from ringspark.estimators.inference.inner import capture
-from ringspark.estimators.inference.precision import ReducedNetwork, reduce_precision
+from ringspark.estimators.inference.precision import reduce_precision
 from ringspark.estimators.training.arguments import InputLayout, count_rows, slice_rows
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint, stream_checkpoint
@@ -72,20 +71,16 @@ class Predictor:
 
     def predict(self, module: nn.Module, columns: Sequence[Array], device: str = "cpu") -> Array:
         """Returns the raw outputs side by side, then those of inner modules, (rows, numbers) float64."""
-        num_rows, inner = count_rows(columns, self.layout), self.results.inner
-        widths = (*self.output_widths, *(value.width for value in inner))
-        network = module
-        while isinstance(network, PreparedNetwork | ReducedNetwork):
-            network = network.network
+        num_rows = count_rows(columns, self.layout)
+        widths = (*self.output_widths, *self.results.inner_widths)
         outputs = np.empty((num_rows, sum(widths)), dtype=np.float64)
-        with torch.inference_mode(), capture(network, [value.module for value in inner]) as found:
+        with torch.inference_mode(), self.results.capture(module) as inner:
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
                 rows = slice_rows(columns, self.layout, start, stop)
                 inputs = [torch.from_numpy(column).to(device) for column in rows]
                 left = 0
-                given = [*as_outputs(module(*inputs))]
-                given += [found[value.module].movedim(value.rows_dim, 0) for value in inner]
+                given = [*as_outputs(module(*inputs)), *inner()]
                 for width, output in zip(widths, given, strict=True):
                     # Converted to float64 here, because fp32 would round whole numbers beyond 2^24.
                     values = output.cpu().double().reshape(stop - start, width)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
+from torch import nn
 
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
@@ -48,11 +51,15 @@ class Results(ABC):
             outputs: (rows, outputs) float64.
         """
 
-    inner: tuple[Any, ...] = ()
-    """Inner modules, whose outputs follow the outputs of the network; see `inner.InnerValue`."""
+    inner_widths: tuple[int, ...] = ()
+    """Values per row of inner modules, whose outputs follow the outputs of the network."""
 
     has_classes = False
     """Whether the last column is the predicted class."""
+
+    def capture(self, module: nn.Module) -> AbstractContextManager[Callable[[], list[torch.Tensor]]]:
+        """Yields a function that returns the inner modules' outputs, (rows, ...), after each pass."""
+        return nullcontext(list)
 
     def comparable(self, outputs: Array) -> Array:
         """Returns the numbers that show how much two precisions differ, (rows, values)."""

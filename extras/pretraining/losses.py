@@ -26,9 +26,9 @@ class ReconstructionLoss:
             return _squares(_like(output, target), target).flatten(1).sum(1)
         if output.dim() != target.dim() + 1 or output.shape[:-1] != target.shape:
             raise ValueError(
-                f"integers are reconstructed as ids, so the network must return logits of shape "
-                f"{(*target.shape, 'number of ids')}, got {tuple(output.shape)}; cast the column to double to "
-                "reconstruct numbers"
+                "integers are reconstructed as ids, so the network must return logits of shape "
+                f"{(*target.shape, 'number of ids')}, got {tuple(output.shape)}; cast the column to double "
+                "to reconstruct numbers"
             )
         values = _cross_entropy(output, target)
         return values.flatten(1).sum(1) if values.dim() > 1 else values

@@ -1,4 +1,4 @@
-"""Networks that reconstruct their inputs: autoencoders of vectors, and a transformer that fills masked tokens."""
+"""Networks that reconstruct their inputs: autoencoders of vectors, and a transformer for masked tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringspark.models.transformer import TransformerClassifier, scores
 
 
 def _perceptron(sizes: Sequence[int], activation: str) -> nn.Sequential:
-    return nn.Sequential(*dense_trunk(sizes[0], sizes[1:-1], activation), nn.Linear(*sizes[-2:]))
+    return nn.Sequential(*dense_trunk(sizes[0], sizes[1:-1], activation), nn.Linear(sizes[-2], sizes[-1]))
 
 
 class Autoencoder(nn.Module):
@@ -49,7 +49,7 @@ class VariationalAutoencoder(nn.Module):
     """A variational autoencoder with a Gaussian code (Kingma and Welling 2014).
 
     The squared error is a mean over the numbers of a row. So the divergence from the standard normal
-    distribution, a sum over the code, is multiplied by 2 * variance / in_features: the sum of both is then the
+    distribution, a sum over the code, is multiplied by 2 * variance / in_features. The sum of both is then the
     negative evidence lower bound, up to a factor and a constant. In training, the code has random noise from
     the rank's own generator. In prediction, the code is its mean: name the module "mean" in `innerCols`.
 

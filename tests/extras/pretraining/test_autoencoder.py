@@ -223,7 +223,7 @@ def test_masked_tokens_are_predicted_from_their_neighbors(
         "batchSize": 32,
     }
     network = ModelSpec(f"{NETWORKS}:MaskedTransformer", sizes)
-    model = TorchAutoencoder(model=network, mask=0.2, epochs=80, **settings).fit(table)
+    model = TorchAutoencoder(model=network, mask=0.2, epochs=20, **settings).fit(table)
     assert model.summary.history["train_loss"].iloc[-1] < 0.5 * np.log(8)
     model.save(str(tmp_path / "saved"))
     start = Pretrained(uri=str(tmp_path / "saved"), ignore=["head.*"])

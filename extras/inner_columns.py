@@ -1,4 +1,7 @@
-"""Outputs of inner modules of a network as columns: the setting `innerCols`."""
+"""Outputs of inner modules of a network as columns: the setting `innerCols`.
+
+Hooks on the modules keep their outputs while the network predicts.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import DataType
 from torch import nn
 
+from ringspark.estimators.inference.precision import ReducedNetwork
 from ringspark.estimators.inference.results import Results
 from ringspark.estimators.names import nearest
+from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
@@ -40,27 +45,35 @@ class InnerResults(Results):
     inner: tuple[InnerValue, ...]
 
     @property
+    def inner_widths(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(value.width for value in self.inner)
+
+    @property
     def types(self) -> list[DataType]:
         return [*self.base.types, *(VectorUDT() for _ in self.inner)]
 
     @property
     def widths(self) -> list[int]:
-        return [*self.base.widths, *(value.width for value in self.inner)]
+        return [*self.base.widths, *self.inner_widths]
 
     def arrays(self, outputs: Array) -> list[Array]:
-        ends = np.cumsum(
-            [outputs.shape[1] - sum(v.width for v in self.inner), *(v.width for v in self.inner)]
-        )
+        ends = np.cumsum([outputs.shape[1] - sum(self.inner_widths), *self.inner_widths])
         own, *inner = np.split(outputs, ends[:-1], axis=1)
         return [*self.base.arrays(own), *inner]
+
+    @contextmanager
+    def capture(self, module: nn.Module) -> Iterator[Callable[[], list[torch.Tensor]]]:
+        while isinstance(module, PreparedNetwork | ReducedNetwork):
+            module = module.network
+        with keep_outputs(module, [value.module for value in self.inner]) as found:
+            yield lambda: [found[value.module].movedim(value.rows_dim, 0) for value in self.inner]
 
 
 def check_modules(model: ModelSpec | nn.Module, names: Mapping[str, str]) -> None:
     """Raises ValueError if the network lacks a module of `innerCols`."""
-    if names:
-        network = build_on_meta(model.build) if isinstance(model, ModelSpec) else model
-        for name in names:
-            find_module(network, name)
+    network = build_on_meta(model.build) if isinstance(model, ModelSpec) else model
+    for name in names:
+        find_module(network, name)
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
@@ -75,7 +88,7 @@ def find_module(network: nn.Module, name: str) -> nn.Module:
 
 
 @contextmanager
-def capture(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def keep_outputs(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields a dict that holds the latest output of each named module after a pass through the network."""
     found: dict[str, Any] = {}
 
@@ -97,7 +110,7 @@ def measure(
     """Runs the network on a few rows, and returns the shape of each inner module's output."""
     passes = []
     for rows in _PROBE_ROWS:
-        with capture(network, names) as found, torch.inference_mode():
+        with keep_outputs(network, names) as found, torch.inference_mode():
             network(*samples(rows))
         passes.append(found)
     values = []

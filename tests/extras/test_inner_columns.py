@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchModel
-from ringspark.estimators.inference.inner import measure
+from ringspark.extras.inner_columns import measure
 from ringspark.models.program import Program
 
 pytestmark = pytest.mark.spark
