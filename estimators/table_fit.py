@@ -245,8 +245,9 @@ def _plan(
     split: HeldOut, label: StructField | None, names: list[str], asked: list[str], initial: Any
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
+    outputs: dict[str, Any] = {}
     if label is None:
-        target, outputs = F.lit(0.0), {}
+        target = F.lit(0.0)
     elif initial is None or initial.without_label:
         target, outputs = _look_at_label(split.dataset, held, label, asked[0])
     if initial is None:

@@ -118,7 +118,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         run = self._run_folder(fit.data.root)
         choose_daemon(spark, fit.config.use_gpu)
         with run.guarded():
-            return cast(M, estimator._train_on(spark, run, fit, manifest))
+            return estimator._train_on(spark, run, fit, manifest)
 
     def fitOnParquet(self, uri: str) -> M:
         """Trains on the Parquet files in a folder, as `spark.read.parquet(uri)` reads them, without a copy.

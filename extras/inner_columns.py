@@ -77,7 +77,9 @@ def check_modules(model: ModelSpec | nn.Module, names: Mapping[str, str]) -> Non
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
-    known = network.inner_modules if isinstance(network, Program) else dict(network.named_modules())
+    known: dict[str, nn.Module] = dict(network.named_modules())
+    if isinstance(network, Program):
+        known = {name: module for name, (module, _) in network.inner.items()}
     if name in known and name:
         return known[name]
     names = [each for each in known if each]

@@ -4,7 +4,7 @@
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
-A key "inner" may hold values of inner modules by name; hooks on `inner_modules` get them.
+A key "inner" may hold values of inner modules by name; hooks on the modules in `Program.inner` get them.
 
 `{"at": n}` refers to value n. Values are numbered in this order: the tensors, the inputs, the results of the
 steps. The format is JSON, because `torch.export.load` (torch 2.13) evaluates code in the file.
@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 Json: TypeAlias = dict[str, Any]
 
 # Attributes that `_resolve` makes from the text.
-_RESOLVED = ("_steps", "_outputs", "_inner", "inner_modules")
+_RESOLVED = ("_steps", "_outputs", "inner")
 
 _OF_TORCH: dict[str, type] = {
     "dtype": torch.dtype,
@@ -103,8 +103,8 @@ class Program(nn.Module):
             )
             for index in last_uses:
                 entries.pop(index, None)
-        for name, value in self._inner.items():
-            self.inner_modules[name](_resolve_args(value, entries, device))
+        for module, value in self.inner.values():
+            module(_resolve_args(value, entries, device))
         outputs = tuple(_resolve_args(self._outputs, entries, device))
         return outputs[0] if self.text["single"] else outputs
 
@@ -130,11 +130,12 @@ class Program(nn.Module):
         for step in decoded:
             check_arguments(*step)
         self._outputs = decode(self.text["outputs"])
-        self._inner = {name: decode(value) for name, value in self.text.get("inner", {}).items()}
         # Not among the submodules, whose names belong to the network's tensors.
-        self.__dict__["inner_modules"] = {name: nn.Identity() for name in self._inner}
+        self.inner = {name: (nn.Identity(), decode(at)) for name, at in self.text.get("inner", {}).items()}
         last: dict[int, int] = {}
-        for at, (_, *arguments) in enumerate([*decoded, (None, self._outputs, self._inner)], start=first):
+        for at, (_, *arguments) in enumerate(
+            [*decoded, (None, self._outputs, [value for _, value in self.inner.values()])], start=first
+        ):
             for index in _references(arguments):
                 if not 0 <= index < at:
                     raise ValueError(

@@ -171,6 +171,9 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "09_autoencoder": check_autoencoder,
     "10_variational": check_variational,
     "11_layerwise": check_layerwise,
+    "10_autoencoder": check_autoencoder,
+    "11_variational": check_variational,
+    "12_layerwise": check_layerwise,
 }
 
 

@@ -1,8 +1,8 @@
 """The user's functions on batches: `transformBatch` in training, `transformInPrediction` in prediction.
 
 `transformBatch` gets all rows of a rank's step. Its random numbers depend only on seed, step and rank. A
-parameter `step_seed` gets a number that depends on seed and step only, for random numbers that are equal on all
-ranks. If the attribute `changes_held_out` is true, the function also changes held-out rows.
+parameter `step_seed` gets a number that depends on seed and step only, for random numbers that are equal on
+all ranks. If the attribute `changes_held_out` is true, the function also changes held-out rows.
 """
 
 from __future__ import annotations

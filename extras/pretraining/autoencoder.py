@@ -77,7 +77,7 @@ class TorchAutoencoderModel(TorchModel):
         kwargs = {k: v for k, v in spec.kwargs.items() if k not in ("edges", "cardinalities", *OF_LABEL)}
         if names[spec.target] == "tabpack":
             # As many members as in the pretraining, also if the table with labels is large.
-            kwargs = {"rates": list(RATES), "dropouts": list(DROPOUTS)} | kwargs
+            kwargs = {"rates": [*RATES], "dropouts": [*DROPOUTS], **kwargs}
         return ModelSpec(names[spec.target], kwargs)
 
     def _weights_to_tune(self) -> Pretrained:
@@ -166,7 +166,7 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
             "transformBatch": Corruption(roles=("numbers", "ids"), mask=mask),
         }
 
-    def _check_free(self, setting: str, value: float) -> None:
+    def _check_free(self, setting: str, value: float | None) -> None:
         """Raises ValueError if the loss or metrics would compare values without a target."""
         if not setting:
             return
@@ -184,8 +184,8 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
 def _roles(kind: Kind | None, name: str) -> Sequence[Role]:
     if isinstance(kind, Tokens):
         return ("value", "valid")
-    arrays = 1 if kind is None else len(kind.arguments(name))
-    return ("value", *["other"] * (arrays - 1))  # type: ignore[list-item]
+    others: list[Role] = ["other"] * (0 if kind is None else len(kind.arguments(name)) - 1)
+    return ("value", *others)
 
 
 def _mask_id(kinds: Sequence[Kind | None]) -> int:

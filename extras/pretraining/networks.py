@@ -49,9 +49,9 @@ class VariationalAutoencoder(nn.Module):
     """A variational autoencoder with a Gaussian code (Kingma and Welling 2014).
 
     The squared error is a mean over the numbers of a row. So the divergence from the standard normal
-    distribution, a sum over the code, is multiplied by 2 * variance / in_features. The sum of both is then the
-    negative evidence lower bound, up to a factor and a constant. In training, the code has random noise from
-    the rank's own generator. In prediction, the code is its mean: name the module "mean" in `innerCols`.
+    distribution, a sum over the code, is multiplied by 2 * variance / in_features. Then the sum of both is
+    the negative evidence lower bound, up to a factor and a constant. In training, the code has random noise
+    from the rank's own generator. In prediction, the code is its mean: name the module "mean" in `innerCols`.
 
     Args:
         in_features, code, hidden, activation: See `Autoencoder`.

@@ -12,6 +12,7 @@
 
 import os
 import tempfile
+from itertools import pairwise
 
 import torch
 from sklearn.datasets import load_digits
@@ -26,7 +27,10 @@ LABELS = 100
 # COMMAND ----------
 
 images, digits = load_digits(return_X_y=True)
-rows = [(i, (image / 16).tolist(), int(digit)) for i, (image, digit) in enumerate(zip(images, digits))]
+rows = [
+    (i, (image / 16).tolist(), int(digit))
+    for i, (image, digit) in enumerate(zip(images, digits, strict=True))
+]
 table = spark.createDataFrame(rows, "id int, pixels array<float>, label int").cache()
 unlabeled, test = table.where("id < 1400"), table.where("id >= 1400")
 few = table.where(f"id < {LABELS}")
@@ -48,7 +52,7 @@ def layer(before, after):
 
 SIZES = [64, 128, 64]
 column, frame, layers = "pixels", unlabeled, []
-for number, (before, after) in enumerate(zip(SIZES, SIZES[1:])):
+for number, (before, after) in enumerate(pairwise(SIZES)):
     torch.manual_seed(number)
     model = TorchAutoencoder(
         model=layer(before, after),
@@ -79,9 +83,9 @@ for number, (before, after) in enumerate(zip(SIZES, SIZES[1:])):
 
 def network(pretrained):
     torch.manual_seed(2)
-    made = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(SIZES, SIZES[1:])))
+    made = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(SIZES)))
     if pretrained:
-        for mine, found in zip(made, layers):
+        for mine, found in zip(made, layers, strict=True):
             mine.load_state_dict(found.state_dict())
     return nn.Sequential(made, nn.Linear(SIZES[-1], 10))
 

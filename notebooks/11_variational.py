@@ -101,9 +101,8 @@ drawn = TorchAutoencoder(
 held_out = drawn.transform(frame(digits[1400:])).select("prediction", "code").collect()
 error = np.square(np.array([row.prediction for row in held_out]) - digits[1400:]).mean()
 spread = np.array([row.code.toArray() for row in held_out]).std(0)
-print(
-    f"mean squared error of unseen digits: {error:.4f}; of the mean digit: {digits[1400:].var(0).mean():.4f}"
-)
+print(f"mean squared error of unseen digits: {error:.4f}")
+print(f"mean squared error of the mean digit: {digits[1400:].var(0).mean():.4f}")
 print(f"standard deviations of the code: {np.sort(spread).round(2)}")
 
 # COMMAND ----------
@@ -116,7 +115,6 @@ print(f"standard deviations of the code: {np.sort(spread).round(2)}")
 with torch.no_grad():
     code = torch.randn(1, 8, generator=torch.Generator().manual_seed(3))
     pixels = drawn.module().decoder(code).reshape(8, 8)
-picture = [
-    "".join(" .:*#"[int(min(max(value, 0), 0.99) * 5)] * 2 for value in row) for row in pixels.tolist()
-]
+shades = (pixels.clamp(0, 0.99) * 5).int().tolist()
+picture = ["".join(" .:*#"[shade] * 2 for shade in row) for row in shades]
 print("\n".join(picture))
