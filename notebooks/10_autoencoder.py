@@ -68,7 +68,7 @@ print(f"squared error {loss:.6f}, dropped eigenvalues {dropped:.6f}")
 
 coded = linear.transform(wines)
 coded.select(F.round(vector_to_array("code")[0], 3).alias("first number of the code")).show(3)
-codes = np.array([row.code.toArray() for row in coded.select("code").collect()])
+codes = np.array([[*row.code.toArray(), 1.0] for row in coded.select("code").collect()])  # 1 for the bias
 components = wine @ np.linalg.eigh(np.cov(wine.T, bias=True))[1][:, -3:]
 projected = codes @ np.linalg.lstsq(codes, components, rcond=None)[0]
 print(f"largest error of the components from the codes: {np.abs(projected - components).max():.4f}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ringspark.estimators.options.base import ValueRange, at_least
 from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.stages.declared import declared
+from ringspark.estimators.table_fit import wants_table
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.settings.choices import Task
@@ -118,7 +119,8 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
 
     def _complete(self: E) -> E:
         made: E = super()._complete()
-        return made._set(**made._objective()) if made.isDefined(made.model) else made
+        # A copy: the user's stage keeps its settings.
+        return made if wants_table(made) else made.copy()._set(**made._objective())
 
     def _objective(self) -> dict[str, Any]:
         """Returns the loss and the transform for a network that the user gave."""
@@ -126,8 +128,9 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
         roles = [role for name in names for role in _roles(kinds.get(name), name)]
         joins = len(names) > 1 and self.getPredictionCols() is None
         self._check_free("mask" if mask else "", mask)
+        objective = {} if self.isSet(self.loss) else {"loss": ReconstructionLoss()}
         if not (mask or self.getNoise() or joins or "valid" in roles):
-            return {} if self.isSet(self.loss) else {"loss": "auto"}
+            return objective
         if self.getTransformBatch() is not None:
             raise ValueError(
                 "transformBatch cannot be set with noise, mask or several inputs, which need it; put your "
@@ -142,10 +145,7 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
             mask_id=_mask_id([kinds.get(name) for name in names]) if mask_id is None else mask_id,
             joins=joins,
         )
-        objective: dict[str, Any] = {"transformBatch": corruption}
-        if not self.isSet(self.loss):
-            objective["loss"] = ReconstructionLoss()
-        return objective
+        return {"transformBatch": corruption, **objective}
 
     def _table_objective(self, plan: TablePlan) -> dict[str, Any]:
         """Returns network, loss and transform for a table without a label."""

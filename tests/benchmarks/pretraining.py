@@ -57,14 +57,16 @@ def compare(parts: list[DataFrame], seed: int, folder: str, options: Namespace) 
     pretrained = TorchAutoencoder(epochs=options.epochs, **common).fit(unlabeled)
     found = []
     for start in ({}, {"initialModel": pretrained}):
-        model = TorchClassifier(metrics=["auroc"], **common, **start).fit(few)
+        model = TorchClassifier(epochs=options.tuning, metrics=["auroc"], **common, **start).fit(few)
         found.append(model.evaluate(test)["auroc"])
     return found[0], found[1]
 
 
 def main() -> None:
     """Compares on every table, then prints the AUCs."""
-    options = harness.parse(__doc__, rows=(5_000, 300), labels=(500, 200), test=(4_000, 200), epochs=(10, 1))
+    options = harness.parse(
+        __doc__, rows=(3_000, 300), labels=(500, 200), test=(2_000, 200), epochs=(12, 1), tuning=(20, 1)
+    )
     lines = []
     with tempfile.TemporaryDirectory() as folder, cli.spark("ringspark pretraining", harness.MASTER) as spark:
         for name, make in TABLES.items():

@@ -72,6 +72,13 @@ def test_two_workers_train_the_weights_of_one(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_a_fit_leaves_the_stage_as_it_was(frame: Any, common: dict[str, Any]) -> None:
+    stage = TorchAutoencoder(model=linear(), mask=0.3, epochs=1, **common)
+    before = stage.explainParams()
+    stage.fit(frame)
+    assert stage.explainParams() == before
+
+
 def test_held_out_rows_are_masked_alike_after_every_epoch(frame: Any, common: dict[str, Any]) -> None:
     settings = common | {"mask": 0.3, "epochs": 3, "validationFraction": 0.2, **STILL}
     history = TorchAutoencoder(model=linear(), **settings).fit(frame).summary.history
