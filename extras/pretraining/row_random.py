@@ -32,9 +32,14 @@ def uniform(keys: torch.Tensor, shape: Sequence[int], stream: int) -> torch.Tens
     count = math.prod(shape)
     places = torch.arange(count, device=keys.device) + (stream << 40)
     hashes = _mix(keys[:, None] + _mix(places * _GOLDEN))
-    # The upper 24 bits, in the middle of their interval.
-    numbers = (((hashes >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
-    return numbers.reshape(len(keys), *shape)
+    return to_unit(hashes).reshape(len(keys), *shape)
+
+
+def to_unit(hashes: torch.Tensor) -> torch.Tensor:
+    """Returns numbers in (0, 1) from int64 hashes."""
+    # The upper 23 bits, in the middle of their interval: fp32 would round the middle of the last of 2^24
+    # intervals to 1, which is infinite as a normal number.
+    return (((hashes >> 41) & 0x7FFFFF).float() + 0.5) / (1 << 23)
 
 
 def normal(keys: torch.Tensor, shape: Sequence[int], stream: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ringspark.extras.pretraining.corruption import IGNORED, Corruption
 from ringspark.extras.pretraining.losses import ReconstructionLoss, TableLoss
-from ringspark.extras.pretraining.row_random import normal, row_keys, uniform
+from ringspark.extras.pretraining.row_random import normal, row_keys, to_unit, uniform
 
 ROWS = torch.randn(4000, 6, generator=torch.Generator().manual_seed(0))
 
@@ -39,6 +39,12 @@ def test_noise_is_standard_normal_and_masks_have_their_share() -> None:
     assert abs(float(chosen.mean()) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 24_000)
     pairs = torch.corrcoef(torch.cat([noise, uniform(keys, (6,), 0)], 1).T) - torch.eye(12)
     assert float(pairs.abs().max()) < 5 / math.sqrt(4000)
+
+
+def test_no_hash_gives_an_infinite_number() -> None:
+    numbers = to_unit(torch.tensor([-1, 0, (1 << 63) - 1, -(1 << 63)]))
+    assert bool(((numbers > 0) & (numbers < 1)).all())
+    assert bool(torch.erfinv(2 * numbers - 1).isfinite().all())
 
 
 def test_only_masked_positions_are_replaced_and_have_targets() -> None:
