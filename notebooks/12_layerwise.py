@@ -3,8 +3,9 @@
 # MAGIC # Layer by layer, then with few labels
 # MAGIC
 # MAGIC Greedy pretraining (Hinton and Salakhutdinov 2006; Bengio et al. 2007): a one-layer autoencoder learns
-# MAGIC the pixels, the next one learns the first one's code. Then a network of both layers trains on a few
-# MAGIC labels, once with both layers frozen and once with all layers.
+# MAGIC the pixels, the next one learns the first one's code, and so on. Then a network of these layers trains
+# MAGIC on a few labels, once with the layers frozen and once with all weights. Deep networks with sigmoids,
+# MAGIC which learn slowly from scratch, gain most.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -38,19 +39,19 @@ few = table.where(f"id < {LABELS}")
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC ## Two autoencoders of one layer
-# MAGIC `innerCols` turns the hidden layer into a column, and the next autoencoder reads it. A column of
-# MAGIC vectors can be an input. The first layer no longer changes.
+# MAGIC ## Three autoencoders of one layer
+# MAGIC `innerCols` turns the hidden layer into a column of vectors, and the next autoencoder reads it. The
+# MAGIC earlier layers no longer change.
 
 # COMMAND ----------
 
 
 def layer(before, after):
-    encoder = nn.Sequential(nn.Linear(before, after), nn.ReLU())
+    encoder = nn.Sequential(nn.Linear(before, after), nn.Sigmoid())
     return nn.Sequential(encoder, nn.Linear(after, before))
 
 
-SIZES = [64, 128, 64]
+SIZES = [64, 128, 64, 32]
 column, frame, layers = "pixels", unlabeled, []
 for number, (before, after) in enumerate(pairwise(SIZES)):
     torch.manual_seed(number)
@@ -59,10 +60,10 @@ for number, (before, after) in enumerate(pairwise(SIZES)):
         featuresCol=column,
         innerCols={"0": f"hidden{number}"},
         predictionCol=f"reconstruction{number}",
-        noise=0.2,
-        epochs=40,
+        noise=0.1,
+        epochs=30,
         batchSize=64,
-        learningRate=0.003,
+        learningRate=0.005,
         lrSchedule="cosine",
         storageUri=f"{FOLDER}/storage",
         showProgress=False,
@@ -75,7 +76,7 @@ for number, (before, after) in enumerate(pairwise(SIZES)):
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC ## The network of both layers
+# MAGIC ## The network of all layers
 # MAGIC A training starts from the weights of the module that it gets.
 
 # COMMAND ----------
@@ -83,7 +84,7 @@ for number, (before, after) in enumerate(pairwise(SIZES)):
 
 def network(pretrained):
     torch.manual_seed(2)
-    made = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(SIZES)))
+    made = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Sigmoid()) for a, b in pairwise(SIZES)))
     if pretrained:
         for mine, found in zip(made, layers, strict=True):
             mine.load_state_dict(found.state_dict())

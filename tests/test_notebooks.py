@@ -137,9 +137,9 @@ def check_variational(names: dict[str, Any], printed: str) -> None:
 
 
 def check_layerwise(names: dict[str, Any], printed: str) -> None:
-    assert names["accuracies"]["pretrained"] > 0.6
-    assert names["accuracies"]["pretrained and frozen"] > 0.5
-    assert printed.count("mean squared error") == 2
+    # Chance is a tenth.
+    assert names["accuracies"]["pretrained"] > names["accuracies"]["from scratch"]
+    assert printed.count("mean squared error") == 3
 
 
 def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
