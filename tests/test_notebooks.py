@@ -167,13 +167,10 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "07_learning": check_learning,
     "08_faults": check_faults,
     "09_training_steps": check_training_steps,
-    "13_policy_gradient": check_policy_gradient,
-    "09_autoencoder": check_autoencoder,
-    "10_variational": check_variational,
-    "11_layerwise": check_layerwise,
     "10_autoencoder": check_autoencoder,
     "11_variational": check_variational,
     "12_layerwise": check_layerwise,
+    "13_policy_gradient": check_policy_gradient,
 }
 
 
