@@ -226,7 +226,8 @@ def test_masked_tokens_are_predicted_from_their_neighbors(
     settings = common | {
         "featuresCol": "text",
         "columns": {"text": tokens},
-        "learningRate": 0.01,
+        "learningRate": 0.003,
+        "batchSize": 32,
         "batchSize": 32,
     }
     network = ModelSpec(f"{NETWORKS}:MaskedTransformer", sizes)
