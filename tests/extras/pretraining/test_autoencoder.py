@@ -228,7 +228,6 @@ def test_masked_tokens_are_predicted_from_their_neighbors(
         "columns": {"text": tokens},
         "learningRate": 0.003,
         "batchSize": 32,
-        "batchSize": 32,
     }
     network = ModelSpec(f"{NETWORKS}:MaskedTransformer", sizes)
     model = TorchAutoencoder(model=network, mask=0.2, epochs=20, **settings).fit(table)
