@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,9 @@ def list_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for part in ("settings", "data", "model"):
         before, now = old.get(part, {}), new.get(part, {})
         if part == "settings":
-            before = _upgrade_settings(before)
+            defaults = _defaults()
+            added = {name: defaults[name] for name in now if name in defaults}
+            before = added | _upgrade_settings(before)
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 found.append(f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}")
@@ -110,6 +112,15 @@ def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
         options = SCALE_LEARNING_RATE.convert_options(scaling)
         settings[SCALE_LEARNING_RATE.name] = options and options.to_values()
     return settings
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Returns the default of every setting, which the runs of versions without this setting had."""
+    found = {_NAMES.get(f.name, f.name): f.default for f in fields(TrainConfig) if f.name not in _FREE}
+    known = {name: value for name, value in found.items() if value is not MISSING}
+    defaults: dict[str, Any] = json.loads(json.dumps(known, default=_plain))
+    return defaults
 
 
 def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:

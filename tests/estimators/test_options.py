@@ -127,6 +127,13 @@ def test_the_identity_of_an_earlier_run_is_that_of_the_same_settings_today() -> 
     assert changed.startswith("sync: ")
 
 
+def test_a_run_of_a_version_without_a_setting_had_its_default() -> None:
+    then = {"epochs": 2}
+    assert list_differences({"settings": then}, {"settings": then | {"alpha": 0.5, "temperature": 2.0}}) == []
+    (changed,) = list_differences({"settings": then}, {"settings": then | {"alpha": 0.25}})
+    assert changed == "alpha: 0.5 -> 0.25"
+
+
 def _variants(kind: type[Options]) -> list[type[Options]]:
     return list(kind.variants().values()) or [kind]
 
