@@ -52,8 +52,8 @@ class RowGradients:
         """
         for part in batch.split(-(-batch.num_rows // self.most_rows)):
             gradients = self.of_rows(part)
-            squares = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()])
-            norms = squares.sum(0).sqrt()  # (rows,)
+            own = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()]
+            norms = torch.linalg.vector_norm(torch.stack(own), dim=0)  # (rows,)
             kept = norms.isfinite()
             if not kept.all():
                 norms, gradients = norms[kept], {name: g[kept] for name, g in gradients.items()}
