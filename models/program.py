@@ -4,7 +4,8 @@
      "tensors": [{"name": "fc.weight", "dtype": "float32", "shape": [2, 4], "kind": "parameter"}, ...],
      "steps": [["aten.linear.default", [{"at": 2}, {"at": 0}, {"at": 1}], {}]]}
 
-A key "inner" may hold values of inner modules by name; hooks on the modules in `Program.inner` get them.
+An optional key "inner" maps names of inner modules to their outputs. `forward` passes each output through a
+module in `Program.inner`, so that a hook on that module gets it.
 
 `{"at": n}` refers to value n. Values are numbered in this order: the tensors, the inputs, the results of the
 steps. The format is JSON, because `torch.export.load` (torch 2.13) evaluates code in the file.

@@ -50,7 +50,7 @@ def checkpoint_writers(config: TrainConfig) -> int:
 
 
 def count_checkpoint(config: TrainConfig, copied: int) -> int:
-    """Returns the bytes of a checkpoint's copy of `copied` bytes that lie next to the tensors of a step."""
+    """Returns how many of the `copied` bytes of a checkpoint add to the peak of a step on the device."""
     # With a GPU the copy is in the memory of the host.
     return copied if config.writes_checkpoints and not config.use_gpu else 0
 

@@ -15,8 +15,9 @@ class Privacy(Options):
     Attributes:
         epsilon: Bound of the privacy loss over the whole training; None if `noise_multiplier` is given.
         delta: Probability with which the bound may fail.
-        max_grad_norm: Bound of the 2-norm of each row's gradient.
-        noise_multiplier: Standard deviation of the noise / `max_grad_norm`; None finds it from `epsilon`.
+        max_grad_norm: Largest 2-norm of a row's gradient; longer gradients are clipped.
+        noise_multiplier: Standard deviation of the noise, divided by `max_grad_norm`; None derives it from
+            `epsilon`.
         accountant: Method that computes epsilon: Renyi divergences ('rdp') or privacy loss random variables
             ('prv').
     """

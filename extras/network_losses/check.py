@@ -20,11 +20,12 @@ _CPU = torch.device("cpu")
 
 
 def check_network_losses(config: TrainConfig, heads: Sequence[Head], module: nn.Module, batch: Batch) -> None:
-    """Differentiates the losses that see the network once, to raise their errors before the gang starts."""
+    """Computes and differentiates each `NetworkLoss` once, to raise its errors before the gang starts."""
     name = type(module).__name__
     if isinstance(module, Pack):
         raise ValueError(
-            f"model {name} scales gradients, which a loss that takes the module may use; give another model"
+            f"model {name} scales the gradients of its members, so a loss that takes the module would get "
+            "wrong derivatives; give another model"
         )
     config = replace(config, precision="fp32")
     recipe = Recipe(config=config, criterion=Criterion(heads), scaler=LossScaler("fp32", _CPU), device=_CPU)
@@ -36,5 +37,5 @@ def check_network_losses(config: TrainConfig, heads: Sequence[Head], module: nn.
     except Exception as error:
         raise ValueError(
             f"a loss that takes the module fails with model {name}: {type(error).__name__}: {error}; change "
-            "the loss, or take layers that torch can differentiate twice"
+            "the loss, or use layers that torch can differentiate twice"
         ) from error

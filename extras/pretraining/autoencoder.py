@@ -26,7 +26,7 @@ from ringspark.pipelines.table_plan import TablePlan
 
 E = TypeVar("E", bound="TorchAutoencoder")
 
-# Share of a table's values that are masked by default: without a bottleneck, copying would be no task.
+# Share of a table's values that are masked by default. Without masks the network could copy its inputs.
 TABLE_MASK = 0.3
 
 
@@ -123,7 +123,7 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
         return made if wants_table(made) else made.copy()._set(**made._objective())
 
     def _objective(self) -> dict[str, Any]:
-        """Returns the loss and the transform for a network that the user gave."""
+        """Returns the settings `loss` and `transformBatch` for a network of the user."""
         mask, names, kinds = self.getMask() or 0.0, self.inputColumns(), self.getColumns()
         roles = [role for name in names for role in _roles(kinds.get(name), name)]
         joins = len(names) > 1 and self.getPredictionCols() is None
@@ -133,8 +133,8 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
             return objective
         if self.getTransformBatch() is not None:
             raise ValueError(
-                "transformBatch cannot be set with noise, mask or several inputs, which need it; put your "
-                "function into the network"
+                "transformBatch cannot be set with noise, mask or several inputs, because they set it "
+                "themselves; put your function into the network"
             )
         value, mask_id = self.getMaskValue(), self.getMaskId()
         corruption = Corruption(
@@ -148,16 +148,17 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
         return {"transformBatch": corruption, **objective}
 
     def _table_objective(self, plan: TablePlan) -> dict[str, Any]:
-        """Returns network, loss and transform for a table without a label."""
+        """Returns the settings `model`, `loss` and `transformBatch` for a table without a label."""
         spec, mask = self.getModel(), TABLE_MASK if self.getMask() is None else self.getMask()
         self._check_free("mask", mask)
         if not mask:
             raise ValueError(
-                "TorchAutoencoder without a model masks values; set mask above 0, or give a model"
+                f"TorchAutoencoder without a model learns from masked values, got mask={mask}; set mask above "
+                "0, or give a model"
             )
         if self.getTransformBatch() is not None or self.getNoise():
             raise ValueError(
-                "TorchAutoencoder without a model takes neither noise nor transformBatch; set mask alone"
+                "TorchAutoencoder without a model takes neither noise nor transformBatch; leave both unset"
             )
         kwargs = {name: value for name, value in spec.kwargs.items() if name not in OF_LABEL}
         return {
@@ -167,17 +168,15 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
         }
 
     def _check_free(self, setting: str, value: float | None) -> None:
-        """Raises ValueError if the loss or metrics would compare values without a target."""
+        """Raises ValueError if `setting` is given with a loss or metrics, which need a target for each value."""
         if not setting:
             return
         if self.isSet(self.loss):
-            raise ValueError(
-                f"mask={value} compares masked values only, with a loss of its own; leave loss unset"
-            )
+            raise ValueError(f"mask={value} sets a loss that compares only masked values; leave loss unset")
         if self.getMetrics():
             raise ValueError(
-                f"mask={value} leaves most values without a target, which metrics cannot skip; leave metrics "
-                "unset, the loss is in the history"
+                f"mask={value} leaves most values without a target, and metrics cannot skip values; leave "
+                "metrics unset, the loss is in the history"
             )
 
 

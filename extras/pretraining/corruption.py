@@ -1,7 +1,7 @@
 """`Corruption`: makes the inputs and targets of a training that reconstructs its inputs.
 
-Denoising adds Gaussian noise to the inputs (Vincent et al. 2008). Masking replaces a share of the inputs, and
-the loss compares only these (Devlin et al. 2018). The targets are always the original inputs.
+Denoising adds Gaussian noise to the inputs (Vincent et al. 2008). Masking replaces a share of the values, and
+the loss compares only the masked values (Devlin et al. 2018). The targets are always the original inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ringspark.extras.pretraining.row_random import normal, row_keys, uniform
 
 IGNORED = -100
-"""Target of an id that the loss leaves out; a number that it leaves out is NaN."""
+"""Target of an id that the loss ignores. The target of an ignored number is NaN."""
 
 Role = Literal["value", "valid", "other", "numbers", "ids"]
 Tensors = tuple[torch.Tensor, ...]
@@ -88,7 +88,7 @@ class Corruption:
 
     def _replacement(self, values: torch.Tensor, role: Role, is_number: bool) -> torch.Tensor:
         if role == "numbers":
-            return values.new_full((), float("nan"))  # the network for tables knows missing numbers
+            return values.new_full((), float("nan"))  # the network for tables treats NaN as missing
         if not is_number:
             return values.new_full((), 0 if role == "ids" else self.mask_id)
         wanted = values.new_tensor(self.mask_value)

@@ -21,12 +21,12 @@ def _perceptron(sizes: Sequence[int], activation: str) -> nn.Sequential:
 class Autoencoder(nn.Module):
     """An encoder to `code` numbers, and a decoder with the same hidden layers in reverse order.
 
-    Name the module "encoder" in `innerCols` for the code.
+    `innerCols={"encoder": ...}` adds the code as a column.
 
     Args:
         in_features: Numbers per row.
         code: Width of the code.
-        hidden: Widths of the encoder's hidden layers; none makes a linear autoencoder.
+        hidden: Widths of the encoder's hidden layers. Without hidden layers the autoencoder is linear.
         activation: Activation after each hidden layer.
     """
 
@@ -51,7 +51,8 @@ class VariationalAutoencoder(nn.Module):
     The squared error is a mean over the numbers of a row. So the divergence from the standard normal
     distribution, a sum over the code, is multiplied by 2 * variance / in_features. Then the sum of both is
     the negative evidence lower bound, up to a factor and a constant. In training, the code has random noise
-    from the rank's own generator. In prediction, the code is its mean: name the module "mean" in `innerCols`.
+    from the rank's own generator. In prediction, the code is its mean. `innerCols={"mean": ...}` adds it as a
+    column.
 
     Args:
         in_features, code, hidden, activation: See `Autoencoder`.
@@ -92,7 +93,8 @@ class VariationalAutoencoder(nn.Module):
 class MaskedTransformer(TransformerClassifier):
     """A `TransformerClassifier` that returns the logits of every position's token instead.
 
-    The logits use the embedding's weights. All weights except "head.*" of a classifier fit.
+    The logits use the embedding's weights. A `TransformerClassifier` of the same sizes can load all of its
+    weights except "head.*".
 
     Args:
         vocab_size, max_seq_len, dim, depth, num_heads, more: See `TransformerClassifier`. The mask token

@@ -23,7 +23,7 @@ class MaskedTabPack(TabPack):
         edges, cardinalities, more: See `TabPack`.
     """
 
-    # Members are chosen by their errors in a label, which is not there yet.
+    # A pack chooses members by their errors in the label, and there is no label yet.
     candidates = None  # type: ignore[assignment]
 
     def __init__(self, edges: Sequence[Sequence[float]], cardinalities: Sequence[int], **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a private training on the driver: what would publish rows without noise is refused."""
+"""Checks of a private training on the driver. They refuse whatever would publish rows without noise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_many(estimator: Any, what: str) -> None:
 
 
 def check_private_estimator(estimator: Any, *, is_table: bool) -> None:
-    """Raises ValueError for a fit that takes numbers from the training rows, before it reads any.
+    """Raises ValueError for a fit that computes statistics of the training rows, before it reads any row.
 
     `is_table` tells whether the fit completes a network for tables.
     """
@@ -55,7 +55,7 @@ def check_private_estimator(estimator: Any, *, is_table: bool) -> None:
 
 
 def check_private_fit(objects: UserObjects, kinds: Mapping[str, Kind]) -> None:
-    """Raises ValueError for functions and chosen column types that take numbers from several rows."""
+    """Raises ValueError for functions and column types whose results depend on several rows."""
     check_objects(objects)
     for name, kind in kinds.items():
         if isinstance(kind, Vocabulary) and kind.words is None:
@@ -148,8 +148,8 @@ def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head
         ) from error
     if changed := [key for key, buffer in module.named_buffers() if not torch.equal(buffer, before[key])]:
         raise ValueError(
-            f"privacy bounds gradients only, but training changes the buffer {changed[0]!r} of model {name} "
-            "by the rows; use layers without running statistics, such as LayerNorm"
+            f"privacy bounds gradients only, but the rows also change the buffer {changed[0]!r} of model "
+            f"{name}; use layers without running statistics, such as LayerNorm"
         )
     if rows.has_layer_losses:
         raise ValueError(

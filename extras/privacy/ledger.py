@@ -1,9 +1,9 @@
-"""Counts the private steps of a run, and finds the noise that keeps its promise.
+"""Counts the private steps of a run, and finds the noise that keeps its epsilon.
 
-A step counts before it begins, also if the process is then killed and the step is taken again with new
-noise: somebody may have seen its result in a metric, a tracker or a checkpoint. So the ledger is written
-ahead, a block of steps at a time. A resumed run charges the blocks of earlier starts. It takes its remaining
-steps with more noise, so that the sum stays within epsilon.
+The ledger charges a step before the step begins. If the process is then killed and the step is repeated with
+new noise, both count: somebody may have seen the first result in a metric, a tracker or a checkpoint. So the
+ledger is written ahead, a block of steps at a time. A resumed run charges the blocks of earlier starts, and
+adds more noise to its remaining steps, so that the total stays within epsilon.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def find_noise_multiplier(
         high *= 2
         if spent >= goal or high > _LARGEST:
             hint = ", set accountant='prv', whose bound is lower" * (accountant == "rdp")
+            taken = sum(each[2] for each in before)
             raise ValueError(
-                f"privacy promises epsilon={goal:g} at delta={delta:g}, and the "
-                f"{sum(each[2] for each in before)} earlier steps have spent {spent:.4g}, so no noise is "
-                f"enough for {steps} more steps; raise epsilon{hint}, or train for fewer steps"
+                f"privacy promises epsilon={goal:g} at delta={delta:g}"
+                + f", and the {taken} earlier steps have spent {spent:.4g}" * (taken > 0)
+                + f", so no noise is enough for {steps} more steps; raise epsilon{hint}, or train fewer steps"
             )
     while rest(high / 2) >= 0:
         high /= 2

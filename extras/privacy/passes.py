@@ -72,7 +72,7 @@ class PrivatePasses(WholePasses):
         return []
 
     def settle(self) -> None:
-        """Raises FloatingPointError if the weights are not finite, which no secret loss could show."""
+        """Raises FloatingPointError if the weights are not finite; there is no loss that could show it."""
         if not all(bool(p.isfinite().all()) for p in self._rows.parameters.values()):
             raise FloatingPointError(
                 "the weights of a private training are not finite; lower learningRate, or privacy's "

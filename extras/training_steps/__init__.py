@@ -1,6 +1,6 @@
-"""Training steps of a user's own: several losses, several optimizers, losses over all ranks' rows.
+"""Custom training steps: several losses, several optimizers, losses over the rows of all ranks.
 
-`step.Step` is what the setting `trainingStep` gets; `losses` has losses over pairs of rows.
+The function in the setting `trainingStep` gets a `step.Step`. `losses` has losses over pairs of rows.
 """
 
 from ringspark.extras.training_steps.step import Step

@@ -44,14 +44,17 @@ class Engine:
         self._stepped.discard(name)
 
     def backward(self, loss: torch.Tensor, name: str | None = None, *, retain_graph: bool = False) -> None:
-        """Adds the gradients of this rank's share of a loss, of one optimizer's parameters or of all."""
+        """Computes the gradients of this rank's share of a loss, and adds them to `grad`.
+
+        With `name`, only the parameters of that optimizer get gradients.
+        """
         inputs = None if name is None else _trained(self.syncs[name].optimizer)
         with torch.autocast(self._device.type, enabled=False), backward_errors():
             scaled = self._scaler.scale(loss.float())
             scaled.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def clip(self, name: str, max_norm: float) -> None:
-        """Scales one optimizer's gradients, summed over the ranks, to a 2-norm of at most `max_norm`."""
+        """Sums one optimizer's gradients over the ranks, and scales them to a 2-norm of at most `max_norm`."""
         self._reduce(name)
         if self._unscaled not in (None, name):
             raise ValueError(

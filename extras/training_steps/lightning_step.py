@@ -96,7 +96,7 @@ class LightningStep:
         return {str(number): optimizer for number, optimizer in enumerate(found)}
 
     def check(self, config: TrainConfig, module: nn.Module) -> None:
-        """Raises ValueError for a module that would train otherwise than with Lightning's Trainer."""
+        """Raises ValueError for a module that would train differently than with Lightning's Trainer."""
         name = type(module).__name__
         base = _find_base(module)
         if base is None:
@@ -131,7 +131,7 @@ def _find_base(module: nn.Module) -> Any:
 
 @contextmanager
 def _attached(module: Any, step: Step) -> Iterator[_Trainer]:
-    """Gives the module what it expects of a Trainer, for one step."""
+    """Attaches a replacement of Lightning's Trainer to the module, for one step."""
     trainer = _Trainer(step)
     before = module._trainer
     module.trainer = trainer
@@ -145,7 +145,7 @@ def _attached(module: Any, step: Step) -> Iterator[_Trainer]:
 
 
 class _Trainer:
-    """The part of Lightning's Trainer, its strategy and its precision plugin that a training step uses."""
+    """Replaces Lightning's Trainer, its strategy and its precision plugin within a training step."""
 
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: Any = None
@@ -186,7 +186,7 @@ class _Trainer:
         share = _share(self._step, loss)
         self._loss = share.detach() if self._loss is None else self._loss + share.detach()
         assert self._step.engine is not None
-        # The gradients of a rank without rows are zeros, whatever its row would give.
+        # A rank without rows has zero gradients; its placeholder row must not count.
         if self._step.num_own:
             self._step.engine.backward(share, retain_graph=bool(kwargs.pop("retain_graph", False)))
         if args or kwargs:

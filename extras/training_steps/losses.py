@@ -17,9 +17,10 @@ from ringspark.extras.training_steps.step import Step
 def info_nce(
     step: Step, queries: torch.Tensor, keys: torch.Tensor, temperature: float | torch.Tensor = 0.07
 ) -> torch.Tensor:
-    """Returns InfoNCE (van den Oord et al. 2018): the key of a query's own row against the keys of all rows.
+    """Returns InfoNCE (van den Oord et al. 2018) of each query.
 
-    Runs on every rank. `queries` and `keys` are (rows, dim); they are compared by their cosine.
+    It is the cross entropy of finding the key of the query's own row among the keys of all rows, by cosine
+    similarity. Runs on every rank. `queries` and `keys` are (rows, dim).
     """
     with _fp32(queries):
         every = F.normalize(step.gather(keys.float()), dim=1)
@@ -52,10 +53,11 @@ def nt_xent(
 def hard_triplet(
     step: Step, embeddings: torch.Tensor, classes: torch.Tensor, margin: float = 0.2
 ) -> torch.Tensor:
-    """Returns the batch-hard triplet loss (Hermans et al. 2017): farthest row of the class, nearest other.
+    """Returns the batch-hard triplet loss (Hermans et al. 2017) of each row.
 
-    Runs on every rank. `embeddings` is (rows, dim), `classes` (rows,). The loss is 0 for a row that is alone
-    in its class, or if all rows have one class.
+    It is the distance to the farthest row of the same class, minus the distance to the nearest row of another
+    class, plus `margin`, and at least 0. It is 0 for a row that is alone in its class, or if all rows have
+    one class. Runs on every rank. `embeddings` is (rows, dim), `classes` (rows,).
     """
     with _fp32(embeddings):
         embeddings = embeddings.float()

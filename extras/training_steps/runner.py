@@ -138,7 +138,7 @@ class StepRunner:
             total = self._data.all_reduce(batch.weight.sum().view(1))[0]
             # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
             divisor = torch.where(total > 0, total, torch.ones_like(total))
-        given = batch if batch.num_rows else self._stand_in(batch)
+        given = batch if batch.num_rows else self._make_placeholder(batch)
         if batch.num_rows and self._data.size > 1 and not batch.layout:
             self._latest = _first_row(batch)
         size = self._data.size
@@ -167,8 +167,8 @@ class StepRunner:
             log=log,
         )
 
-    def _stand_in(self, batch: Batch) -> Batch:
-        """Returns one row for a rank without rows: nothing that is computed of it counts."""
+    def _make_placeholder(self, batch: Batch) -> Batch:
+        """Returns one row for a rank without rows; `mean` and `gather` leave it out."""
         if self._latest is not None:
             return self._latest
         # Rows of varying length: a row without values.
@@ -190,12 +190,12 @@ class StepRunner:
             if step.num_own:
                 yield
             else:
-                with keep_buffers(self._network):  # its row is no row of the data
+                with keep_buffers(self._network):  # the placeholder must not change running statistics
                     yield
         if step.reports.losses:
             raise ValueError(
-                f"layers of {type(self._network).__name__} add losses by add_loss, and trainingStep leaves "
-                "them out; minimize the step's loss by one optimizer, which adds them"
+                f"layers of {type(self._network).__name__} add losses by add_loss, and only step.minimize of "
+                "a single optimizer adds them to the loss; call it after the forward pass, or remove add_loss"
             )
 
     def _finish(

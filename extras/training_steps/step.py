@@ -23,8 +23,8 @@ LOSS = ""
 class Step:
     """The rows of one step, and the operations that need other ranks.
 
-    A rank without rows gets one row that counts nowhere: a copy of an earlier row, or random numbers.
-    Every rank makes the same calls of `gather` and `minimize`, in the same order.
+    A rank without rows gets one placeholder row: a copy of an earlier row, or random numbers. `mean` and
+    `gather` leave it out. Every rank makes the same calls of `gather` and `minimize`, in the same order.
 
     Attributes:
         module: The network.
@@ -32,7 +32,7 @@ class Step:
         labels: One tensor per label column, each (rows, ...).
         weight: The weight column, (rows,); None without one.
         optimizers: The optimizers by name. A single optimizer has the name "".
-        generator: Random numbers that are equal on all ranks and depend only on seed and step.
+        generator: Random number generator that is equal on all ranks, and depends only on seed and step.
         epoch: Epoch, from 1.
         number: Step within the epoch, from 0.
         is_training: Whether `minimize` takes steps; False for held-out rows.
@@ -98,7 +98,7 @@ class Step:
         return own.sum() / self._divisor
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's share of a value that all ranks compute alike, such as a loss of `gather`."""
+        """Returns this rank's share of a value that all ranks compute equally, as from gathered rows."""
         return value / self._rows.collective.size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -114,9 +114,9 @@ class Step:
         return self._rows.gather(rows[: self.num_own])
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """Returns normal random numbers, (rows, *shape); those of a row do not depend on the number of ranks.
+        """Returns normal random numbers, (rows, *shape). Runs on every rank.
 
-        Every rank makes the same calls.
+        A row gets the same numbers for any number of ranks.
         """
         return self._own(torch.randn(self.total_rows, *shape, generator=self.generator))
 

@@ -63,9 +63,10 @@ def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], N
 def open_pretrained(
     setting: Pretrained, module: nn.Module, first: InitialWeights, tick: Callable[[], None]
 ) -> InitialWeights:
-    """Returns `first` with the checkpoint's tensors in the place of its own; copies the buffers.
+    """Returns initial weights that come from the checkpoint, or from `first` if the checkpoint has none.
 
-    Raises like `check_pretrained`. Runs on rank 0, for a module with deferred initialization.
+    Reads a parameter when it is needed, and copies buffers into the module at once. Raises like
+    `check_pretrained`. Runs on rank 0, for a module with deferred initialization.
     """
     headers = {uri: _read_shapes(uri) for uri in _files(setting.uri)}
     names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)

@@ -162,7 +162,7 @@ class CallableLoss:
     """A user's callable or module (output, label) -> one value per row.
 
     Attributes:
-        row_weights: The callable's own method label -> each row's weight in the divisor, or None.
+        row_weights: The callable's own method (label) -> weight of each row in the divisor; None without one.
     """
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
@@ -190,7 +190,7 @@ class CallableLoss:
 
 
 class NetworkLoss(CallableLoss):
-    """A user's (module, inputs, output, label) -> (rows,); is called with the label before the module."""
+    """A user's loss (module, inputs, output, label) -> (rows,). Call it by (output, label, module, inputs)."""
 
 
 def sees_network(loss: object) -> bool:

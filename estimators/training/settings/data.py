@@ -128,7 +128,7 @@ PREDICTION_COLS = Setting[list[str] | None](
 )
 INNER_COLS = Setting[dict[str, str] | None](
     name="innerCols",
-    words="columns that transform adds with the outputs of inner modules, by module name; each is a vector",
+    words="vector columns that transform adds: name of an inner module -> column of its outputs",
     convert=_inner_columns,
 )
 RAW_PREDICTION_COL = Setting(

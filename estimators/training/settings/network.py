@@ -159,13 +159,13 @@ INITIAL_STATE = Setting[InitialState](
 )
 TEACHER = Setting[Any](
     name="teacher",
-    words="fitted model or path of a saved one, whose outputs the training also imitates (distillation)",
+    words="fitted model, or path of a saved one; the network also learns its outputs (distillation)",
     convert=_fitted_model("teacher"),
 )
 TEMPERATURE = Setting(
     name="temperature",
     field="temperature",
-    words="divisor of the logits of teacher and network when they are compared",
+    words="divisor of the logits when the network is compared with the teacher",
     default=2.0,
     accepts=above_0_and_finite(),
     without_effect=(lambda given: given["teacher"] is None, "teacher is not set"),

@@ -61,7 +61,7 @@ KEEP_TRAINING_STATE = Setting(
 CERTIFY = Setting(
     name="certify",
     field="certify",
-    words="whether the run keeps its rows and all checkpoints and chains their hashes, for a certificate",
+    words="whether the run keeps its rows and all checkpoints, and writes their hash chain for a certificate",
     default=False,
     may_differ_on_resume=True,
 )

@@ -86,8 +86,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "trainingStep='lightning' with weightCol",
         lambda c: c.training_step == "lightning" and c.weight_column is not None,
-        "weightCol ('{weight_column}') weighs rows, but trainingStep 'lightning' gets the mean over rows "
-        "from the module's training_step; leave weightCol unset, or set trainingStep to a callable",
+        "weightCol ('{weight_column}') weights each row, but trainingStep 'lightning' gets only the mean over "
+        "rows from the module's training_step; leave weightCol unset, or set trainingStep to a callable",
     ),
     Combination(
         "batchSize < numWorkers",
@@ -447,8 +447,9 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "a loss that takes the module, with compile, or activationCompression='int8' or 'fp8'",
         lambda c: c.differentiates_twice and (bool(c.compile) or c.activation_compression in ("int8", "fp8")),
-        "a loss that takes the module may differentiate twice, which compile cannot, and "
-        "activationCompression 'int8' and 'fp8' round; set compile=False and activationCompression='bits'",
+        "a loss that takes the module may differentiate twice, but compiled code has first derivatives only, "
+        "and activationCompression 'int8' and 'fp8' round values of the second derivative; set compile=False "
+        "and activationCompression='bits'",
     ),
     Combination(
         "a loss that takes the module, with sync=Zero(stage=3)",
@@ -460,7 +461,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "a loss that takes the module, with 'pipeline', 'sequence', 'expert' or sequence_parallel",
         lambda c: c.differentiates_twice and _divides_passes(c),
         "a loss that takes the module needs all layers and whole rows on each worker, but with "
-        "parallelism={parallelism} a worker has parts; give all workers to 'data', 'shard' and 'tensor'",
+        "parallelism={parallelism} a worker has only a shard of them; give all workers to 'data', 'shard' and "
+        "'tensor'",
     ),
     _private(
         "compile",
@@ -470,7 +472,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     _private(
         "parallelism over other axes than 'data'",
         lambda c: c.workers_per_replica > 1 or c.cuts_network,
-        "parallelism={parallelism} leaves workers a part of the network; give all workers to 'data'",
+        "parallelism={parallelism} gives a worker only a shard of the network; give all workers to 'data'",
     ),
     _private(
         "another sync than AllReduce()",
@@ -490,12 +492,13 @@ COMBINATIONS: tuple[Combination, ...] = (
     _private(
         "teacher",
         lambda c: c.teacher_column is not None,
-        "teacher's outputs may show what it learned from the same rows; leave teacher unset",
+        "the outputs of teacher may reveal the rows that it was trained on; leave teacher unset",
     ),
     _private(
         "certify",
         lambda c: c.certify,
-        "certify repeats steps, whose samples and noise are secret here; leave certify unset",
+        "certify needs steps that others can repeat, and the samples and noise of a private step are secret; "
+        "leave certify unset",
     ),
     _private(
         "batchSizeSchedule",
@@ -514,8 +517,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     _private(
         "onNonFinite other than 'stop'",
         lambda c: c.on_non_finite != "stop",
-        "onNonFinite '{on_non_finite}' undoes steps because of single rows, while a private step leaves out "
-        "rows without a finite gradient anyway; leave onNonFinite unset",
+        "onNonFinite '{on_non_finite}' drops whole steps because of single rows, and a private step already "
+        "leaves out rows without a finite gradient; leave onNonFinite unset",
     ),
     _private(
         "gradientCheckpointing, activationOffload or activationCompression",

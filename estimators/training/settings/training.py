@@ -112,7 +112,7 @@ OPTIMIZER = Setting[Any](
 TRAINING_STEP = Setting[Any](
     name="trainingStep",
     field="training_step",
-    words="a callable (step) -> None that takes each step's optimizer steps, or 'lightning'",
+    words="a callable (step) -> None that computes the losses and steps the optimizers, or 'lightning'",
     convert=_name_or_callable("trainingStep", TRAINING_STEPS),
 )
 PARAMETER_GROUPS = Setting[list[dict[str, Any]]](

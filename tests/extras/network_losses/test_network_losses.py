@@ -280,7 +280,7 @@ class Once(Cubes):
 def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeConfig) -> None:
     config = make_config()
     manifest = ShardManifest.load(config.shards_uri)
-    with pytest.raises(ValueError, match=r"fails with model Once: .* change the loss, or take layers"):
+    with pytest.raises(ValueError, match=r"fails with model Once: .* change the loss, or use layers"):
         check_training(config, UserObjects(module=Once(), losses=(penalty,)), manifest)
 
 
@@ -306,7 +306,7 @@ def test_settings_with_one_derivative_are_refused(
 
 def test_a_pack_scales_gradients_and_is_refused(make_config: MakeConfig) -> None:
     pack = TabPack(edges=[[0.0, 1.0]], cardinalities=[], out_features=1, scale=3.0)
-    with pytest.raises(ValueError, match="model TabPack scales gradients"):
+    with pytest.raises(ValueError, match="model TabPack scales the gradients of its members"):
         check_network_losses(make_config(), [], pack, None)  # type: ignore[arg-type]
 
 

@@ -199,7 +199,7 @@ def _stage(**changes: Any) -> TorchEstimator:
         ({"parallelism": "auto"}, "measure a step, which trainingStep replaces, .* leave both unset"),
         ({"parameterGroups": [{"params": "*.weight"}]}, "the function gets the module; set the rates in"),
         ({"trainingStep": "lightnings"}, "got 'lightnings'; did you mean 'lightning'"),
-        ({"trainingStep": "lightning", "weightCol": "w"}, "the mean over rows .* leave weightCol unset"),
+        ({"trainingStep": "lightning", "weightCol": "w"}, "mean over rows .* leave weightCol unset"),
     ],
 )
 def test_what_a_step_cannot_be_combined_with_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -270,7 +270,7 @@ def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
             "b": torch.optim.SGD([net.bias], lr=0.1),
         },
     )
-    with pytest.raises(ValueError, match="add losses by add_loss, and trainingStep leaves them out"):
+    with pytest.raises(ValueError, match="add losses by add_loss, and only step.minimize of a single"):
         check_training(config, objects, manifest)
 
 
