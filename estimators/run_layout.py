@@ -11,7 +11,7 @@ run/
   stop            its presence stops the gang; a search writes it
   heartbeat/      rank-<k>.json: each rank's last heartbeat; rank-<k>.died: its process ended early
   logs/           rank-<k>.txt: beginning and end of each rank's output
-  privacy.json    the private steps that count, also those of lost starts: see `extras.privacy.ledger`
+  privacy.json    all charged private steps, including steps of lost starts: see `extras.privacy.ledger`
   environment.json  versions, hosts and devices of each start, and the memory of its ranks at the end
   table.json      what the network gets of each column, if the fit was given no network
   source.json     the version of the Delta or Iceberg table that the run reads

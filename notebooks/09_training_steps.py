@@ -1,10 +1,11 @@
 # Databricks notebook source
 # MAGIC %md
-# MAGIC # A training step of one's own: a GAN
+# MAGIC # A custom training step: a GAN
 # MAGIC
-# MAGIC Two networks with two losses and two optimizers. The generator turns noise into points, and the critic
-# MAGIC tells generated points from real ones. The real points are around eight centers on a ring, the usual
-# MAGIC test for mode collapse: a bad GAN generates the points of a few centers only.
+# MAGIC A GAN has two networks with two losses and two optimizers. The generator turns noise into points, and
+# MAGIC the critic learns to distinguish generated points from real ones. The real points lie around eight
+# MAGIC centers on a ring. This is the usual test for mode collapse: a bad GAN generates points around a few
+# MAGIC centers only.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -26,7 +27,8 @@ ROWS, RADIUS, DEVIATION, NOISE = 40_000, 2.0, 0.1, 2
 
 # MAGIC %md
 # MAGIC ## The data
-# MAGIC A row is a real point, which is the label, and noise, from which the trained model generates a point.
+# MAGIC A row has a real point and noise. The point is the label. The trained model turns the noise into a
+# MAGIC generated point.
 
 # COMMAND ----------
 
@@ -107,9 +109,9 @@ for record in model.summary.epochs:
 
 # MAGIC %md
 # MAGIC ## Modes covered
-# MAGIC The usual count (Srivastava et al. 2017, "VEEGAN"): of 2,500 generated points, those within three
-# MAGIC standard deviations of a center are good, and a center with a good point is covered. Here a center
-# MAGIC needs 25.
+# MAGIC As in Srivastava et al. 2017 ("VEEGAN"), of 2,500 generated points, a point within three standard
+# MAGIC deviations of a center is good. In the paper a center is covered if it has one good point. Here it
+# MAGIC needs 25 good points.
 
 # COMMAND ----------
 

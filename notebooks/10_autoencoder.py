@@ -3,7 +3,7 @@
 # MAGIC # Autoencoders without a label
 # MAGIC
 # MAGIC A linear autoencoder finds the subspace of PCA. A denoising autoencoder removes noise from images of
-# MAGIC digits, and a masked autoencoder fills in missing pixels. The columns come from scikit-learn.
+# MAGIC digits, and a masked autoencoder fills in missing pixels. The data come from scikit-learn.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -36,7 +36,7 @@ def autoencoder(width, code, hidden=()):
 # COMMAND ----------
 
 # MAGIC %md
-# MAGIC ## The loss of a linear autoencoder is what PCA drops
+# MAGIC ## The loss of a linear autoencoder is the variance that PCA drops
 # MAGIC 178 wines with 13 standardized measurements. The least squared error with 3 units is the sum of the 10
 # MAGIC smallest eigenvalues of the covariance. The training loss is a mean over the 13 numbers of a row.
 

@@ -2,9 +2,10 @@
 # MAGIC %md
 # MAGIC # A variational autoencoder
 # MAGIC
-# MAGIC The network adds its own loss, the divergence of the code from a standard normal distribution, by
-# MAGIC `add_loss`. With linear layers the best bound is known: it is the likelihood of probabilistic PCA
-# MAGIC (Tipping and Bishop 1999; Lucas et al. 2019). With hidden layers the decoder draws new digits.
+# MAGIC The network adds the divergence of the code from a standard normal distribution to the loss, by
+# MAGIC `add_loss`. With linear layers the best possible evidence lower bound is known: it is the likelihood
+# MAGIC of probabilistic PCA (Tipping and Bishop 1999; Lucas et al. 2019). With hidden layers the decoder
+# MAGIC generates new digits.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 
@@ -37,8 +38,8 @@ def variational(width, code, hidden, variance):
 
 # MAGIC %md
 # MAGIC ## Linear layers reach the likelihood of probabilistic PCA
-# MAGIC The variance of the decoder is the mean of the dropped eigenvalues, as in probabilistic PCA. The bound
-# MAGIC of the trained network follows from its weights without sampling.
+# MAGIC The variance of the decoder is the mean of the dropped eigenvalues, as in probabilistic PCA. With a
+# MAGIC linear decoder, the bound can be computed from the trained weights without sampling.
 
 # COMMAND ----------
 
@@ -82,8 +83,8 @@ print(f"evidence lower bound {elbo:.3f}, log-likelihood of probabilistic PCA {li
 
 # MAGIC %md
 # MAGIC ## Digits with hidden layers
-# MAGIC `innerCols={"mean": ...}` adds the mean of the code. Noise is drawn in the training only, so
-# MAGIC predictions repeat.
+# MAGIC `innerCols={"mean": "code"}` adds the mean of the code as a column. The code has noise in the training
+# MAGIC only, so `transform` returns the same predictions each time.
 
 # COMMAND ----------
 

@@ -2,10 +2,10 @@
 # MAGIC %md
 # MAGIC # Layer by layer, then with few labels
 # MAGIC
-# MAGIC Greedy pretraining (Hinton and Salakhutdinov 2006; Bengio et al. 2007): a one-layer autoencoder learns
-# MAGIC the pixels, the next one learns the first one's code, and so on. Then a network of these layers trains
-# MAGIC on a few labels, once with the layers frozen and once with all weights. Deep networks with sigmoids,
-# MAGIC which learn slowly from scratch, gain most.
+# MAGIC Greedy pretraining (Hinton and Salakhutdinov 2006; Bengio et al. 2007) trains one layer at a time. The
+# MAGIC first autoencoder reconstructs the pixels. The next one reconstructs the hidden layer of the first
+# MAGIC one, and so on. Then a network of these layers trains on a few labels, once with frozen layers and
+# MAGIC once with all weights. Deep networks with sigmoids gain most, because they learn slowly from scratch.
 # MAGIC
 # MAGIC Needs `ringspark` on the cluster (`%pip install ringspark`).
 

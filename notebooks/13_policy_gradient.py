@@ -23,16 +23,16 @@ SOLVED, LIMIT = 475, 500
 # MAGIC
 # MAGIC - `play` plays one episode per environment, 16 at a time. It returns states, actions, and the steps in
 # MAGIC   which an episode was still running.
-# MAGIC - The return of a step is the discounted sum of the later rewards. A second network, the baseline,
-# MAGIC   predicts it from the state.
-# MAGIC - An action whose return exceeds the baseline becomes more probable. The workers all-reduce the sums
-# MAGIC   of advantages and gradients, so two workers take the step of one worker that plays all episodes.
+# MAGIC - The return of a step is the discounted sum of the rewards from this step on. A second network, the
+# MAGIC   baseline, predicts it from the state.
+# MAGIC - An action becomes more probable if its return exceeds the baseline. The workers all-reduce the sums
+# MAGIC   of advantages and the gradients, so they take the same step as one worker that plays all episodes.
 
 # COMMAND ----------
 
 
 def learn(rounds, episodes=16, rate=0.02, discount=0.99):
-    """Trains a policy; returns the mean return of each round, the policy's own test, and its weights' sum."""
+    """Trains a policy; returns the mean return per round, the test's mean return, and a sum of weights."""
     import gymnasium
     import numpy as np
     import torch

@@ -70,7 +70,7 @@ class Predictor:
         return module.eval()
 
     def predict(self, module: nn.Module, columns: Sequence[Array], device: str = "cpu") -> Array:
-        """Returns the raw outputs side by side, then those of inner modules, (rows, numbers) float64."""
+        """Returns the outputs of the network and of inner modules, side by side, (rows, numbers) float64."""
         num_rows = count_rows(columns, self.layout)
         widths = (*self.output_widths, *self.results.inner_widths)
         outputs = np.empty((num_rows, sum(widths)), dtype=np.float64)

@@ -40,8 +40,8 @@ class MemoryPlan:
         communication: Buffers that carry gradients or parameters between ranks.
         checkpoint: Copy of the weights, their average and the optimizer state on the host of the rank that
             copies most. It exists from a checkpoint until the copy is written, next to the training's steps.
-            `peak` includes it if the settings write checkpoints and train on the CPU. With `sync=Zero(...)` each
-            rank copies its share of the tensors.
+            `peak` includes it if the settings write checkpoints and train on the CPU. With `sync=Zero(...)`
+            each rank copies its shard of the tensors.
         peak: Maximum of all parts together.
         at_peak: Part -> bytes at the moment of the peak; they add up to `peak`.
         budget: Bytes that the peak is compared with, or None.

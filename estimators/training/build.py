@@ -72,7 +72,7 @@ def build_optimizer(
 
 
 def _build_named(made: Any, module: nn.Module) -> torch.optim.Optimizer:
-    """Returns what `optimizer` made for a `trainingStep`, a dict of optimizers as one."""
+    """Checks the optimizers that were made for `trainingStep`, and joins a dict of them into one."""
     if not isinstance(made, Mapping):
         _check_optimizer(made, module)
         return made  # type: ignore[no-any-return]

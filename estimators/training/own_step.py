@@ -1,7 +1,7 @@
-"""A training step of the user's own, which replaces the trainer's forward pass, loss and optimizer step.
+"""A custom training step, which replaces the trainer's forward pass, loss and optimizer step.
 
-`trainingStep` is called once per step on every rank, also on a rank without rows. It makes the same
-collective calls on every rank. `ringspark.extras.training_steps` runs it.
+`ringspark.extras.training_steps` calls the function `trainingStep` once per step on every rank, also on a
+rank without rows. The function makes the same collective calls on every rank.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Difference:
     """How far a replayed checkpoint is from the claimed one.
 
     Attributes:
-        text: What training again gives; empty if it is the same.
+        text: Result of the replay in words, such as "other weights"; empty if it is equal.
         distance: Distance of the weights as a share of their change in the interval; 0 if they are equal.
     """
 

@@ -153,8 +153,8 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
         self._check_free("mask", mask)
         if not mask:
             raise ValueError(
-                f"TorchAutoencoder without a model learns from masked values, got mask={mask}; set mask above "
-                "0, or give a model"
+                f"TorchAutoencoder without a model learns from masked values, got mask={mask}; set mask "
+                "above 0, or give a model"
             )
         if self.getTransformBatch() is not None or self.getNoise():
             raise ValueError(
@@ -168,7 +168,7 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
         }
 
     def _check_free(self, setting: str, value: float | None) -> None:
-        """Raises ValueError if `setting` is given with a loss or metrics, which need a target for each value."""
+        """Raises ValueError if a loss or metrics are set too; they would need a target for each value."""
         if not setting:
             return
         if self.isSet(self.loss):

@@ -80,7 +80,7 @@ class PrivatePasses(WholePasses):
             )
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the entries of the history without those of training rows."""
+        """Returns the history's entries without the entries of training rows."""
         return {name: value for name, value in values.items() if not name.startswith("train_")}
 
     def privacy_spent(self) -> PrivacySpent | None:

@@ -54,7 +54,7 @@ class Engine:
             scaled.backward(inputs=inputs, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def clip(self, name: str, max_norm: float) -> None:
-        """Sums one optimizer's gradients over the ranks, and scales them to a 2-norm of at most `max_norm`."""
+        """All-reduces one optimizer's gradients, and scales them to a 2-norm of at most `max_norm`."""
         self._reduce(name)
         if self._unscaled not in (None, name):
             raise ValueError(

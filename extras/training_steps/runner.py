@@ -62,7 +62,7 @@ class StepRunner:
         self._engine = Engine(syncs, scaler, config.max_grad_norm, device)
         self._logged: dict[str, torch.Tensor] = {}  # name -> sum of values and of weights, (2,)
         self._held_out: dict[str, torch.Tensor] = {}
-        self._latest: Batch | None = None  # a row, for steps without rows
+        self._latest: Batch | None = None  # the placeholder row of later steps without rows
 
     def train(
         self, batch: Batch, plan: EpochPlan, step: int, number: int, epoch: int

@@ -190,7 +190,10 @@ class CallableLoss:
 
 
 class NetworkLoss(CallableLoss):
-    """A user's loss (module, inputs, output, label) -> (rows,). Call it by (output, label, module, inputs)."""
+    """A user's loss (module, inputs, output, label) -> (rows,).
+
+    Call it with (output, label, module, inputs).
+    """
 
 
 def sees_network(loss: object) -> bool:

@@ -86,7 +86,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "trainingStep='lightning' with weightCol",
         lambda c: c.training_step == "lightning" and c.weight_column is not None,
-        "weightCol ('{weight_column}') weights each row, but trainingStep 'lightning' gets only the mean over "
+        "weightCol ('{weight_column}') weights each row, but trainingStep 'lightning' gets only a mean over "
         "rows from the module's training_step; leave weightCol unset, or set trainingStep to a callable",
     ),
     Combination(
@@ -461,8 +461,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         "a loss that takes the module, with 'pipeline', 'sequence', 'expert' or sequence_parallel",
         lambda c: c.differentiates_twice and _divides_passes(c),
         "a loss that takes the module needs all layers and whole rows on each worker, but with "
-        "parallelism={parallelism} a worker has only a shard of them; give all workers to 'data', 'shard' and "
-        "'tensor'",
+        "parallelism={parallelism} a worker has only a shard of them; give all workers to 'data', 'shard' "
+        "and 'tensor'",
     ),
     _private(
         "compile",

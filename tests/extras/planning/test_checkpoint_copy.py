@@ -1,4 +1,4 @@
-"""The copy for a checkpoint over a mesh: the plan and the budget have the bytes that a rank copies."""
+"""The copy for a checkpoint over a mesh: the plan and the budget include the bytes that a rank copies."""
 
 from __future__ import annotations
 

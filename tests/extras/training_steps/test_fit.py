@@ -1,4 +1,4 @@
-"""Training steps of a user's own through `fit`: restarts, resumes and predictions."""
+"""Custom training steps through `fit`: restarts, resumes and predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps of a user's own: N ranks train the weights of one rank, also in steps without rows."""
+"""Custom training steps: N ranks train the weights of one rank, also if some ranks have no rows."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
             "b": torch.optim.SGD([net.bias], lr=0.1),
         },
     )
-    with pytest.raises(ValueError, match="add losses by add_loss, and only step.minimize of a single"):
+    with pytest.raises(ValueError, match=r"add losses by add_loss, and only step\.minimize of a single"):
         check_training(config, objects, manifest)
 
 
