@@ -114,7 +114,8 @@ def test_two_trainings_with_one_seed_have_different_noise(make_shards: MakeShard
     for name in ("one", "two"):
         config = private_config(manifest, tmp_path / name, epochs=1, learning_rate=1.0)
         found.append(weights_of(train_here(config, objects()), network()))
-    assert not torch.isclose(*found).any()
+    # A few of the random weights may be close by chance.
+    assert torch.isclose(*found).float().mean() < 0.05
 
 
 class Dies(Callback):
