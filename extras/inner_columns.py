@@ -96,7 +96,9 @@ def keep_outputs(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, 
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            found[name] = output[0] if isinstance(output, tuple | list) and output else output
+            value = output[0] if isinstance(output, tuple | list) and output else output
+            # A copy, because a later layer may change its input in place, as nn.ReLU(inplace=True) does.
+            found[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
         return hook
 

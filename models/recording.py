@@ -100,17 +100,22 @@ class _Outputs(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         found: dict[str, Any] = {}
+
+        def keep(name: str, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple | list) else output
+            # A copy, because a later layer may change its input in place.
+            found[name] = value.clone()
+
         hooks = [
             self.module.get_submodule(name).register_forward_hook(
-                lambda _, __, output, name=name: found.__setitem__(name, output)
+                lambda _, __, output, name=name: keep(name, output)
             )
             for name in self._inner
         ]
         outputs = as_outputs(self.module(*inputs))
         for hook in hooks:
             hook.remove()
-        values = [found[name] for name in self._inner]
-        outputs += tuple(value[0] if isinstance(value, tuple | list) else value for value in values)
+        outputs += tuple(found[name] for name in self._inner)
         return outputs[0] if len(outputs) == 1 else outputs
 
 

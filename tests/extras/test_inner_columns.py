@@ -13,8 +13,9 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchModel
-from ringspark.extras.inner_columns import measure
+from ringspark.extras.inner_columns import keep_outputs, measure
 from ringspark.models.program import Program
+from ringspark.models.recording import record_program
 
 pytestmark = pytest.mark.spark
 
@@ -151,6 +152,23 @@ def test_the_dimension_that_counts_rows_is_found() -> None:
     (turned, pair) = measure(Shapes(), ["turned", "pair"], lambda rows: [torch.zeros(rows, 4)])
     assert (turned.rows_dim, turned.width) == (1, 12)
     assert (pair.rows_dim, pair.width) == (0, 2)
+
+
+def test_a_layer_that_changes_its_input_in_place_does_not_change_the_column() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 1)).eval()
+    rows = torch.randn(5, 4)
+
+    def sample(count: int, _: int | None = None) -> tuple[torch.Tensor]:
+        return (torch.randn(count, 4),)
+
+    program = record_program(network, sample, [{0: torch.export.Dim("rows")}], inner=("0",))
+    expected = network[0](rows)
+    assert expected.min() < 0
+    for module in (network, program):
+        with keep_outputs(module, ["0"]) as found, torch.inference_mode():
+            module(rows)
+        assert torch.allclose(found["0"], expected, rtol=0, atol=1e-6), type(module)
 
 
 @pytest.mark.parametrize("name", ["pooled", "unused"])
