@@ -7,7 +7,9 @@ from torch.nn import functional
 
 from ringspark.estimators.training.settings.config import TrainConfig
 
-_OF_CLASSES = ("cross_entropy", "bce_with_logits", "CrossEntropyLoss", "BCEWithLogitsLoss")
+_OF_CLASSES = ("cross_entropy", "CrossEntropyLoss")
+# Each logit is a choice of two classes by itself.
+_OF_LABELS = ("bce_with_logits", "BCEWithLogitsLoss")
 
 
 def distil(
@@ -25,8 +27,9 @@ def distil(
         teacher: The teacher's outputs, (batch,) or (batch, width).
         row_weights: Weight of each row in the divisor, (batch, 1): 0 if the label is ignored. None: 1.
     """
-    is_classes = config.task == "classification" or config.losses[0].startswith(_OF_CLASSES)
-    if is_classes:
+    if config.losses[0].startswith(_OF_LABELS):
+        distance = label_distance(outputs, teacher, config.temperature)
+    elif config.task == "classification" or config.losses[0].startswith(_OF_CLASSES):
         distance = class_distance(outputs, teacher, config.temperature)
     else:
         distance = squared_distance(outputs, teacher)
@@ -46,6 +49,12 @@ def class_distance(outputs: torch.Tensor, teacher: torch.Tensor, temperature: fl
         theirs = theirs.unsqueeze(1).expand_as(ours)
     found = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
     return temperature**2 * found.flatten(1).mean(1) if found.dim() > 1 else temperature**2 * found
+
+
+def label_distance(outputs: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Returns the mean of `class_distance` over the logits of independent labels, (batch,)."""
+    outputs = outputs if outputs.dim() > 1 else outputs.unsqueeze(1)
+    return class_distance(outputs.unsqueeze(-1), teacher.reshape(len(teacher), -1, 1), temperature)
 
 
 def squared_distance(outputs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

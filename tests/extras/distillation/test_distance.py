@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.distillation.distance import class_distance, distil, squared_distance
+from ringspark.extras.distillation.distance import (
+    class_distance,
+    distil,
+    label_distance,
+    squared_distance,
+)
 from ringspark.extras.distillation.teacher import check_teacher
 from ringspark.pipelines import ShardManifest
 
@@ -40,6 +45,28 @@ def test_one_logit_is_a_choice_of_two_classes() -> None:
     outputs, teacher = _draw(ROWS, 1), _draw(ROWS, seed=1)
     both = [torch.stack([torch.zeros(ROWS), z.reshape(-1)], 1) for z in (outputs, teacher)]
     torch.testing.assert_close(class_distance(outputs, teacher, 2.0), class_distance(*both, 2.0))
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 4), (ROWS, 3, 4)])
+def test_independent_labels_have_the_gradient_of_a_binary_cross_entropy(shape: tuple[int, ...]) -> None:
+    """A softmax over the labels would not see a shift of all logits."""
+    outputs, teacher, t = _draw(*shape).requires_grad_(), _draw(ROWS, shape[-1], seed=1), 3.0
+    teacher = teacher if len(shape) > 1 else teacher[:, 0]
+    label_distance(outputs, teacher, t).sum().backward()
+    theirs = teacher.unsqueeze(1) if len(shape) == 3 else teacher
+    expected = t * ((outputs / t).sigmoid() - (theirs / t).sigmoid()) / outputs[0].numel()
+    torch.testing.assert_close(outputs.grad, expected.detach())
+    config = TrainConfig(
+        shards_uri="",
+        run_uri="",
+        input_columns=("x",),
+        label_columns=("y",),
+        losses=("bce_with_logits",),
+        alpha=1.0,
+        temperature=t,
+    )
+    found = distil(config, torch.zeros(ROWS, 1), outputs, teacher, None)[:, 0]
+    torch.testing.assert_close(found, label_distance(outputs, teacher, t))
 
 
 @pytest.mark.parametrize("is_classes", [True, False])
