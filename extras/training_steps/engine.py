@@ -77,11 +77,23 @@ class Engine:
             if self._max_norm is not None:
                 self.clip(name, self._max_norm)
             self.syncs[name].step(self._scaler)
-        self._scaler.update()
+        self._update_scale(name)
         self._unscaled = None
         self._stepped.add(name)
         self.skipped |= self._scaler.skipped
         self.num_steps += 1
+
+    def _update_scale(self, stepped: str) -> None:
+        """Updates the scale of the loss in fp16, and the gradients that wait for their optimizers' steps."""
+        before = self._scaler.gradient_scale()
+        self._scaler.update()
+        factor = self._scaler.gradient_scale() / before
+        if factor != 1:
+            for name in self.syncs.keys() - {stepped}:
+                for group in self.syncs[name].optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(factor)
 
     def _reduce(self, name: str) -> None:
         if name not in self._reduced:

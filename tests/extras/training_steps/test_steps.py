@@ -19,10 +19,13 @@ from ringspark.estimators.collectives.in_process import InProcessCollective, run
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.stages.to_config import config_of as config_of_stage
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.named import NamedOptimizers
+from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.training_steps.engine import Engine
 from ringspark.extras.training_steps.gathering import StepRows
 from ringspark.extras.training_steps.losses import hard_triplet, info_nce, nt_xent
 from ringspark.extras.training_steps.step import Step
@@ -281,3 +284,31 @@ def test_a_plan_of_the_memory_is_refused(make_shards: Callable[..., Any], tmp_pa
     planner = Planner(config, objects, *shard_columns(config, manifest, 8))
     with pytest.raises(ValueError, match="trainingStep is 'own'; measure a short training instead"):
         planner.plan(None, "budget")
+
+
+def _engine(precision: str) -> tuple[nn.Linear, Engine]:
+    """Returns a layer, and an engine with one optimizer for its weight and one for its bias."""
+    layer = nn.Linear(2, 2)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    syncs = {
+        name: GradientSync(layer, torch.optim.SGD([parameter], lr=0.1))
+        for name, parameter in layer.named_parameters()
+    }
+    # The scale grows in every update.
+    return layer, Engine(syncs, LossScaler(precision, CPU, growth_interval=1), None, CPU)
+
+
+def test_a_new_scale_in_fp16_keeps_the_gradients_that_wait_for_a_step() -> None:
+    """A LightningModule may call one backward pass for two optimizers."""
+    found = []
+    for precision in ("fp32", "fp16"):
+        layer, engine = _engine(precision)
+        for _ in range(2):
+            engine.zero_grad("weight")
+            engine.zero_grad("bias")
+            engine.backward((layer(torch.ones(3, 2)) - 1).square().mean())
+            engine.step("weight")
+            engine.step("bias")
+        found.append([parameter.detach().clone() for parameter in layer.parameters()])
+    torch.testing.assert_close(found[0], found[1])
