@@ -48,6 +48,13 @@ class Engine:
 
         With `name`, only the parameters of that optimizer get gradients.
         """
+        for other in self._reduced - self._stepped if name is None else ():
+            if _trained(self.syncs[other].optimizer):
+                raise ValueError(
+                    f"optimizer {other!r} clips its gradients before a backward pass adds to them, but they "
+                    "are summed over the ranks already; clip after the last backward pass, or use "
+                    "toggle_optimizer for the other optimizers"
+                )
         inputs = None if name is None else _trained(self.syncs[name].optimizer)
         with torch.autocast(self._device.type, enabled=False), backward_errors():
             scaled = self._scaler.scale(loss.float())
@@ -55,12 +62,8 @@ class Engine:
 
     def clip(self, name: str, max_norm: float) -> None:
         """All-reduces one optimizer's gradients, and scales them to a 2-norm of at most `max_norm`."""
+        self._check_turn(name)
         self._reduce(name)
-        if self._unscaled not in (None, name):
-            raise ValueError(
-                f"the gradients of optimizer {name!r} are clipped before optimizer {self._unscaled!r} has "
-                "taken its step; take the steps one after the other"
-            )
         self._unscaled = name
         self._scaler.unscale(self.syncs[name].optimizer)
         self.syncs[name].clip_gradients(max_norm)
@@ -72,6 +75,7 @@ class Engine:
                 f"optimizer {name!r} takes a second step with gradients of an earlier one; call its "
                 "zero_grad() before each backward pass"
             )
+        self._check_turn(name)
         with torch.autocast(self._device.type, enabled=False):
             self._reduce(name)
             if self._max_norm is not None:
@@ -82,6 +86,13 @@ class Engine:
         self._stepped.add(name)
         self.skipped |= self._scaler.skipped
         self.num_steps += 1
+
+    def _check_turn(self, name: str) -> None:
+        if self._unscaled not in (None, name):
+            raise ValueError(
+                f"optimizer {name!r} clips or steps before optimizer {self._unscaled!r}, whose gradients are "
+                "clipped, has taken its step; take the steps one after the other"
+            )
 
     def _update_scale(self, stepped: str) -> None:
         """Updates the scale of the loss in fp16, and the gradients that wait for their optimizers' steps."""
@@ -105,9 +116,11 @@ class Engine:
 class TrialEngine(Engine):
     """Runs backward passes, and counts steps without taking them."""
 
-    def clip(self, name: str, max_norm: float) -> None: ...
+    def clip(self, name: str, max_norm: float) -> None:
+        self._reduced.add(name)
 
     def step(self, name: str) -> None:
+        self._stepped.add(name)
         self.num_steps += 1
 
 

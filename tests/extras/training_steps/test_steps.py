@@ -312,3 +312,15 @@ def test_a_new_scale_in_fp16_keeps_the_gradients_that_wait_for_a_step() -> None:
             engine.step("bias")
         found.append([parameter.detach().clone() for parameter in layer.parameters()])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_clipped_gradients_are_not_added_to() -> None:
+    layer, engine = _engine("fp16")
+    engine.backward(layer(torch.ones(3, 2)).mean())
+    engine.clip("weight", 0.1)
+    with pytest.raises(ValueError, match="'weight' clips its gradients before a backward pass adds"):
+        engine.backward(layer(torch.ones(3, 2)).mean())
+    with pytest.raises(ValueError, match="optimizer 'bias' clips or steps before optimizer 'weight', whose"):
+        engine.step("bias")
+    engine.step("weight")
+    engine.step("bias")
