@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 import torch
 
@@ -33,10 +34,17 @@ class Engine:
         self._reduced: set[str] = set()
         self._stepped: set[str] = set()
         self._unscaled: str | None = None
+        self._order = sha256()
         self.begin()
 
     def begin(self) -> None:
         self.skipped, self.num_steps = False, 0
+        self._order.update(b"begin;")
+
+    def take_order(self) -> str:
+        """Returns a digest of the optimizer steps since the last call; it must be equal on all ranks."""
+        found, self._order = self._order.hexdigest(), sha256()
+        return found
 
     def zero_grad(self, name: str) -> None:
         self.syncs[name].optimizer.zero_grad()
@@ -86,6 +94,7 @@ class Engine:
         self._stepped.add(name)
         self.skipped |= self._scaler.skipped
         self.num_steps += 1
+        self._order.update(f"{name};".encode())
 
     def _check_turn(self, name: str) -> None:
         if self._unscaled not in (None, name):

@@ -101,12 +101,20 @@ class StepRunner:
 
     def take(self, split: str, data: Collective) -> dict[str, float]:
         sums = self._logged if split == "train" else self._held_out
-        mine = {name: values.tolist() for name, values in sums.items()}
+        order = self._engine.take_order() if split == "train" else ""
+        mine = [order, {name: values.tolist() for name, values in sums.items()}]
         sums.clear()
         total: dict[str, torch.Tensor] = {}
+        every = [json.loads(text) for text in gather_bytes(data, json.dumps(mine).encode())]
+        if any(found != order for found, _ in every):
+            raise ValueError(
+                "trainingStep took other optimizer steps on some ranks, so gradients of different steps were "
+                "added; call step.minimize equally often on every rank, and let no value of one "
+                "rank's rows decide about it"
+            )
         # By name, because ranks may log different names.
-        for text in gather_bytes(data, json.dumps(mine).encode()):
-            for name, values in json.loads(text).items():
+        for _, logged in every:
+            for name, values in logged.items():
                 total[name] = total.get(name, torch.zeros(2, dtype=torch.float64)) + torch.tensor(
                     values, dtype=torch.float64
                 )

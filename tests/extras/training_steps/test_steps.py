@@ -15,19 +15,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators import TorchEstimator, TorchRegressor
-from ringspark.estimators.collectives.in_process import InProcessCollective, run_in_turns
+from ringspark.estimators.collectives.in_process import InProcessCollective, RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.stages.to_config import config_of as config_of_stage
 from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.training_steps.engine import Engine
 from ringspark.extras.training_steps.gathering import StepRows
 from ringspark.extras.training_steps.losses import hard_triplet, info_nce, nt_xent
+from ringspark.extras.training_steps.runner import StepRunner
 from ringspark.extras.training_steps.step import Step
 from ringspark.pipelines.epoch_plan import plan_epoch
 
@@ -324,3 +327,40 @@ def test_clipped_gradients_are_not_added_to() -> None:
         engine.step("bias")
     engine.step("weight")
     engine.step("bias")
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_ranks_that_step_in_different_steps_are_found(in_turns: bool) -> None:
+    """The ranks send equally many gradients of equal sizes, so no collective call fails."""
+
+    def work(collective: InProcessCollective) -> float:
+        def train(step: Step) -> None:
+            takes_two = step.number == collective.rank if in_turns else step.number == 0
+            for _ in range(1 + takes_two):
+                step.minimize(step.mean(step.module(step.inputs[0])[:, 0]))
+
+        network = nn.Linear(2, 1)
+        sync = GradientSync(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        config = TrainConfig(
+            shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",), training_step="own"
+        )
+        runner = StepRunner(
+            config,
+            UserObjects(training_step=train),
+            sync,
+            LossScaler("fp32", CPU),
+            RankMesh.of(collective),
+            CPU,
+        )
+        plan = plan_epoch([4], num_shards=2, batch_size=2, epoch=0, seed=0, shuffle=False)
+        batch = Batch(inputs=(torch.ones(1, 2),), labels=(torch.ones(1),), weight=None)
+        for number in range(2):
+            runner.train(batch, plan, number, number, 1)
+        runner.take("train", collective)
+        return float(network.weight.detach().sum())
+
+    if not in_turns:
+        assert len(run_in_turns(2, work)) == 2
+        return
+    with pytest.raises(RankError, match="trainingStep took other optimizer steps on some ranks"):
+        run_in_turns(2, work)
