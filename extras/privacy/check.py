@@ -138,7 +138,7 @@ def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head
         labels=tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads),
         weight=None,
     )
-    before = {key: buffer.clone() for key, buffer in module.named_buffers()}
+    versions = {key: parameter._version for key, parameter in module.named_parameters()}
     try:
         rows.add(batch, rows.zeros())
     except Exception as error:
@@ -146,10 +146,16 @@ def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head
             f"privacy needs the gradient of each row, but model {name} cannot run a single row: "
             f"{type(error).__name__}: {error}; use layers that need no other rows"
         ) from error
-    if changed := [key for key, buffer in module.named_buffers() if not torch.equal(buffer, before[key])]:
+    if rows.changed_buffers:
         raise ValueError(
-            f"privacy bounds gradients only, but the rows also change the buffer {changed[0]!r} of model "
-            f"{name}; use layers without running statistics, such as LayerNorm"
+            "privacy bounds gradients only, but the rows also change the buffer "
+            f"{min(rows.changed_buffers)!r} of model {name}; use layers without running statistics, such as "
+            "LayerNorm"
+        )
+    if changed := [key for key, p in module.named_parameters() if p._version != versions[key]]:
+        raise ValueError(
+            f"privacy bounds gradients only, but the forward pass of model {name} changes the weights "
+            f"{changed[0]!r} of single rows, as an Embedding with max_norm does; leave max_norm out"
         )
     if rows.has_layer_losses:
         raise ValueError(

@@ -40,6 +40,7 @@ class RowGradients:
         row_bytes = sum(4 * p.numel() for p in self.parameters.values())
         self.most_rows = max(1, min(most_rows, MOST_BYTES // max(1, row_bytes)))
         self.has_layer_losses = False
+        self.changed_buffers: set[str] = set()
         self._runs_together: bool | None = None
 
     def zeros(self) -> Tensors:
@@ -77,10 +78,15 @@ class RowGradients:
         """Returns the loss of one row; the tensors have no dimension of rows."""
         recipe = self._recipe
         computing = autocast(recipe.config.precision, recipe.device)
+        # Copies, because what a row writes into a buffer has neither a bound nor noise.
+        buffers = {name: buffer.detach().clone() for name, buffer in self._network.named_buffers()}
+        tensors = {**parameters, **buffers}
         # `vmap` cannot batch the fused kernels of attention.
         with computing, sdpa_kernel(SDPBackend.MATH), collect_reports() as reports:
-            returned = functional_call(self._network, dict(parameters), tuple(each[None] for each in inputs))
+            returned = functional_call(self._network, tensors, tuple(each[None] for each in inputs))
         self.has_layer_losses |= bool(reports.losses)
+        # `functional_call` puts a buffer that the network replaced into `tensors`.
+        self.changed_buffers |= {n for n, b in buffers.items() if tensors[n] is not b or b._version}
         outputs = tuple(output.float() for output in as_outputs(returned))
         rows = recipe.criterion.rows(outputs, tuple(label[None] for label in labels))
         loss = recipe.criterion.total(rows[0])

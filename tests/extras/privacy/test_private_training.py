@@ -14,9 +14,11 @@ import torch
 from private_shards import ROWS, columns, network, noise_of_steps, objects, privacy, private_config
 from ranks import GANGS
 from small_training import train_gang, weights_of
+from torch import nn
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history
 from ringspark.extras.privacy.ledger import compute_epsilon, read_ledger
 from ringspark.pipelines import ShardManifest
@@ -177,3 +179,25 @@ def test_a_spent_budget_is_refused(make_shards: MakeShards, tmp_path: Path) -> N
     )
     with pytest.raises(ValueError, match=r"the 100 earlier steps have spent 20.18, .*; raise epsilon"):
         train_here(config, objects())
+
+
+class Notices(nn.Module):
+    """Writes numbers of a row into its buffer, but not of the zeros that the check tries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().abs().max()) > 0:
+            self.seen.copy_(x.detach()[0])
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_no_row_reaches_a_buffer_of_the_trained_network(make_shards: MakeShards, tmp_path: Path) -> None:
+    module = Notices()
+    result = train_here(private_config(make_shards(columns()), tmp_path / "run"), objects(module=module))
+    saved = Notices()
+    load_checkpoint(result.checkpoint_uri, saved)
+    assert not saved.seen.any()

@@ -97,6 +97,31 @@ class Counts(nn.Module):
         return self.layer(x)
 
 
+class Largest(nn.Module):
+    """Keeps the largest number of the rows, which rows of zeros do not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        return self.layer(x)
+
+
+class Limited(nn.Module):
+    """Shrinks the embeddings of the ids that it sees, also without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(50, 4, padding_idx=0, max_norm=0.5)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.ids(x[:, 0].long().clamp(0, 49)))
+
+
 class Reports(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -126,6 +151,8 @@ class Pairs(nn.Module):
             "BatchNorm1d '0' takes means .*GroupNorm",
         ),
         (Counts(), "also change the buffer 'seen' of model Counts"),
+        (Largest(), "also change the buffer 'largest' of model Largest"),
+        (Limited(), "changes the weights 'ids.weight' of single rows, as an Embedding with max_norm"),
         (Reports(), "add losses by add_loss; leave add_loss out"),
         (Pairs(), "model Pairs cannot run a single row"),
     ],
