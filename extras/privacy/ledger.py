@@ -96,14 +96,25 @@ class Ledger:
         self._uri = storage.join(run_uri, run_layout.PRIVACY)
         self._privacy, self._sample_rate = privacy, sample_rate
         self._charged = before
+        self._num_before = sum(steps for *_, steps in before)
         if storage.exists(self._uri):
             self._charged = read_ledger(run_uri).charged
         self._taken = self._reserved = self._block = 0
         self._planned = math.inf
         self.noise_multiplier = math.nan
 
-    def begin(self, steps: int) -> None:
-        """Finds the noise of the `steps` that this start is going to take."""
+    def begin(self, steps: int, taken: int = 0) -> None:
+        """Finds the noise of the `steps` that this start is going to take.
+
+        Raises ValueError if the ledger has fewer steps than the `taken` steps of the run's checkpoint.
+        """
+        known = sum(count for *_, count in self._charged) - self._num_before
+        if known < taken:
+            raise ValueError(
+                f"the run has taken {taken} private steps, and its ledger {storage.redact(self._uri)} is "
+                f"missing or counts {known} of them, so epsilon is unknown; put the run's own ledger back, "
+                "or train again in another folder and count the steps of this run too"
+            )
         privacy = self._privacy
         self.noise_multiplier = find_noise_multiplier(privacy, self._sample_rate, steps, self._charged)
         self._planned = compute_epsilon(self._with(steps), privacy.delta, privacy.accountant)

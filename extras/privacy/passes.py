@@ -56,7 +56,8 @@ class PrivatePasses(WholePasses):
         """Sets the gradients of one step, also without rows. Returns nothing: losses of rows are secret."""
         if self._ledger is not None:
             if not self._has_begun:
-                self._ledger.begin(self._num_steps - self._position())
+                taken = self._position()
+                self._ledger.begin(self._num_steps - taken, taken)
             self._ledger.charge_step()
         self._has_begun = True
         sums = self._rows.zeros()

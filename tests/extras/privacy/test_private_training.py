@@ -157,6 +157,23 @@ def test_a_resumed_run_keeps_the_promise_by_more_noise(make_shards: MakeShards, 
     assert 1.99 < result.privacy.epsilon <= 2.0
 
 
+@pytest.mark.parametrize("is_gone", [True, False], ids=["missing", "of an earlier time"])
+def test_a_run_without_its_ledger_does_not_resume(
+    make_shards: MakeShards, tmp_path: Path, is_gone: bool
+) -> None:
+    config = private_config(make_shards(columns()), tmp_path / "run", batch_size=60, epochs=3)
+    config = replace(config, checkpoint_every_steps=6, checkpoint_every_seconds=0)
+    with pytest.raises(RuntimeError, match="killed"):
+        train_here(config, objects(callbacks=(Dies(9),)))
+    path = tmp_path / "run" / "privacy.json"
+    spent = json.loads(path.read_text())
+    path.write_text(json.dumps({**spent, "charged": [[1.0, 0.25, 5]]}))
+    if is_gone:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"taken 6 private steps, .* counts [05] of them, so epsilon"):
+        train_here(config, objects(callbacks=(Dies(-1),)))
+
+
 def test_a_ledger_is_written_before_the_step(make_shards: MakeShards, tmp_path: Path) -> None:
     run = tmp_path / "run"
     counts: list[int] = []
