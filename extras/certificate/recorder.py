@@ -37,7 +37,8 @@ class Recorder:
         has_chain = step is not None and storage.exists(chain_uri(self._run_uri))
         links = _list_before(read_chain(self._run_uri).links, step or 0) if has_chain else []
         self._chain = reseal(links)
-        if step is not None and (not links or self._chain.checkpoints[-1].step < step):
+        known = [link.step for link in self._chain.checkpoints]
+        if step is not None and (not known or known[-1] < step):
             if not links:  # the run was not certified before
                 self._chain = self._chain.add("start", step, self._claims)
             self.add(read_info(step_uri(checkpoints_uri(self._run_uri), step)))

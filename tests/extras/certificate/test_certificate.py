@@ -180,6 +180,17 @@ def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(
         verify_run(run, intervals=1)
 
 
+def test_a_run_resumes_if_it_died_before_the_link_of_its_first_checkpoint(copy: Path) -> None:
+    run = load_run(copy)
+    for step in (2, 4, 6, 8):
+        shutil.rmtree(run.checkpoint_uri(step))
+    write_chain(str(copy), reseal(run.chain.links[:1]))
+    train_here(run.config(run.chain.links[0].content))
+    found = verify_run(copy, intervals=None)
+    assert found.holds, found.table()
+    assert found.num_intervals == 4
+
+
 def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) -> None:
     def made(factor: float) -> UserObjects:
         source = "def halve(step, num_steps):\n    return scale(step) * 0.5\n"
