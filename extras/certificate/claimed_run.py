@@ -173,16 +173,25 @@ def _check_data(run: ClaimedRun) -> str:
 
 
 def _check_code(run: ClaimedRun, objects: UserObjects) -> Check:
-    claims = run.claims(run.checkpoints[-1].step)
+    """Compares code and settings with the given model. A replay of a start trains by its config alone."""
     manifest = ShardManifest.load(run.shards_uri)
-    given = list_claims(run.config(claims), objects, manifest, torch.device("cpu"))
-    found = list_differences(claims["identity"], given["identity"])
-    found = [change for change in found if not change.startswith("first weights")]
-    if found:
-        return Check(name="code", problem=f"The given model differs from the trained one: {found[0]}.")
-    if given["platform"]["python"] != claims["platform"]["python"]:
+    last = run.claims(run.checkpoints[-1].step)
+    starts = [link.content for link in run.chain.links if link.kind == "start"]
+    for number, claims in enumerate(starts, 1):
+        given = list_claims(run.config(claims), objects, manifest, torch.device("cpu"))
+        found = list_differences(claims["identity"], given["identity"])
+        if "first weights" in given["identity"]["model"]:  # `describe_unknown_start` compares them
+            found = [change for change in found if not change.startswith("first weights")]
+        if found and claims["config"] == last["config"]:
+            return Check(name="code", problem=f"The given model differs from the trained one: {found[0]}.")
+        if found:
+            return Check(
+                name="code", problem=f"Start {number} claims other settings than its own: {found[0]}."
+            )
+    given = list_claims(run.config(last), objects, manifest, torch.device("cpu"))
+    if given["platform"]["python"] != last["platform"]["python"]:
         return Check(name="code", is_done=False, note="another version of Python has other bytecode")
-    if given["code"] != claims["code"]:
+    if given["code"] != last["code"]:
         return Check(name="code", problem="The code of the given model is not the code of the training.")
     return Check(name="code")
 
@@ -194,13 +203,14 @@ def _check_end(run: ClaimedRun, end: Link) -> str:
     return ""
 
 
-def has_first_weights(run: ClaimedRun, objects: UserObjects) -> bool:
-    """Whether a training of the given objects begins with the weights of the run's first checkpoint."""
+def describe_unknown_start(run: ClaimedRun, objects: UserObjects) -> str:
+    """Returns why a training of the given objects cannot repeat the first checkpoint; empty if it can."""
     claims = run.claims(0)
     config = run.config(claims)
-    # A folder or model that the training started from may be gone.
-    if run.checkpoints[0].step or config.start_weights is not None:
-        return False
+    if step := run.checkpoints[0].step:
+        return f"the chain begins at step {step}, and nothing shows how its weights came about"
+    if config.start_weights is not None:
+        return "the training began with stored weights, which may be gone"
     given = list_claims(config, objects, ShardManifest.load(run.shards_uri), torch.device("cpu"))
     known, found = (each["identity"]["model"].get("first weights") for each in (claims, given))
-    return bool(known == found)
+    return "" if known == found else "the training began with other weights than the given model"

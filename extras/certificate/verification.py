@@ -13,7 +13,7 @@ import torch
 
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.certificate.chain import read_chain
-from ringspark.extras.certificate.claimed_run import Check, ClaimedRun, check_claims, has_first_weights
+from ringspark.extras.certificate.claimed_run import Check, ClaimedRun, check_claims, describe_unknown_start
 from ringspark.extras.certificate.claims import describe_platform
 from ringspark.extras.certificate.compare import (
     Difference,
@@ -137,12 +137,12 @@ def verify_run(
         drawn = draw.sample(all_intervals, count)
         for interval in drawn:
             _check_workers(claimed, interval, workers)
-        if has_first_weights(claimed, objects):
+        unknown = describe_unknown_start(claimed, objects)
+        if not unknown:
             first = Interval(first=None, last=claimed.checkpoints[0], claims=claimed.claims(0))
             drawn.insert(0, first)
         else:
-            note = "the training began with other weights than the given model"
-            replays.append(Check(name="initial weights", is_done=False, note=note))
+            replays.append(Check(name="initial weights", is_done=False, note=unknown))
         if claimed.end is not None:
             drawn.append(find_final(claimed, claimed.end))
         replays += [

@@ -191,6 +191,38 @@ def test_a_run_resumes_if_it_died_before_the_link_of_its_first_checkpoint(copy: 
     assert found.num_intervals == 4
 
 
+def test_an_earlier_start_cannot_hide_its_settings(copy: Path) -> None:
+    """The config of a start decides its replay, and its identity is shown."""
+    chain = read_chain(str(copy))
+    last = [link for link in chain.links if link.kind == "start"][-1]
+    hidden = dict(last.content, config=last.content["config"] | {"learning_rate": 0.5})
+    resumed = Chain().add("start", 0, hidden)
+    for link in chain.links[1:]:
+        if link.step == 4 and link.kind == "checkpoint":
+            resumed = resumed.add("checkpoint", 4, link.content).add("start", 4, last.content)
+        else:
+            resumed = resumed.add(link.kind, link.step, link.content)
+    write_chain(str(copy), resumed)
+    (problem,) = verify_run(copy, intervals=1).problems
+    assert problem == "Start 1 claims other settings than its own: learningRate: 0.01 -> 0.5."
+
+
+def test_a_named_network_cannot_begin_with_unknown_weights(copy: Path) -> None:
+    chain = read_chain(str(copy))
+    chain.links[0].content["identity"]["model"]["first weights"] = "unknown"
+    write_chain(str(copy), reseal(chain.links))
+    assert "first weights: 'unknown' -> null" in verify_run(copy, intervals=1).problems[0]
+
+
+def test_a_chain_without_the_first_checkpoint_says_so(copy: Path) -> None:
+    chain = read_chain(str(copy))
+    write_chain(
+        str(copy), reseal([link for link in chain.links if (link.kind, link.step) != ("checkpoint", 0)])
+    )
+    (check,) = [check for check in verify_run(copy, intervals=1).replays if not check.is_done]
+    assert check.note == "the chain begins at step 2, and nothing shows how its weights came about"
+
+
 def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) -> None:
     def made(factor: float) -> UserObjects:
         source = "def halve(step, num_steps):\n    return scale(step) * 0.5\n"
