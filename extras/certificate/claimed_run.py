@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,13 +19,17 @@ from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, st
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.weights import read_info
+from ringspark.estimators.training.history import EpochRecord, parse_history
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import FinishedRun
 from ringspark.extras.certificate.certificate import check_signature
 from ringspark.extras.certificate.chain import Chain, Link, find_breaks
 from ringspark.extras.certificate.claims import PLACES, digest_manifest, list_claims
+from ringspark.extras.certificate.compare import drop_times
 from ringspark.extras.certificate.recorder import digest_weights
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
+from ringspark.pipelines.typed_json import parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,10 @@ def check_claims(
     yield Check(name="hash chain", problem=" ".join(breaks), note=f"head {run.chain.head[:16]}")
     if breaks:
         return
-    yield _check_checkpoints(run)
+    checkpoints = _check_checkpoints(run)
+    yield checkpoints
+    if checkpoints.problem:
+        return
     yield Check(name="settings", problem=_check_settings(run), note=_describe_starts(run))
     if problem := _check_data(run):
         yield Check(name="data", problem=problem)
@@ -114,6 +121,7 @@ def check_claims(
     yield _check_code(run, objects)
     if run.end is not None:
         yield Check(name="files of the final weights", problem=_check_end(run, run.end))
+        yield _check_history(run)
 
 
 def _check_checkpoints(run: ClaimedRun) -> Check:
@@ -201,6 +209,34 @@ def _check_end(run: ClaimedRun, end: Link) -> str:
     if digest_weights(folder) != end.content["files"]:
         return f"The final weights in {folder} are not the ones in the hash chain."
     return ""
+
+
+def _check_history(run: ClaimedRun) -> Check:
+    """Compares the published history with the one in the last checkpoint, which a replay repeats."""
+    known = [drop_times(epoch) for epoch in run.records[run.checkpoints[-1].step].position.history]
+    for name, read in ((run_layout.HISTORY, _read_history), (run_layout.RESULT, _read_result)):
+        uri = storage.join(run.uri, name)
+        if not storage.exists(uri):
+            continue
+        try:
+            found = [drop_times(epoch) for epoch in read(storage.read_bytes(uri))]
+        except ValueError as error:
+            return Check(name="history", problem=f"{name} cannot be read: {error}.")
+        # As JSON, because NaN does not equal itself.
+        if json.dumps(found[: len(known)]) != json.dumps(known):
+            return Check(name="history", problem=f"The history in {name} is not the one of the checkpoints.")
+        if len(found) > len(known):
+            note = f"no checkpoint has the epochs after {len(known)}"
+            return Check(name="history", is_done=False, note=note)
+    return Check(name="history")
+
+
+def _read_history(data: bytes) -> Sequence[EpochRecord]:
+    return parse_history(data)
+
+
+def _read_result(data: bytes) -> Sequence[EpochRecord]:
+    return record(FinishedRun, parse_object(data, allow_nan=True)).result.history
 
 
 def describe_unknown_start(run: ClaimedRun, objects: UserObjects) -> str:

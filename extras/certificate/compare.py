@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ringspark.estimators.training.checkpoint.record import Position, Record
 from ringspark.estimators.training.checkpoint.shards import map_shards, name_files
 from ringspark.estimators.training.checkpoint.snapshot import AVERAGE, OPTIMIZER, RANKS
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS
+from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
 # Kinds of files, in the order of the comparison.
@@ -42,8 +45,11 @@ class Difference:
     distance: float = 0.0
 
 
-def compare_bitwise(start: str, claimed: str, replayed: str) -> Difference:
-    """Compares every bit of weights, optimizer state, average and rank states in two checkpoint folders."""
+def compare_bitwise(start: str, claimed: str, replayed: str, config: TrainConfig) -> Difference:
+    """Compares every bit of weights, optimizer state, average and rank states in two checkpoint folders.
+
+    States of the user's callbacks are left out, because they may hold times and folders.
+    """
     left, right = read_record(claimed), read_record(replayed)
     files = [_plain_names(record) for record in (left, right)]
     for kind, words in _NAMES.items():
@@ -56,8 +62,12 @@ def compare_bitwise(start: str, claimed: str, replayed: str) -> Difference:
     for name in vars(left.position):
         if name not in _TIMES and getattr(left.position, name) != getattr(right.position, name):
             return Difference(text=f"another {name.replace('_', ' ')} of the position")
-    if _losses(left.position) != _losses(right.position):
-        return Difference(text="other losses in the history")
+    if _describe_history(left.position) != _describe_history(right.position):
+        return Difference(text="other losses or metrics in the history")
+    for rank, values in enumerate(zip(left.ranks, right.ranks, strict=True)):
+        claimed_rank, found_rank = (_describe_rank(each, config) for each in values)
+        if claimed_rank != found_rank:
+            return Difference(text=f"another state of rank {rank}: generators, patience or the best epoch")
     return Difference()
 
 
@@ -107,8 +117,24 @@ def _plain_names(record: Record) -> dict[str, Any]:
     }
 
 
-def _losses(position: Position) -> list[Any]:
-    return [(epoch.epoch, epoch.train_loss, epoch.validation_loss) for epoch in position.history]
+def _describe_history(position: Position) -> str:
+    # As JSON, because NaN does not equal itself.
+    return json.dumps([drop_times(epoch) for epoch in position.history])
+
+
+def drop_times(epoch: EpochRecord) -> dict[str, Any]:
+    """Returns the entries of an epoch that another training gets again."""
+    return {name: value for name, value in asdict(epoch).items() if name not in ("seconds", "cost")}
+
+
+def _describe_rank(values: dict[str, Any], config: TrainConfig) -> str:
+    # The callbacks of `keep` and `patience` come last.
+    own = int(config.keep == "best") + int(config.patience is not None)
+    callbacks = values.get("callbacks", [])
+    found = values | {"callbacks": callbacks[len(callbacks) - own :]}
+    if config.time_budget_seconds is not None:
+        found.pop("stop_reason", None)  # a replay has its own time
+    return json.dumps(found, sort_keys=True)
 
 
 def _read_weights(uri: str) -> dict[str, torch.Tensor]:

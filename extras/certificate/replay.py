@@ -94,6 +94,8 @@ def make_config(run: ClaimedRun, interval: Interval, workers: int, folder: str) 
         return replace(config, keep_training_state=True, pause_after=pause)
     if interval.first is None:
         return replace(config, certify=True, pause_after=0)
+    # The interval was trained in the claimed time; a replay may be slower.
+    config = replace(config, time_budget_seconds=None)
     position = run.records[interval.last.step].position
     # It is the first multiple of its own step after the start of the interval.
     config = replace(config, checkpoint_every_steps=position.step)

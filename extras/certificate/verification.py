@@ -200,7 +200,7 @@ def _compare(
     claimed = run.checkpoint_uri(interval.last.step)
     start = claimed if interval.first is None else run.checkpoint_uri(interval.first)
     if is_exact:
-        return compare_bitwise(start, claimed, replayed)
+        return compare_bitwise(start, claimed, replayed, run.config(interval.claims))
     return compare_roughly(start, claimed, replayed, tolerance)
 
 

@@ -7,14 +7,15 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from forged_runs import FORGERS, draw_rows, load_run, train_honest
+from forged_runs import FORGERS, draw_rows, load_run, reseal_checkpoint, train_honest
 from hypothesis import given
 from hypothesis import strategies as st
 from signing_keys import write_keys
@@ -23,7 +24,9 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.checkpoint.weights import WEIGHTS
+from ringspark.estimators.training.checkpoint.reading import read_record
+from ringspark.estimators.training.checkpoint.record import Record
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.certificate import certify, verify_run
 from ringspark.extras.certificate.chain import Chain, chain_uri, find_breaks, read_chain, reseal, write_chain
@@ -221,6 +224,46 @@ def test_a_chain_without_the_first_checkpoint_says_so(copy: Path) -> None:
     )
     (check,) = [check for check in verify_run(copy, intervals=1).replays if not check.is_done]
     assert check.note == "the chain begins at step 2, and nothing shows how its weights came about"
+
+
+@pytest.mark.parametrize("name", ["history.json", "result.json"])
+def test_a_published_history_that_no_checkpoint_has_is_found(copy: Path, name: str) -> None:
+    text = (copy / name).read_text()
+    (copy / name).write_text(text.replace('"train_loss": ', '"train_loss": 1'))
+    (problem,) = verify_run(copy, intervals=1).problems
+    assert problem == f"The history in {name} is not the one of the checkpoints."
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (lambda r: replace(r, ranks=[{**r.ranks[0], "stop_reason": "patience"}]), "state of rank 0"),
+        (
+            lambda r: replace(
+                r,
+                position=replace(
+                    r.position,
+                    history=tuple(replace(e, metrics={"train_rmse": 0.1}) for e in r.position.history),
+                ),
+            ),
+            "other losses or metrics",
+        ),
+    ],
+    ids=["early stop", "metric"],
+)
+def test_forged_metrics_and_early_stops_are_found_by_a_replay(
+    copy: Path, forge: Callable[[Record], Record], message: str
+) -> None:
+    folder = copy / "checkpoints" / "step-0000000008"
+    reseal_checkpoint(folder, forge(read_record(str(folder))), set())
+    chain, digest = read_chain(str(copy)), read_info(str(folder)).training_sha256
+    for link in chain.checkpoints:
+        if link.step == 8:
+            link.content["training_sha256"] = digest
+    write_chain(str(copy), reseal(chain.links))
+    run = load_run(copy)
+    last = list_intervals(run)[-1]
+    assert message in check_interval(run, last, UserObjects()).problem
 
 
 def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) -> None:
