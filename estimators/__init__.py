@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ringspark.extras.planning import plan_scaling as plan_scaling
     from ringspark.extras.pretraining.autoencoder import TorchAutoencoder as TorchAutoencoder
     from ringspark.extras.pretraining.autoencoder import TorchAutoencoderModel as TorchAutoencoderModel
+    from ringspark.extras.privacy.cpsgd_options import CpSGD as CpSGD
     from ringspark.extras.windows.sequence_windows import SequenceWindows as SequenceWindows
 
 # Module -> the public names that it defines.
@@ -66,6 +67,7 @@ _NAMES = {
     "ringspark.estimators.training.callbacks": "Callback TrainingState",
     "ringspark.extras.planning": "ParallelismPlan ScalingPlan fit_scaling plan_parallelism plan_scaling",
     "ringspark.extras.pretraining.autoencoder": "TorchAutoencoder TorchAutoencoderModel",
+    "ringspark.extras.privacy.cpsgd_options": "CpSGD",
     "ringspark.extras.windows.sequence_windows": "SequenceWindows",
 }
 _PATHS = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}

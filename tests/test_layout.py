@@ -70,6 +70,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "extras/hugging_face",
         "extras/keras_models",
         "extras/local_sgd",
+        "extras/privacy",
         "extras/schedules",
         "extras/timeline",
         "extras/training_steps",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.base import Options, above_0_to_1, at_least, not_negative, option
 
 
@@ -20,10 +22,17 @@ class Compression(Options):
         feedback: Whether the error of a step is added to the next step's gradient.
     """
 
+    strategy: ClassVar[str] = "compressed"
     after: int = option(not_negative(), 0)
     least: int = option(at_least(1), 1024)
     between: Literal["workers", "hosts"] = "workers"
     feedback: bool = False
+
+    @classmethod
+    def variants(cls) -> dict[str, type[Options]]:
+        with suppress(ModuleNotFoundError):  # without extras, their variants are unknown
+            load_object("ringspark.extras.privacy.cpsgd_options:CpSGD")
+        return super().variants()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ class AllReduce(Sync):
     @property
     def strategy(self) -> str:  # type: ignore[override]
         """Name of the training strategy, a key of `parallel.STRATEGIES`."""
-        return "data_parallel" if self.compression is None else "compressed"
+        return "data_parallel" if self.compression is None else self.compression.strategy
 
     @property
     def compressed(self) -> Compression | None:

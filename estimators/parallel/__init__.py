@@ -11,6 +11,7 @@ STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
     {
         "data_parallel": "ringspark.estimators.parallel.data.data_parallel:DataParallel",
         "compressed": "ringspark.estimators.parallel.data.compressed_all_reduce:CompressedGradients",
+        "cpsgd": "ringspark.extras.compressors.cpsgd:NoisyGradients",
         "zero1": "ringspark.estimators.parallel.sharded.zero:ShardedOptimizer",
         "zero2": "ringspark.estimators.parallel.sharded.zero:ShardedGradients",
         "zero3": "ringspark.estimators.parallel.sharded.fully_sharded:FullySharded",

@@ -32,7 +32,7 @@ class GradiVeQCompressor(Compressor):
 
     @classmethod
     def helps(cls, shape: torch.Size, options: GradiVeQ) -> bool:
-        return bool(options.components < options.slice <= shape.numel())
+        return super().helps(shape, options) and options.components < options.slice <= shape.numel()
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         samples = self.options.samples

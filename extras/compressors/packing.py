@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -20,3 +21,20 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes: torch.Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
     return codes.view(-1)
+
+
+def pack_integers(integers: np.ndarray, bits: int) -> torch.Tensor:
+    """Packs integers, each below 2^bits, into bytes without gaps; `bits` is up to 62."""
+    columns = np.empty((len(integers), bits), np.uint8)
+    for bit in range(bits):
+        columns[:, bit] = (integers >> bit) & 1
+    return torch.from_numpy(np.packbits(columns))
+
+
+def unpack_integers(packed: torch.Tensor, bits: int, count: int) -> np.ndarray:
+    """Returns the `count` integers that `pack_integers` packed."""
+    columns = np.unpackbits(packed.cpu().numpy(), count=count * bits).reshape(count, bits)
+    integers = np.zeros(count, np.int64)
+    for bit in range(bits):
+        integers |= columns[:, bit].astype(np.int64) << bit
+    return integers

@@ -146,6 +146,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "LoRA": {"rank": 1, "targets": ["*"]},
     "Pretrained": {"uri": "/some/file"},
     "ScaleLearningRate": {"base_batch_size": 2},
+    "CpSGD": {"trials": 100, "max_norm": 1.0},
     "Privacy": {"epsilon": 3.0, "delta": 1e-6, "max_grad_norm": 1.0},
 }
 

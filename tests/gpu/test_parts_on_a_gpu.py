@@ -172,7 +172,7 @@ def test_an_optimizer_takes_the_steps_of_the_cpu(name: str, device: str) -> None
         torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", names_of(COMPRESSORS))
+@pytest.mark.parametrize("name", names_of(COMPRESSORS, [name for name in COMPRESSORS if name != "cpsgd"]))
 @pytest.mark.parametrize("feedback", [False, True])
 def test_a_compressor_gives_what_it_lacks_as_its_error(name: str, feedback: bool, device: str) -> None:
     options = {

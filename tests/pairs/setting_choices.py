@@ -191,6 +191,12 @@ GROUPS: dict[str, list[Choice]] = {
         _codec("Sign"),
         _codec("GradiVeQ", slice=8, components=4, samples=1),
         Choice(
+            "CpSGD",
+            {"sync": AllReduce(compression={"name": "CpSGD", "levels": 256, "trials": 8, "max_norm": 10})},
+            "learns",
+            True,
+        ),
+        Choice(
             "between hosts", {"sync": AllReduce(compression=codec.Uncompressed(between="hosts"))}, "equal"
         ),
         *(Choice(f"Zero {stage}", {"sync": Zero(stage=stage)}, "equal") for stage in (1, 2, 3)),  # type: ignore[arg-type]

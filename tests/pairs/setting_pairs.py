@@ -58,7 +58,8 @@ _TENSORS = "tensor*|data x tensor"
 _EXPERTS = "expert|data x expert"
 # Meshes with less than the whole network or less than whole rows on a worker.
 CUT = f"{_PIPELINES}|{_SEQUENCES}|{_TENSORS}|{_EXPERTS}"
-COMPRESSED = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
+_OF_SHARDS = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
+COMPRESSED = f"{_OF_SHARDS}|CpSGD"
 ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
 APART = "ParameterServer*|Hogwild"
 NOT_ZERO = f"all-reduce|between hosts|{COMPRESSED}|{ALONE}|{APART}"
@@ -104,6 +105,7 @@ REFUSED = _rules(
         "compresses gradients of parameters that all workers have, .* set sync=AllReduce",
     ),
     ("sync: between hosts", f"mesh: {CUT}", "gives these workers different shards"),
+    ("sync: CpSGD", f"mesh: {CUT}", "bounds the norm of a worker's whole gradient"),
     (
         f"sync: {ALONE}|{APART}",
         f"mesh: {CUT}",
@@ -160,7 +162,7 @@ REFUSED = _rules(
         "compile: compile",
         "compile needs whole rows and all layers",
     ),
-    (f"sync: {APART}", "continuing: certify", "certify proves steps that can be repeated"),
+    (f"sync: {APART}|CpSGD", "continuing: certify", "certify proves steps that can be repeated"),
     ("non-finite: rollback", "continuing: certify", "certify proves steps that can be repeated"),
     ("rows: in place", "continuing: certify", "keeps the rows and every checkpoint"),
     ("columns: windows", "rows: in place", "plan has"),
@@ -214,7 +216,7 @@ MEANINGLESS = _rules(
         "freeze has no effect, and fit says so: lora freezes all but its adapters",
     ),
     (
-        f"sync: {COMPRESSED}",
+        f"sync: {_OF_SHARDS}",
         "mesh: tensor|tensor sequence_parallel|pipeline*|tensor x pipeline",
         "compression has no effect, and fit says so: a mesh with one replica all-reduces no gradients",
     ),

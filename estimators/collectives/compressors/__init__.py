@@ -18,6 +18,7 @@ COMPRESSORS: LazyRegistry[type[Compressor]] = LazyRegistry(
         "sign": "ringspark.extras.compressors.sign:SignCompressor",
         "powersgd": "ringspark.estimators.collectives.compressors.powersgd:PowerSgdCompressor",
         "gradiveq": "ringspark.extras.compressors.gradiveq:GradiVeQCompressor",
+        "cpsgd": "ringspark.extras.compressors.cpsgd:CpSgdCompressor",
     }
 )
 

@@ -49,7 +49,7 @@ class Compressor(ABC):
     @classmethod
     def helps(cls, shape: torch.Size, options: Any) -> bool:
         """Whether a tensor of this shape takes fewer bytes if compressed; if not, it is sent uncompressed."""
-        return True
+        return len(shape) > 1 and shape.numel() >= options.least
 
     @abstractmethod
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:

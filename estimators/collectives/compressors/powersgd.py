@@ -26,7 +26,7 @@ class PowerSgdCompressor(Compressor):
 
     @classmethod
     def helps(cls, shape: torch.Size, options: PowerSGD) -> bool:
-        return bool(options.rank * (shape[0] + shape[1:].numel()) < shape.numel())
+        return super().helps(shape, options) and options.rank * (shape[0] + shape[1:].numel()) < shape.numel()
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         matrices = [

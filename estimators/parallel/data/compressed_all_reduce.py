@@ -44,14 +44,10 @@ _DTYPES = (torch.float32, torch.float64)
 def compressed_parameters(
     trained: Mapping[str, nn.Parameter], compression: Compression
 ) -> dict[str, nn.Parameter]:
-    kind = COMPRESSORS[compression.NAME]
     return {
         name: p
         for name, p in trained.items()
-        if p.dtype in _DTYPES
-        and p.dim() > 1
-        and p.numel() >= compression.least
-        and kind.helps(memory_shape(p), compression)
+        if p.dtype in _DTYPES and COMPRESSORS[compression.NAME].helps(memory_shape(p), compression)
     }
 
 

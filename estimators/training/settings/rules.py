@@ -145,9 +145,9 @@ COMBINATIONS: tuple[Combination, ...] = (
         "other rates; set onNonFinite='skip'",
     ),
     Combination(
-        "certify with asynchronous training",
-        lambda c: c.certify and _is_asynchronous(c),
-        "certify proves steps that can be repeated, but the steps of {sync!r} depend on time; set "
+        "certify with asynchronous training or CpSGD",
+        lambda c: c.certify and (_is_asynchronous(c) or c.sync.strategy == "cpsgd"),
+        "certify proves steps that can be repeated, but the steps of {sync!r} depend on time or noise; set "
         "sync=AllReduce()",
     ),
     Combination(
@@ -345,6 +345,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         "sync={sync} compresses gradients of parameters that all workers have, but "
         "parallelism={parallelism} gives workers different experts; set sync=AllReduce(), or leave "
         "'expert' out of parallelism",
+    ),
+    Combination(
+        "parallelism that shards the network with CpSGD",
+        lambda c: c.cuts_network and c.sync.strategy == "cpsgd",
+        "sync={sync} bounds the norm of a worker's whole gradient, but parallelism={parallelism} gives a "
+        "worker a part of it; leave all axes except 'data' out of parallelism",
     ),
     Combination(
         "parallelism that shards the network with a compression between='hosts'",

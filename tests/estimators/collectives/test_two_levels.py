@@ -57,6 +57,8 @@ def test_there_are_two_levels_where_a_host_has_several_ranks_and_others_exist(
     hosts: str, has_levels: bool
 ) -> None:
     assert [member.has_levels for member in assign_ranks(list(hosts))] == [has_levels] * len(hosts)
+# CpSGD hides the gradient of a worker, so it refuses sums of a host.
+TWO_LEVELS = [name for name in COMPRESSORS if name != "cpsgd"]
 
 
 def _gradient(rank: int, step: int) -> torch.Tensor:
@@ -70,6 +72,8 @@ def _contract(collective: Collective) -> Any:
     levels, rank = find_levels(collective), collective.rank
     found: dict[str, Any] = {}
     for name in list_available(COMPRESSORS):
+        if name not in TWO_LEVELS:
+            continue
         kind = COMPRESSORS[name]
         options = Compression.of({"name": name, **SMALL.get(name, {}), "feedback": True})
         compressor, residual = kind(SHAPES, 7, options), torch.zeros(ELEMENTS, dtype=torch.float64)
@@ -110,7 +114,7 @@ def _results(gang: Gang) -> list[dict[str, Any]]:
 
 @distributed
 @pytest.mark.parametrize("gang", GANGS)
-@pytest.mark.parametrize("compressor", names_of(COMPRESSORS))
+@pytest.mark.parametrize("compressor", names_of(COMPRESSORS, TWO_LEVELS))
 def test_what_hosts_sent_and_what_their_first_ranks_keep_is_the_sum_of_all_gradients(
     gang: Gang, compressor: str
 ) -> None:

@@ -41,7 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "randomk": {"ratio": 0.2},
     "gradiveq": {"slice": 32, "components": 4, "samples": 2, "refresh": 3},
 }
-COMPRESSED = names_of(COMPRESSORS, [name for name in COMPRESSORS if name != "none"])
+# CpSGD bounds the norm of the whole gradient, so it refuses shards.
+OF_SHARDS = [name for name in COMPRESSORS if name not in ("none", "cpsgd")]
+COMPRESSED = names_of(COMPRESSORS, OF_SHARDS)
 CORE = {name for name, path in COMPRESSORS.paths.items() if not path.startswith(EXTRAS)}
 STEPS = 5
 
@@ -111,7 +113,7 @@ def _compress(name: str, collective: Collective) -> dict[str, bool]:
 
 
 def _compress_all(collective: Collective) -> dict[str, Any]:
-    return {name: _compress(name, collective) for name in list_available(COMPRESSORS) if name != "none"}
+    return {name: _compress(name, collective) for name in list_available(COMPRESSORS) if name in OF_SHARDS}
 
 
 @cache

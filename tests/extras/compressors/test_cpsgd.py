@@ -1,0 +1,195 @@
+"""Tests the integers, the noise, and the trainings of cpSGD."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from ringspark.estimators import AllReduce, CpSGD, Mesh, TorchRegressor
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.extras.compressors.cpsgd import CpSgdCompressor, rotate
+from ringspark.extras.compressors.packing import pack_integers, unpack_integers
+from ringspark.extras.privacy.binomial import find_range
+
+ELEMENTS = 301
+
+
+def _made(**options: Any) -> CpSgdCompressor:
+    given = {"levels": 16, "trials": 40, "max_norm": 2.0, **options}
+    return CpSgdCompressor([torch.Size((ELEMENTS,))], 5, CpSGD(**given))
+
+
+def _vector(norm: float, seed: int = 0) -> torch.Tensor:
+    drawn = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn * (norm / drawn.norm())
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_the_mean_of_many_draws_is_the_gradient_and_their_variance_is_that_of_the_formula(
+    is_rotated: bool,
+) -> None:
+    compressor, vector, draws = _made(rotate=is_rotated), _vector(1.9), 2000
+    found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
+    errors = (found.mean(0) - vector) / (found.std(0) / math.sqrt(draws))
+    assert float(errors.abs().max()) < 5
+    assert float(errors.square().mean()) == pytest.approx(1, abs=0.4)
+    # The noise has the variance m/4 in levels, and the rounding adds at most 1/4.
+    distance = 2 * 2.0 * find_range(ELEMENTS, rotate=is_rotated) / 15
+    variance, noise = float(found.var(0).mean()), distance**2 * 40 / 4
+    statistical = 5 * math.sqrt(2 / (draws * ELEMENTS))
+    assert noise * (1 - statistical) < variance < (noise + distance**2 / 4) * (1 + statistical)
+
+
+def test_a_longer_gradient_is_scaled_down_to_the_largest_norm() -> None:
+    compressor, vector, draws = _made(), _vector(50.0), 500
+    found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
+    errors = (found.mean(0) - vector * (2.0 / 50)) / (found.std(0) / math.sqrt(draws))
+    assert float(errors.abs().max()) < 5
+
+
+def test_the_loss_scale_scales_the_largest_norm() -> None:
+    compressor, vector, draws = _made(), _vector(1.9 * 1024), 500
+    compressor.loss_scale = 1024.0
+    found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
+    errors = (found.mean(0) - vector) / (found.std(0) / math.sqrt(draws))
+    assert float(errors.abs().max()) < 5
+
+
+def _sum_integers(collective: Collective) -> dict[str, Any]:
+    compressor, signs = _made(), torch.ones(ELEMENTS, dtype=torch.float64)
+    codes = compressor.encode(_vector(1.0, collective.rank), collective.size, signs)
+    collective.traffic.bytes_sent = 0
+    total = compressor.sum_codes(codes, collective, torch.device("cpu"))
+    return {"codes": codes.tolist(), "total": total.tolist(), "bytes": collective.bytes_sent}
+
+
+@pytest.mark.distributed
+def test_the_sum_is_that_of_the_integers_of_all_ranks_and_takes_the_declared_bytes() -> None:
+    ranks = run_ranks(3, "torch", _sum_integers)
+    codes = np.array([rank["codes"] for rank in ranks])
+    assert codes.min() >= 0
+    assert codes.max() <= 15 + 40
+    part = math.ceil(ELEMENTS / 3)
+    for rank in ranks:
+        assert rank["total"] == codes.sum(0).tolist()
+        # log2(k + m) bits for each element of a rank, and log2(N (k - 1 + m) + 1) for each of the sum.
+        bits = math.ceil(math.log2(16 + 40)), math.ceil(math.log2(3 * (15 + 40) + 1))
+        assert rank["bytes"] == 2 * sum(math.ceil(part * each / 8) for each in bits)
+
+
+@pytest.mark.parametrize("bits", [1, 5, 8, 11, 31])
+def test_packed_integers_are_unpacked_again(bits: int) -> None:
+    integers = np.random.default_rng(bits).integers(0, 2**bits, 77)
+    integers[0] = 2**bits - 1
+    packed = pack_integers(integers, bits)
+    assert len(packed) == math.ceil(77 * bits / 8)
+    assert unpack_integers(packed, bits, 77).tolist() == integers.tolist()
+
+
+def test_a_rotation_keeps_norms_and_is_undone_exactly_enough() -> None:
+    vector = _vector(1.0)
+    signs = torch.randint(0, 2, (ELEMENTS,)).double() * 2 - 1
+    turned = rotate(vector, signs)
+    assert float(turned.norm()) == pytest.approx(1, abs=1e-12)
+    torch.testing.assert_close(rotate(turned, signs, back=True), vector, rtol=0, atol=1e-12)
+
+
+def test_the_noise_does_not_follow_from_the_seed() -> None:
+    totals = [_made().sum(_vector(1.0), LocalCollective(), 3).total for _ in range(2)]
+    assert not totals[0].equal(totals[1])
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 3, sparse=True)
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedding(ids))  # type: ignore[no-any-return]
+
+
+def _trained(collective: Collective) -> dict[str, Any]:
+    """Returns the losses, and whether each parameter without a gradient of its own moved."""
+    settings = SyncSettings(sync=AllReduce(compression=CpSGD(levels=64, trials=8, max_norm=4.0)), seed=1)
+    module = _Net()
+    sync = synchronize_gradients(
+        module, lambda m: torch.optim.SGD(m.parameters(), 0.1), RankMesh.of(collective), settings
+    )
+    ids, losses = torch.arange(5), []
+    for step in range(40):
+        sync.optimizer.zero_grad()
+        loss = (module(ids)[:, 0] - ids.float()).square().mean() / collective.size
+        loss.backward()
+        if step == 0:
+            before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        sync.reduce()
+        if step == 0:
+            after = [p.grad for p in module.parameters() if p.grad is not None]
+            pairs = zip(before, after, strict=True)
+            noisy = [not torch.equal(a * collective.size, b) for a, b in pairs]
+        sync.optimizer.step()
+        losses.append(float(loss))
+    return {"losses": losses, "noisy": noisy, "weights": [p.tolist() for p in module.parameters()]}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_train_with_noise_on_all_gradients_and_stay_equal(size: int) -> None:
+    """Also small tensors, biases and sparse embeddings get noise, on one rank too."""
+    ranks = run_ranks(size, "torch", _trained) if size > 1 else [_trained(LocalCollective())]
+    for rank in ranks:
+        assert rank["losses"][-1] < 0.3 * rank["losses"][0]
+        assert rank["noisy"] == [True] * 3
+        assert rank["weights"] == ranks[0]["weights"]
+
+
+def test_parameters_of_several_types_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    settings = SyncSettings(sync=AllReduce(compression=CpSGD(trials=8, max_norm=1.0)), seed=1)
+    with pytest.raises(ValueError, match=r"must be fp32, or all fp64, got torch\.float32, torch\.float64"):
+        synchronize_gradients(
+            module, lambda m: torch.optim.SGD(m.parameters(), 0.1), RankMesh.of(LocalCollective()), settings
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"feedback": True}, "feedback=True.*leave feedback out"),
+        ({"after": 3}, "after=3.*leave after out"),
+        ({"between": "hosts"}, "between='hosts'.*leave between out"),
+        ({"least": 1}, "least=1.*leave least out"),
+        ({"trials": 0}, "trials must be at least 1, got 0"),
+        ({"levels": 1}, "levels must be at least 2, got 1"),
+        ({"max_norm": 0.0}, "max_norm must be above 0 and finite, got 0.0"),
+    ],
+)
+def test_options_that_break_the_promise_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CpSGD(**{"trials": 10, "max_norm": 1.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"parallelism": Mesh(tensor=2)}, "bounds the norm of a worker's whole gradient"),
+        ({"certify": True}, "depend on time or noise"),
+        (
+            {"privacy": {"epsilon": 1, "delta": 1e-6, "maxGradNorm": 1.0}},
+            "sends other values than the sum of whole gradients",
+        ),
+    ],
+)
+def test_settings_that_break_the_promise_are_refused(setting: dict[str, Any], words: str) -> None:
+    from ringspark.estimators.stages.to_config import make_config
