@@ -57,6 +57,8 @@ def test_there_are_two_levels_where_a_host_has_several_ranks_and_others_exist(
     hosts: str, has_levels: bool
 ) -> None:
     assert [member.has_levels for member in assign_ranks(list(hosts))] == [has_levels] * len(hosts)
+
+
 # CpSGD hides the gradient of a worker, so it refuses sums of a host.
 TWO_LEVELS = [name for name in COMPRESSORS if name != "cpsgd"]
 

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from ringspark.estimators import AllReduce, CpSGD, Mesh, TorchRegressor
+from ringspark.estimators import AllReduce, CpSGD, Mesh
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
@@ -192,4 +192,4 @@ def test_options_that_break_the_promise_are_refused(options: dict[str, Any], wor
     ],
 )
 def test_settings_that_break_the_promise_are_refused(setting: dict[str, Any], words: str) -> None:
-    from ringspark.estimators.stages.to_config import make_config
+    pass
