@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,8 @@ _NAMES = {
 }
 # Times of a training, and how often it was resumed.
 _TIMES = ("seconds", "epoch_seconds", "resumed_steps", "history")
+Tensors = dict[str, torch.Tensor]
+
 # The relative error of one fp32 number.
 _ROUNDING = 2.0**-23
 
@@ -72,14 +75,40 @@ def compare_bitwise(start: str, claimed: str, replayed: str, config: TrainConfig
 
 
 def compare_roughly(start: str, claimed: str, replayed: str, tolerance: float) -> Difference:
-    """Compares the weights within `tolerance`, a share of their change from `start` to `claimed`."""
+    """Compares two checkpoint folders within `tolerance`, a share of the change from `start` to `claimed`.
+
+    Optimizer state, average and position count too, because they decide the weights of later checkpoints.
+    """
     distance = measure_distance(start, claimed, replayed)
     if not distance <= tolerance:
         return Difference(
             text=f"weights at a distance of {distance:.3g} of their change, above {tolerance:g}",
             distance=distance,
         )
+    for kind in (OPTIMIZER, AVERAGE):
+        folders = [_read_tensors(uri, kind) for uri in (start, claimed, replayed)]
+        for name, apart in _measure_groups(*folders).items():
+            if not apart <= tolerance:
+                text = f"{_NAMES[kind]}: {name!r} at a distance of {apart:.3g} of its change"
+                return Difference(text=f"{text}, above {tolerance:g}", distance=apart)
+    left, right = read_record(claimed), read_record(replayed)
+    for name in ("optimizer", "optimizer_values", "optimizer_groups"):
+        if not _is_near(getattr(left, name), getattr(right, name)):
+            return Difference(text=f"another {name.replace('_', ' ')}", distance=distance)
+    for name in vars(left.position):
+        values = (getattr(left.position, name), getattr(right.position, name))
+        if name not in (*_TIMES, "scaler", "non_finite") and not _is_near(*values):
+            return Difference(text=f"another {name.replace('_', ' ')} of the position", distance=distance)
     return Difference(distance=distance)
+
+
+def compare_weights(start: str, claimed: str, replayed: str, tolerance: float) -> Difference:
+    """Compares the weights of two folders without an optimizer state, as `compare_roughly` does."""
+    read = tensor_file.read
+    tensors = [_read_tensors(start, WEIGHTS), *(read(storage.join(u, WEIGHTS)) for u in (claimed, replayed))]
+    distance = _measure(*tensors)
+    text = f"weights at a distance of {distance:.3g} of their change, above {tolerance:g}"
+    return Difference(text="" if distance <= tolerance else text, distance=distance)
 
 
 def measure_distance(start: str, claimed: str, replayed: str) -> float:
@@ -87,18 +116,47 @@ def measure_distance(start: str, claimed: str, replayed: str) -> float:
 
     The rounding of the weights themselves counts as no distance. Infinite if the weights do not fit.
     """
-    before, left, right = (_read_weights(uri) for uri in (start, claimed, replayed))
+    return _measure(*(_read_tensors(uri, WEIGHTS) for uri in (start, claimed, replayed)))
+
+
+def _measure(before: Tensors, left: Tensors, right: Tensors) -> float:
     if {n: t.shape for n, t in left.items()} != {n: t.shape for n, t in right.items()}:
         return float("inf")
     apart = change = size = 0.0
     for name, tensor in left.items():
         if tensor.is_floating_point():
             values = tensor.double()
+            # A new optimizer has no state yet.
+            first = before[name].double() if name in before else torch.zeros_like(values)
             apart += float((right[name].double() - values).square().sum())
             size += float(values.square().sum())
-            change += float((values - before[name].double()).square().sum()) if name in before else 0.0
+            change += float((values - first).square().sum())
+        elif not torch.equal(tensor, right[name]):
+            return float("inf")
     distance = max(0.0, apart**0.5 - _ROUNDING * size**0.5)
+    if not math.isfinite(distance):
+        return float("inf")
     return distance / change**0.5 if change else (float("inf") if distance else 0.0)
+
+
+def _measure_groups(*folders: Tensors) -> dict[str, float]:
+    """Returns the distance of each entry of the optimizer's state, such as 'exp_avg', over all weights."""
+    names = {name.rpartition("/")[2] for folder in folders for name in folder}
+    return {
+        group: _measure(*({n: t for n, t in f.items() if n.rpartition("/")[2] == group} for f in folders))
+        for group in sorted(names)
+    }
+
+
+def _is_near(left: Any, right: Any) -> bool:
+    """Whether two JSON values are equal, up to the rounding of numbers."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_is_near(left[name], right[name]) for name in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_is_near, left, right))
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isclose(left, right, rel_tol=1e-6)
+    return bool(left == right)
 
 
 def draws_random_numbers(start: str, claimed: str) -> bool:
@@ -137,11 +195,14 @@ def _describe_rank(values: dict[str, Any], config: TrainConfig) -> str:
     return json.dumps(found, sort_keys=True)
 
 
-def _read_weights(uri: str) -> dict[str, torch.Tensor]:
+def _read_tensors(uri: str, kind: str) -> Tensors:
+    """Returns the tensors of one kind of file in a checkpoint; empty if it has none."""
     record = read_record(uri)
-    names = name_files(WEIGHTS, record.num_parts, record.token)
+    names = name_files(kind, record.num_parts, record.token)
+    if not record.files.keys() & set(names):
+        return {}
     paths = [storage.join(uri, name) for name in names]
-    return dict(map_shards(paths, record.spreads.get(WEIGHTS, {})))
+    return dict(map_shards(paths, record.spreads.get(kind, {})))
 
 
 def _read_random(uri: str) -> dict[str, torch.Tensor]:

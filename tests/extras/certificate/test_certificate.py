@@ -24,8 +24,10 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.checkpoint.record import Record
+from ringspark.estimators.training.checkpoint.snapshot import OPTIMIZER
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.certificate import certify, verify_run
@@ -256,14 +258,74 @@ def test_forged_metrics_and_early_stops_are_found_by_a_replay(
 ) -> None:
     folder = copy / "checkpoints" / "step-0000000008"
     reseal_checkpoint(folder, forge(read_record(str(folder))), set())
-    chain, digest = read_chain(str(copy)), read_info(str(folder)).training_sha256
-    for link in chain.checkpoints:
-        if link.step == 8:
-            link.content["training_sha256"] = digest
-    write_chain(str(copy), reseal(chain.links))
+    _relink(copy, 8)
     run = load_run(copy)
     last = list_intervals(run)[-1]
     assert message in check_interval(run, last, UserObjects()).problem
+
+
+def _relink(run: Path, step: int) -> None:
+    """Writes the hash of a changed checkpoint into the chain."""
+    chain = read_chain(str(run))
+    for link in chain.checkpoints:
+        if link.step == step:
+            info = read_info(str(run / "checkpoints" / f"step-{step:010d}"))
+            link.content["training_sha256"] = info.training_sha256
+    write_chain(str(run), reseal(chain.links))
+
+
+def _claim_another_machine(run: Path) -> None:
+    chain = read_chain(str(run))
+    chain.links[0].content["platform"]["cpu kernels"] = "of another machine"
+    write_chain(str(run), reseal(chain.links))
+
+
+def test_other_final_weights_are_found_on_another_machine(copy: Path) -> None:
+    weights = {name: tensor + 0.1 for name, tensor in tensor_file.read(copy / "checkpoint" / WEIGHTS).items()}
+    with (copy / "checkpoint" / WEIGHTS).open("wb") as file:
+        tensor_file.write(weights, file)
+    chain = read_chain(str(copy))
+    chain.links[-1].content["files"] = digest_weights(str(copy / "checkpoint"))
+    write_chain(str(copy), reseal(chain.links))
+    _claim_another_machine(copy)
+    (problem,) = verify_run(copy, intervals=1).problems
+    assert "The claim of final weights does not hold: training again gives weights at a distance" in problem
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (None, "another optimizer state: 'exp_avg' at a distance of"),
+        (
+            lambda r: replace(r, position=replace(r.position, rate_scales=(9.0,))),
+            "another rate scales of the",
+        ),
+        (
+            lambda r: replace(r, optimizer_groups=[{**r.optimizer_groups[0], "weight_decay": 9.0}]),
+            "another optimizer groups",
+        ),
+    ],
+    ids=["moments", "rate", "decay"],
+)
+def test_a_forged_state_that_moves_later_weights_is_found_on_another_machine(
+    copy: Path, forge: Callable[[Record], Record] | None, message: str
+) -> None:
+    _claim_another_machine(copy)
+    folder = copy / "checkpoints" / "step-0000000004"
+    record, changed = read_record(str(folder)), set()
+    if forge is None:
+        changed = {OPTIMIZER}
+        state = {name: tensor.clone() for name, tensor in tensor_file.read(folder / OPTIMIZER).items()}
+        state["head.weight/exp_avg"] += 1.0
+        with (folder / OPTIMIZER).open("wb") as file:
+            tensor_file.write(state, file)
+    else:
+        record = forge(record)
+    reseal_checkpoint(folder, record, changed)
+    _relink(copy, 4)
+    run = load_run(copy)
+    checked = check_interval(run, list_intervals(run)[1], UserObjects())
+    assert message in checked.problem
 
 
 def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) -> None:
