@@ -27,6 +27,7 @@ from ringspark.extras.certificate.chain import Chain, Link, find_breaks
 from ringspark.extras.certificate.claims import PLACES, digest_manifest, list_claims
 from ringspark.extras.certificate.compare import drop_times
 from ringspark.extras.certificate.recorder import digest_weights
+from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object, record
@@ -73,9 +74,15 @@ class ClaimedRun:
         return self.chain.find_start(step).content
 
     def config(self, claims: dict[str, Any], run_uri: str | None = None) -> TrainConfig:
-        """Returns the claimed settings, for a training in `run_uri`."""
+        """Returns the claimed settings, for a training in `run_uri`.
+
+        Raises ValueError if the class of the network may come from a file in the run's folder.
+        """
         places = dict(zip(PLACES, (self.shards_uri, run_uri or self.uri), strict=True))
-        return TrainConfig.from_json(json.dumps(claims["config"] | places))
+        config = TrainConfig.from_json(json.dumps(claims["config"] | places))
+        if config.model is not None:
+            ModelSpec.from_json(config.model).check_apart(self.uri)
+        return config
 
     def checkpoint_uri(self, step: int) -> str:
         return step_uri(checkpoints_uri(self.uri), step)

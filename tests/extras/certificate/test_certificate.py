@@ -264,6 +264,22 @@ def test_forged_metrics_and_early_stops_are_found_by_a_replay(
     assert message in check_interval(run, last, UserObjects()).problem
 
 
+def test_no_code_in_the_run_s_folder_runs(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = copy.parent / "mark"
+    copy = copy.rename(copy.parent / "run_of_a_stranger")
+    (copy / "hidden.py").write_text(
+        f"import torch\nopen({str(mark)!r}, 'w').close()\nclass Net(torch.nn.Linear):\n    pass\n"
+    )
+    chain = read_chain(str(copy))
+    spec = ModelSpec("run_of_a_stranger.hidden:Net", {"in_features": 4, "out_features": 1})
+    chain.links[0].content["config"]["model"] = spec.to_json()
+    write_chain(str(copy), reseal(chain.links))
+    monkeypatch.syspath_prepend(str(copy.parent))
+    with pytest.raises(ValueError, match=r"model 'run_of_a_stranger\.hidden:Net' is not imported"):
+        verify_run(copy, intervals=1)
+    assert not mark.exists()
+
+
 def _relink(run: Path, step: int) -> None:
     """Writes the hash of a changed checkpoint into the chain."""
     chain = read_chain(str(run))
