@@ -187,12 +187,12 @@ def _roles(kind: Kind | None, name: str) -> Sequence[Role]:
     return ("value", *others)
 
 
-def _mask_id(kinds: Sequence[Kind | None]) -> int:
-    """Returns the id of the mask token of the first tokenizer, or the id after its last one."""
+def _mask_id(kinds: Sequence[Kind | None]) -> int | None:
+    """Returns the id of the mask token of the first tokenizer, or the id after its last one; None if none."""
     for kind in kinds:
         if isinstance(kind, Tokens):
             vocabulary: dict[str, int] = json.loads(kind.tokenizer)["model"].get("vocab", {})
             added = {token["content"]: token["id"] for token in json.loads(kind.tokenizer)["added_tokens"]}
             known = added | (vocabulary if isinstance(vocabulary, dict) else {})
             return next((known[token] for token in ("[MASK]", "<mask>") if token in known), kind.num_ids)
-    return 0
+    return None

@@ -30,7 +30,7 @@ class Corruption:
         noise: Standard deviation of the noise that is added to numbers.
         mask: Share of the numbers and ids that are masked.
         mask_value: Replacement of a masked number: one for all, or one per number of the input.
-        mask_id: Replacement of a masked id.
+        mask_id: Replacement of a masked id; None: ids cannot be masked.
         joins: Whether the target is one tensor with the numbers of all inputs.
     """
 
@@ -38,7 +38,7 @@ class Corruption:
     noise: float = 0.0
     mask: float = 0.0
     mask_value: float | tuple[float, ...] = 0.0
-    mask_id: int = 0
+    mask_id: int | None = None
     joins: bool = False
 
     changes_held_out = True
@@ -89,9 +89,21 @@ class Corruption:
     def _replacement(self, values: torch.Tensor, role: Role, is_number: bool) -> torch.Tensor:
         if role == "numbers":
             return values.new_full((), float("nan"))  # the network for tables treats NaN as missing
+        if role == "ids":
+            return values.new_full((), 0)
         if not is_number:
-            return values.new_full((), 0 if role == "ids" else self.mask_id)
+            if self.mask_id is None:
+                raise ValueError(
+                    "mask replaces ids, but an input without a tokenizer has no known mask token; set maskId "
+                    "to an id that stands for nothing else"
+                )
+            return values.new_full((), self.mask_id)
         wanted = values.new_tensor(self.mask_value)
+        if not values.is_floating_point() and (wanted != values.double().new_tensor(self.mask_value)).any():
+            raise ValueError(
+                f"maskValue {self.mask_value} is no whole number, but an input has whole numbers; set whole "
+                "numbers, or cast the column to double"
+            )
         if wanted.dim() and wanted.shape != values.shape[1:]:
             raise ValueError(
                 f"maskValue must be one number, or one per number of the input, {tuple(values.shape[1:])}, "

@@ -66,6 +66,18 @@ def test_padding_of_texts_is_neither_masked_nor_compared() -> None:
     assert 0.3 < float((changed[:, :9] == 999).float().mean()) < 0.7
 
 
+def test_a_mask_that_whole_numbers_cannot_hold_is_refused() -> None:
+    ids = torch.arange(12).reshape(3, 4)
+    with pytest.raises(ValueError, match="an input without a tokenizer has no known mask token; set maskId"):
+        Corruption(roles=("value",), mask=0.5)(ids, labels=ids, step_seed=1)
+    changed, _ = corrupt(Corruption(roles=("value",), mask=0.5, mask_id=99), ids)
+    assert bool((changed == 99).any())
+    changed, _ = corrupt(Corruption(roles=("value",), mask=0.5, mask_value=(9.0,) * 4, joins=True), ids)
+    assert bool((changed == 9).any())
+    with pytest.raises(ValueError, match=r"maskValue 0\.5 is no whole number"):
+        Corruption(roles=("value",), mask=0.5, mask_value=0.5, joins=True)(ids, labels=ids, step_seed=1)
+
+
 def test_several_inputs_become_one_target() -> None:
     inputs = (ROWS[:, 0], ROWS[:, 1:3], torch.arange(len(ROWS)))
     _, (target,) = Corruption(roles=("value",) * 3, joins=True)(*inputs, labels=inputs[0], step_seed=0)
