@@ -142,10 +142,12 @@ class StepRunner:
     ) -> Step:
         rows = StepRows(plan, step, self._data, self._device)
         divisor: torch.Tensor | float = float(rows.total)
+        counted = divisor
         if batch.weight is not None:
             total = self._data.all_reduce(batch.weight.sum().view(1))[0]
             # If all rows of the batch have weight 0, every loss is zero and must not become NaN.
             divisor = torch.where(total > 0, total, torch.ones_like(total))
+            counted = total + 1e-30  # if no row of an epoch has a weight, no mean is NaN
         given = batch if batch.num_rows else self._make_placeholder(batch)
         if batch.num_rows and self._data.size > 1 and not batch.layout:
             self._latest = _first_row(batch)
@@ -153,7 +155,7 @@ class StepRunner:
 
         def log(name: str, value: torch.Tensor, weight: torch.Tensor | float) -> None:
             pair = torch.stack(
-                [value.double() * weight, torch.as_tensor(weight).double().to(value.device) / size]
+                [value.double() * weight, torch.as_tensor(counted).double().to(value.device) / size]
             )
             # Several losses of a step add up; several values of another name are their mean.
             if name == LOSS and name in logged:

@@ -193,6 +193,22 @@ def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(
         assert one.validation_loss == pytest.approx(other.validation_loss, rel=1e-6)
 
 
+def test_steps_without_weights_do_not_count_in_the_history(tmp_path: Path) -> None:
+    from written_shards import written
+
+    x = np.random.default_rng(3).normal(size=(64, 4)).astype(np.float32)
+    columns = {"x": x, "y": x.sum(1), "w": (np.arange(64) < 16).astype(np.float32)}
+    manifest = written(tmp_path / "shards", columns, row_group_rows=16)
+    objects = UserObjects(module=nn.Linear(4, 1))
+    plain = config_of(manifest, tmp_path / "plain", batch_size=16, weight_column="w", shuffle=False)
+    own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
+    losses = [
+        [record.train_loss for record in train_worker(given, LocalCollective(), of).history]
+        for given, of in ((plain, objects), (own, replace(objects, training_step=steps.ordinary_step)))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_resumed_gan_has_the_weights_and_the_history_of_an_undisturbed_one(
     shards: ShardManifest, tmp_path: Path, precision: str
