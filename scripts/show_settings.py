@@ -59,7 +59,7 @@ def _show_options(kind: type[Options], common: Mapping[str, Any] | None = None) 
     rows = [
         [f"`{each.name}`", words[each.name], "" if each.default is MISSING else f"`{each.default!r}`"]
         for each in fields(kind)
-        if common is None or common.get(each.name, MISSING) != each.default
+        if common is None or each.name not in common or common[each.name] != each.default
     ]
     if rows:
         print()

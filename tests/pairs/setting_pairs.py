@@ -58,8 +58,8 @@ _TENSORS = "tensor*|data x tensor"
 _EXPERTS = "expert|data x expert"
 # Meshes with less than the whole network or less than whole rows on a worker.
 CUT = f"{_PIPELINES}|{_SEQUENCES}|{_TENSORS}|{_EXPERTS}"
-_OF_SHARDS = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
-COMPRESSED = f"{_OF_SHARDS}|CpSGD"
+OF_SHARDS = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
+COMPRESSED = f"{OF_SHARDS}|CpSGD"
 ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
 APART = "ParameterServer*|Hogwild"
 NOT_ZERO = f"all-reduce|between hosts|{COMPRESSED}|{ALONE}|{APART}"
@@ -216,7 +216,7 @@ MEANINGLESS = _rules(
         "freeze has no effect, and fit says so: lora freezes all but its adapters",
     ),
     (
-        f"sync: {_OF_SHARDS}",
+        f"sync: {OF_SHARDS}",
         "mesh: tensor|tensor sequence_parallel|pipeline*|tensor x pipeline",
         "compression has no effect, and fit says so: a mesh with one replica all-reduces no gradients",
     ),

@@ -38,6 +38,8 @@ GANGS = [
 ]
 Gang = tuple[str, tuple[str, ...]]
 distributed = pytest.mark.distributed
+# CpSGD hides the gradient of a worker, so it refuses sums of a host.
+TWO_LEVELS = [name for name in COMPRESSORS if name != "cpsgd"]
 
 
 def test_the_place_among_some_ranks_is_that_of_a_gang_of_them_alone() -> None:
@@ -57,10 +59,6 @@ def test_there_are_two_levels_where_a_host_has_several_ranks_and_others_exist(
     hosts: str, has_levels: bool
 ) -> None:
     assert [member.has_levels for member in assign_ranks(list(hosts))] == [has_levels] * len(hosts)
-
-
-# CpSGD hides the gradient of a worker, so it refuses sums of a host.
-TWO_LEVELS = [name for name in COMPRESSORS if name != "cpsgd"]
 
 
 def _gradient(rank: int, step: int) -> torch.Tensor:

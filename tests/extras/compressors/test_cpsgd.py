@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from ringspark.estimators import AllReduce, CpSGD, Mesh
+from ringspark.estimators import AllReduce, CpSGD, Mesh, Privacy
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.compressors.cpsgd import CpSgdCompressor, rotate
 from ringspark.extras.compressors.packing import pack_integers, unpack_integers
 from ringspark.extras.privacy.binomial import find_range
@@ -120,7 +122,7 @@ class _Net(nn.Module):
 
 
 def _trained(collective: Collective) -> dict[str, Any]:
-    """Returns the losses, and whether each parameter without a gradient of its own moved."""
+    """Returns the losses, the final weights, and whether noise changed the gradient of each parameter."""
     settings = SyncSettings(sync=AllReduce(compression=CpSGD(levels=64, trials=8, max_norm=4.0)), seed=1)
     module = _Net()
     sync = synchronize_gradients(
@@ -139,7 +141,7 @@ def _trained(collective: Collective) -> dict[str, Any]:
             pairs = zip(before, after, strict=True)
             noisy = [not torch.equal(a * collective.size, b) for a, b in pairs]
         sync.optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return {"losses": losses, "noisy": noisy, "weights": [p.tolist() for p in module.parameters()]}
 
 
@@ -183,13 +185,22 @@ def test_options_that_break_the_promise_are_refused(options: dict[str, Any], wor
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"parallelism": Mesh(tensor=2)}, "bounds the norm of a worker's whole gradient"),
+        (
+            {"parallelism": Mesh(tensor=2), "collective": "torch"},
+            "bounds the norm of a worker's whole gradient",
+        ),
         ({"certify": True}, "depend on time or noise"),
         (
-            {"privacy": {"epsilon": 1, "delta": 1e-6, "maxGradNorm": 1.0}},
+            {"privacy": Privacy(epsilon=1, delta=1e-6, max_grad_norm=1.0)},
             "sends other values than the sum of whole gradients",
         ),
     ],
 )
 def test_settings_that_break_the_promise_are_refused(setting: dict[str, Any], words: str) -> None:
-    pass
+    sync = AllReduce(compression=CpSGD(trials=10, max_norm=1.0))
+    config = TrainConfig(
+        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2, sync=sync
+    )
+    assert TrainConfig.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match=words):
+        replace(config, **setting)
