@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, samples
 from ringspark.estimators.training.feed import Batch, zeros
@@ -19,7 +20,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.step import Recipe
 from ringspark.extras.privacy.poisson_reader import plan_poisson
 from ringspark.extras.privacy.row_gradients import RowGradients
-from ringspark.pipelines import ShardManifest
+from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.kinds import Kind, Padded, Vocabulary
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
@@ -121,8 +122,22 @@ def check_private_training(
             f"privacy's delta must be below 1 / rows ({1 / plan.num_rows:.2g}), because delta = 1 / rows "
             f"allows a training to publish one row, got {privacy.delta:g}; lower delta"
         )
+    if config.pretrained is not None and not config.charged_before:
+        _refuse_private_weights(config.pretrained.uri)
     _try_rows(config, manifest, heads, module)
     find_noise_multiplier(privacy, plan.sample_rate, num_steps, config.charged_before)
+
+
+def _refuse_private_weights(uri: str) -> None:
+    """Raises ValueError if the folder `uri` lies in a run with a ledger, whose steps would not count."""
+    folder = uri.rstrip("/")
+    for _ in range(3):  # checkpoints/step-N in the run's folder is the deepest
+        if storage.exists(storage.join(folder, run_layout.PRIVACY)):
+            raise ValueError(
+                f"pretrained {storage.redact(uri)!r} holds weights of a private training, whose steps would "
+                "not count; set initialModel to its model, which adds them"
+            )
+        folder = folder.rpartition("/")[0]
 
 
 def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head], module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ringspark.estimators import LocalSGD, Mesh, PowerSGD, Privacy, TorchClassifier, TorchRegressor, Zero
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.search import OptunaSearch, Uniform
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.losses import NETWORK_LOSS
@@ -182,6 +183,15 @@ def test_other_uses_of_rows_are_refused(make_shards: MakeShards, tmp_path: Path)
     # The default of monitor is the training loss, if no row is held out.
     refused("monitor 'train_loss' needs exact values", replace(config, keep="best"))
     refused("monitor 'train_loss' needs exact values", replace(config, patience=1))
+
+
+def test_pretrained_weights_of_a_private_run_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(columns())
+    config = private_config(manifest, tmp_path / "run", epochs=1)
+    weights = train_here(config, objects()).checkpoint_uri
+    more = replace(config, run_uri=str(tmp_path / "more"), pretrained=Pretrained(uri=weights))
+    with pytest.raises(ValueError, match=r"weights of a private training, .* set initialModel to its model"):
+        check_training(more, objects(), manifest)
 
 
 def test_early_stopping_by_rows_without_protection_is_allowed(
