@@ -169,7 +169,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     }
     names = [name for name in _input_names(estimator, schema, exact) if name not in {*label_names, *others}]
     if not names:
-        raise ValueError(f"the DataFrame has no column besides the label {label_names}; give it some inputs")
+        besides = f" besides the label {label.name!r}" if label else ""
+        raise ValueError(f"the DataFrame has no column{besides}; give it some inputs")
     check_names_differ(names, exact)
     split = hold_out(estimator, dataset, [*label_names, *names])
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()

@@ -340,6 +340,7 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("batchSize", "batchSizeSchedule", "gradientCheckpointing", "precision"), _PLANNED),
     **dict.fromkeys(("collective", "numWorkers", "useGpu", "timeoutSeconds", "maxRestarts"), _GANG),
     **dict.fromkeys(("emaDecay", "epochs", "metrics", "model", "monitor", "pretrained", "seed"), _READ),
+    **dict.fromkeys(("keep", "timeBudgetSeconds"), _READ),
     **dict.fromkeys(("initialModel", "initialState", "keepTrainingState"), _CONTINUED),
     **dict.fromkeys(("noiseScale", "scaleLearningRate", "trainingStep"), _READ),
     **dict.fromkeys(("loss", "privacy", "teacher", "transformBatch", "transformInPrediction"), _READ),
