@@ -27,6 +27,8 @@ from ringspark.estimators.training.precision import LossScaler
 # Ranks of these strategies step independently, so their weights differ from one worker's: see
 # test_parameter_server.py and the folder local.
 APART = {"local_average", "diloco", "elastic", "parameter_server", "hogwild"}
+# Its weights have noise: see test_cpsgd.py.
+APART |= {"cpsgd"}
 CASES = [
     (strategy, collective)
     for strategy in STRATEGIES
