@@ -56,8 +56,8 @@ def plan_parallelism(
     {'tensor': 2}
 
     The axes are 'data', 'tensor', 'pipeline', 'sequence' and 'expert'. A calibration run on up to 8 processes
-    of this machine measures everything that is not given. Memory is counted as in `plan_memory`, on the
-    worker that needs most.
+    of this machine measures everything that is not given. Memory is counted as in `plan_memory`, with the
+    copy for a checkpoint, on the worker that needs most.
 
     Args:
         model: A spec or a module. For a spec no memory is allocated; a module is not changed.
