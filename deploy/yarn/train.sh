@@ -24,5 +24,7 @@ else
 	options+=(--files "$job")
 	job=$(basename "$job")
 fi
+# pip's spark-submit runs PYSPARK_PYTHON to find Spark, but that Python may exist on the executors alone.
+unset PYSPARK_PYTHON
 command=$("$python" -c 'import ringspark.jobs.command as command; print(command.__file__)')
 exec spark-submit "${options[@]}" "$command" train "$job" "${@:2}"
