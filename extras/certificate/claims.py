@@ -26,8 +26,8 @@ def list_claims(
 ) -> dict[str, Any]:
     """Returns the claims, as JSON. Runs on the rank that writes.
 
-    `config` holds seed, number of workers and mesh. `data` stands for the manifest, which has the SHA-256 of
-    each file of rows.
+    `config` holds seed, number of workers and mesh. `data` is the SHA-256 of the manifest, which has the
+    SHA-256 of each file of rows.
     """
     settings = json.loads(config.to_json())
     return {

@@ -134,7 +134,7 @@ def _list_plain(values: Any) -> Any:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether the versions of the libraries stand for this code."""
+    """Whether the versions of libraries already identify this code."""
     name = getattr(value, "__module__", "") or ""
     if name.split(".")[0] in ("torch", "ringspark", *sys.stdlib_module_names):
         return True

@@ -1,4 +1,4 @@
-"""Trains an interval of a run again, from one checkpoint to the next, in a folder of its own.
+"""Trains an interval of a run again, from one checkpoint to the next, in a new folder.
 
 The replay is an ordinary resumed training: `train_worker` reads the run's shards with the claimed settings,
 and writes a checkpoint at the step where the run wrote its next one.
@@ -97,7 +97,7 @@ def make_config(run: ClaimedRun, interval: Interval, workers: int, folder: str) 
     # The interval was trained in the claimed time; a replay may be slower.
     config = replace(config, time_budget_seconds=None)
     position = run.records[interval.last.step].position
-    # It is the first multiple of its own step after the start of the interval.
+    # The next checkpoint after the start of the interval is then the one at this step.
     config = replace(config, checkpoint_every_steps=position.step)
     if position.step_in_epoch:
         return replace(config, pause_after_step=position.step)

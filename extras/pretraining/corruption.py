@@ -26,7 +26,7 @@ class Corruption:
 
     Attributes:
         roles: One entry per input. "value": numbers, or ids if they are integers. "valid": true where the
-            input before it holds no padding. "other": left as it is. "numbers" and "ids": a table's row.
+            input before it holds no padding. "other": not changed. "numbers" and "ids": a table's row.
         noise: Standard deviation of the noise that is added to numbers.
         mask: Share of the numbers and ids that are masked.
         mask_value: Replacement of a masked number: one for all, or one per number of the input.

@@ -200,7 +200,7 @@ def _build_networks(config: TrainConfig, objects: UserObjects) -> tuple[nn.Modul
     """Returns the whole network, and the network that the checks run.
 
     They differ for a `ModelSpec` of the transformers library: the first one is on `meta`, and the second one
-    has fewer blocks, so that the driver never holds the whole network.
+    has fewer blocks, so that the driver does not hold the whole network.
     """
     short = None
     if config.model is not None and (spec := ModelSpec.from_json(config.model)).is_hugging_face:

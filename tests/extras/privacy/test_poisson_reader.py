@@ -44,7 +44,7 @@ def test_every_row_is_in_each_step_with_the_same_probability(
     rate, number = BATCH / ROWS, len(counts)
     deviation = (rate * (1 - rate) / number) ** 0.5
     assert np.abs(counts.mean(0) - rate).max() < 5 * deviation
-    # The sizes are those of independent choices, and rows are not chosen together.
+    # The sizes vary as with independent choices, and no two rows are chosen together more often.
     assert counts.sum(1).var() == pytest.approx(ROWS * rate * (1 - rate), rel=0.12)
     correlation = np.corrcoef(counts.T)
     np.fill_diagonal(correlation, 0)
