@@ -6,18 +6,16 @@ it returns to the rank that has the row. Both directions are linear, so second d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import peer_errors
+from ringspark.estimators.parallel.model.communication import LinearOperation
 from ringspark.pipelines.epoch_plan import EpochPlan
-
-Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,12 @@ class StepRows:
         """Returns the rows of all ranks, in the same order for any number of ranks. Runs on every rank."""
         if self.collective.size == 1:
             return rows
-        gathered: torch.Tensor = _Linear.apply(rows, self._all_gather, self._scatter)  # type: ignore[no-untyped-call]
+        gathered: torch.Tensor = LinearOperation.apply(rows, self._all_gather, self._scatter)  # type: ignore[no-untyped-call]
         return gathered
 
     def _scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Sums all ranks' (total, ...) tensors; returns the sum's rows of this rank. Runs on every rank."""
-        own: torch.Tensor = _Linear.apply(rows, self._reduce_scatter, self.gather)  # type: ignore[no-untyped-call]
+        own: torch.Tensor = LinearOperation.apply(rows, self._reduce_scatter, self.gather)  # type: ignore[no-untyped-call]
         return own
 
     def _all_gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -82,14 +80,3 @@ class StepRows:
 
     def _lengths(self, width: int) -> Sequence[int]:
         return [count * width for count in self.counts]
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
-        ctx.differentiate = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.differentiate(gradient), None, None

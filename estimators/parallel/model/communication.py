@@ -21,19 +21,21 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 def all_reduce_gradient(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """Returns the replicated `x` for use by shards of the network; all-reduces its gradient."""
-    return _apply(_Linear, x, collective, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
+    return _apply(LinearOperation, x, collective, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
 
 
 def all_reduce(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """All-reduces the partial `x`; its gradient is the result's gradient."""
-    return _apply(_Linear, x, collective, collective.all_reduce, lambda g: all_reduce_gradient(g, collective))
+    return _apply(
+        LinearOperation, x, collective, collective.all_reduce, lambda g: all_reduce_gradient(g, collective)
+    )
 
 
 def take_shard(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     """Returns this rank's shard of the replicated `x`; all-gathers its gradient."""
     length = x.shape[dim]
     return _apply(
-        _Linear,
+        LinearOperation,
         x,
         collective,
         lambda x: shard_view(x, dim, collective.rank, collective.size).contiguous(),
@@ -48,7 +50,7 @@ def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | 
         length: Length of the result along `dim`; None asks the ranks, which is one more message.
     """
     return _apply(
-        _Linear,
+        LinearOperation,
         x,
         collective,
         lambda x: _gather(x, dim, collective, length),
@@ -87,7 +89,7 @@ def all_to_all(
     """Sends each rank its rows of `x`, in rank order; returns the rows that arrived, in rank order."""
     sent, arriving = tuple(sent), tuple(arriving)
     return _apply(
-        _Linear,
+        LinearOperation,
         x,
         collective,
         lambda x: _send_rows(x, sent, arriving, collective),
@@ -115,7 +117,9 @@ def _apply(
     return result
 
 
-class _Linear(torch.autograd.Function):
+class LinearOperation(torch.autograd.Function):
+    """Runs `forward`, and `backward` on the gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
         ctx.differentiate = backward
@@ -126,7 +130,7 @@ class _Linear(torch.autograd.Function):
         return ctx.differentiate(gradient), None, None
 
 
-class _LinearOnce(_Linear):
+class _LinearOnce(LinearOperation):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -74,7 +74,7 @@ def test_a_saved_folder_is_tuned_by_adapters_on_two_workers_like_on_one(spark: A
 @pytest.mark.spark
 @pytest.mark.slow
 def test_adapters_of_a_network_sharded_by_tensor_are_those_of_one_worker(spark: Any, tmp_path: Path) -> None:
-    """The driver has only a spec. Its adapters start from other random numbers than the adapters of a module."""
+    """The driver has only a spec. A module's adapters start from other random numbers."""
     saved = FAMILIES["Llama"].build()
     saved.save_pretrained(tmp_path / "saved")
     options = {
