@@ -321,10 +321,11 @@ class Trainer:
         with train_state.average.in_place(), torch.no_grad():
             if self._members is not None:
                 self._members.choose(self._held_out(reader))
+            plan = reader.plan(0)
             for step, batch in enumerate(self._held_out(reader)):
                 if (own := train_state.own_step) is not None:
                     keeps, epoch = train_state.validation.takes_outputs, self._state.epoch
-                    result = own.evaluate(batch, reader.plan(0), step, epoch, keeps_outputs=keeps)
+                    result = own.evaluate(batch, plan, step, epoch, keeps_outputs=keeps)
                     train_state.validation.add([result])
                     continue
                 # Split, because a batch that does not fit in training does not fit here.
