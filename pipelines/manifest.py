@@ -108,7 +108,7 @@ class ShardManifest:
         columns: Columns of a batch, in the order of the DataFrame.
         files: Parquet files in reading order.
         stats: Statistics by split, then by column name.
-        skipped_rows: Number of rows that were left out because they held a null.
+        skipped_rows: Number of rows that were left out: they held a null or NaN, or could not be read.
         table: External table that the files belong to; None for shards of `write_shards`.
         file_columns: If the shards refer to rows of an external table, where its files hold these columns.
     """
@@ -233,7 +233,7 @@ class ShardManifest:
 
     def describe(self) -> str:
         """Returns a text table with one line per split and column."""
-        skipped = f", {self.skipped_rows:,} rows with nulls skipped" if self.skipped_rows else ""
+        skipped = f", {self.skipped_rows:,} rows skipped" if self.skipped_rows else ""
         title = (
             f"{self.uri}: {self.num_rows:,} rows, {len(self.files)} files, "
             f"{len(self.row_groups)} row groups, "

@@ -208,12 +208,15 @@ def _run_chunk(
     predictor: Predictor, module: nn.Module, chunk: list[pa.Array], device: str
 ) -> tuple[pa.Array, int]:
     """Returns the results, and the number of bytes per row of inputs and outputs; 0 if no row is valid."""
+    rows = len(chunk[0])
     columns, valid = inputs_of(predictor, chunk)
     outputs = predictor.predict(module, columns, device)
     row_bytes = sum(array.nbytes for array in (*columns, outputs)) // max(1, len(outputs))
     results = predictor.results.to_arrow(outputs, with_vectors=predictor.gives_vectors)
     if valid is not None:
         results = results.take(pa.array(np.cumsum(valid) - 1, mask=~valid))
+    if len(results) != rows:
+        raise RuntimeError(f"{rows} rows got {len(results)} predictions; report this bug of ringspark")
     return results, row_bytes
 
 

@@ -103,6 +103,7 @@ class FitData:
 
     def _write(self, dataset: DataFrame, uri: str, scan: FileScan | None) -> ShardManifest:
         kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
+        valid = None
         if self.drops_invalid:
             chosen = {
                 name: ModelInput(column=Column(name=name, kind=kind))
@@ -111,7 +112,7 @@ class FitData:
             }
             fields = {field.name: field for field in dataset.schema.fields}
             inputs = [(chosen.get(name, ModelInput()), fields[name]) for name in self.columns]
-            dataset = dataset.where(all_of([bind(*pair).valid for pair in inputs]))
+            valid = all_of([bind(*pair).valid for pair in inputs])
         names = list(dict.fromkeys(c for c in (*self.columns, self.validation_col) if c is not None))
         if names != dataset.columns:
             dataset = dataset.selectExpr(*map(quote, names))
@@ -127,6 +128,7 @@ class FitData:
                 seed=self.seed,
                 imports=self.imports,
                 references=scan,
+                valid=valid,
             )
         except ValueError as error:
             if isinstance(error, InPlaceError) or "to write_shards" not in str(error):

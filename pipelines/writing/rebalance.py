@@ -7,8 +7,8 @@ many and tiny, the rows are then copied from the shards. The DataFrame's plan is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -37,43 +37,25 @@ def plan_even_files(
     num_files: int | None,
     num_bytes: int,
     cores: Callable[[], int],
-    partitions: Sequence[RowRange] = (),
 ) -> list[list[RowRange]]:
     """Returns the rows of each new file of one split, in order; empty if the files are even already.
 
-    `num_bytes` is the size of all rows before compression. If files hold several partitions, `partitions`
-    has the rows of each, in order, and each counts as one file.
+    `num_bytes` is the size of all rows before compression.
     """
-    whole = [RowRange(file.path, 0, file.num_rows) for file in files]
-    partitions = partitions or whole
-    sizes = [stop - start for _, start, stop in partitions]
+    sizes = [file.num_rows for file in files]
     rows = sum(sizes)
     if not files:
         return []
     wanted = len(sizes) if num_files is None else min(num_files, rows)
     if num_files is None and len(sizes) > FILES_PER_CORE and num_bytes / len(sizes) < SMALL_FILE_BYTES:
         wanted = min(wanted, max(FILES_PER_CORE * cores(), num_bytes // SMALL_FILE_BYTES))
-    bounds = [rows * number // wanted for number in range(wanted + 1)]
     if wanted == len(sizes) and max(sizes) <= max(MAX_SKEW * rows / wanted, 1):
-        bounds = [0, *accumulate(sizes)]
-    new = [
-        _join(
-            RowRange(partitions[index].path, partitions[index].start + low, partitions[index].start + high)
-            for index, low, high in _split(sizes, start, stop)
-        )
+        return []
+    bounds = [rows * number // wanted for number in range(wanted + 1)]
+    return [
+        [RowRange(files[index].path, low, high) for index, low, high in _split(sizes, start, stop)]
         for start, stop in pairwise(bounds)
     ]
-    return [] if new == [[each] for each in whole] else new
-
-
-def _join(ranges: Iterable[RowRange]) -> list[RowRange]:
-    joined: list[RowRange] = []
-    for each in ranges:
-        if joined and joined[-1].path == each.path and joined[-1].stop == each.start:
-            joined[-1] = joined[-1]._replace(stop=each.stop)
-        else:
-            joined.append(each)
-    return joined
 
 
 def copy_files(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
 from threading import Thread
 from typing import Any, Literal
 
@@ -50,8 +48,7 @@ class WritePlan:
         folder: Folder of this write's files, relative to `uri`.
         handle_invalid: How to treat nulls, for each column.
         splits: Whether batches have an additional column that is true for validation rows.
-        merges: Whether a task writes the rows of several partitions. Batches then have a last column with
-            the number of the row's partition.
+        filters: Whether batches have an additional last column that is true for rows to write.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
         references: If set, the shards refer to rows of files, and the last columns are `REFERENCES`.
@@ -62,7 +59,7 @@ class WritePlan:
     columns: tuple[Column, ...]
     handle_invalid: tuple[HandleInvalid, ...]
     splits: bool = False
-    merges: bool = False
+    filters: bool = False
     row_group_rows: int | None = None
     compression: str = "zstd"
     only_measures: bool = False
@@ -183,10 +180,6 @@ class PartitionWriter:
         self._indicator = StatsCollector(is_scalar=True)
         self._indicator_nulls = 0
         self._rows = 0
-        # Rows of each partition that were added before the current batch, if a task writes several.
-        self._rows_before: Counter[int] = Counter()
-        # Number of a partition, and how many of its rows follow in the file.
-        self._partitions: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
         self._skipped = 0
         self._nulls = [0] * len(plan.columns)
         # Per column: number of rows that cannot be read, and the reason and place of the first.
@@ -198,7 +191,7 @@ class PartitionWriter:
         self._refused = plan.only_measures
 
     def add(self, batch: Any) -> None:
-        columns, nulls, chosen, partitions = self._without_nulls(batch)
+        columns, nulls, chosen = self._without_nulls(batch)
         if self._problem is not None:
             return
         arrays: list[list[Any]] = []
@@ -223,12 +216,10 @@ class PartitionWriter:
                 arrays.append([pa.array(mask)])
         if chosen is None or not chosen.any():
             self._write("train", arrays)
-            self._partitions["train"] += _runs(partitions)
         else:
             for split, rows in (("train", ~chosen), ("validation", chosen)):
                 mask = pa.array(rows)
                 self._write(split, [[array.filter(mask) for array in group] for group in arrays])  # type: ignore[arg-type]
-                self._partitions[split] += _runs(partitions[rows] if self._plan.merges else partitions)
 
     def finish(self) -> dict[str, Any]:
         files: list[Any] = []
@@ -237,7 +228,7 @@ class PartitionWriter:
                 files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
         return {
             "files": [file.to_json() for file in files],
-            "partitions": self._partitions,
+            "task": self._number,
             "value_bytes": {split: self._writers[split].value_bytes for split in SPLITS},
             "stats": {
                 split: [collector.result.to_json() for collector in collectors]
@@ -258,15 +249,19 @@ class PartitionWriter:
         for writer in self._writers.values():
             writer.discard()
 
-    def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any, Any]:
+    def _without_nulls(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
         """Drops rows that cannot be read, and rows with nulls unless the column keeps nulls.
 
-        Returns the columns, the mask of each column's kept nulls (or None), the mask of validation rows, and
-        the partition of each row (empty unless the plan merges partitions).
+        Returns the columns, the mask of each column's kept nulls (or None), and the mask of validation rows.
         """
+        places = np.arange(self._rows, self._rows + batch.num_rows)
         self._rows += batch.num_rows
         columns = list(batch.columns)
-        partitions = numbers(columns.pop()) if self._plan.merges else np.empty(0, dtype=int)
+        if self._plan.filters:
+            valid = columns.pop().fill_null(False)
+            columns = [values.filter(valid) for values in columns]
+            places = places[valid.to_numpy(zero_copy_only=False)]
+            self._skipped += batch.num_rows - len(places)
         chosen = None
         if self._plan.splits:
             # The driver raises an error for null indicators; until then their rows count as training rows.
@@ -275,9 +270,7 @@ class PartitionWriter:
             self._indicator.add(len(indicator), numbers(indicator.drop_null()))
             chosen = indicator.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
         nulls = [null_rows(values) for values in columns]
-        dropped = self._read(columns, partitions)
-        for number, rows in _runs(partitions):
-            self._rows_before[number] += rows
+        dropped = self._read(columns, places)
         for index, mask in enumerate(nulls):
             if mask is None:
                 continue
@@ -292,15 +285,17 @@ class PartitionWriter:
             columns = [values.filter(kept) for values in columns]
             nulls = [None if mask is None else mask[~dropped] for mask in nulls]
             chosen = None if chosen is None else chosen[~dropped]
-            partitions = partitions[~dropped] if len(partitions) else partitions
         nulls = [
             mask if handling == "keep" else None
             for mask, handling in zip(nulls, self._plan.handle_invalid, strict=True)
         ]
-        return columns, nulls, chosen, partitions
+        return columns, nulls, chosen
 
-    def _read(self, columns: list[Any], partitions: Any) -> Any:
-        """Replaces columns by the results of `Kind.read`; returns a mask of the rows to drop, or None."""
+    def _read(self, columns: list[Any], places: Any) -> Any:
+        """Replaces columns by the results of `Kind.read`; returns a mask of the rows to drop, or None.
+
+        `places` has the number of each row among the rows of the task.
+        """
         dropped = None
         if self._problem is not None:
             return dropped
@@ -310,11 +305,7 @@ class PartitionWriter:
             if not problems:
                 continue
             row, why = next(iter(problems.items()))
-            number, counted = self._number, self._rows - rows + row
-            if len(partitions):
-                number = int(partitions[row])
-                counted = self._rows_before[number] + int((partitions[:row] == number).sum())
-            place = f"row {counted} (counted from 0) of partition {number}"
+            place = f"row {places[row]} (counted from 0) of write task {self._number}"
             if self._plan.handle_invalid[index] != "skip":
                 # A null may have a meaning, so "keep" keeps it; unreadable bytes have none.
                 self._refuse(
@@ -357,12 +348,6 @@ class PartitionWriter:
         if not self._refused:
             self.discard()
         self._refused = True
-
-
-def _runs(numbers: Any) -> list[tuple[int, int]]:
-    """Returns the runs of equal numbers, as (number, length)."""
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
-    return [(int(numbers[start]), stop - start) for start, stop in pairwise([*starts, len(numbers)])]
 
 
 def merge_shapes(

@@ -26,16 +26,18 @@ from ringspark.pipelines.columns import (
     is_case_sensitive,
     quote,
 )
+from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
-from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
+from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
-from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, RowRange, copy_files, plan_even_files
+from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, copy_files, plan_even_files
 from ringspark.pipelines.writing.references import REFERENCE_SQL, REFERENCES, RowReferences
+from ringspark.pipelines.writing.row_counts import check_copies, check_rows, check_tasks
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_structs
 from ringspark.pipelines.writing.split import check_indicator, split_expression
 from ringspark.pipelines.writing.task_reports import Report, join_reports
@@ -51,8 +53,8 @@ _logger = logging.getLogger(__name__)
 # Starting Python takes longer than writing so few rows, so a task writes several partitions.
 _SMALL_TABLE_BYTES = 32 << 20
 _MIN_TASKS = 64
-# Temporary columns: computed values, and whether a row is for validation.
-_MADE, _CHOSEN = "__ringspark_made", "__ringspark_chosen"
+# Temporary columns: computed values, whether a row is for validation, and whether it is written.
+_MADE, _CHOSEN, _VALID = "__ringspark_made", "__ringspark_chosen", "__ringspark_valid"
 
 MAX_WORDS = 1_000_000
 """Largest number of words of a vocabulary that has no `max_size`."""
@@ -73,6 +75,7 @@ def write_shards(
     overwrite: bool = False,
     imports: Sequence[str] = (),
     references: RowReferences | None = None,
+    valid: SparkColumn | None = None,
 ) -> ShardManifest:
     """Writes all columns of `df` as shards and commits their manifest. Runs on the driver.
 
@@ -105,6 +108,7 @@ def write_shards(
             Missing modules are skipped.
         references: From `find_scan`: columns that stay in the Parquet files below `df`. The shards then refer
             to the rows of these files, which must not change as long as the shards are read.
+        valid: Condition. Rows for which it is not true are left out, and counted as skipped.
 
     Returns:
         The committed manifest.
@@ -145,6 +149,7 @@ def write_shards(
         columns=found,
         handle_invalid=_handling(handle_invalid, found),
         splits=chosen is not None,
+        filters=valid is not None,
         row_group_rows=row_group_rows,
         compression=compression,
         imports=tuple(imports),
@@ -154,9 +159,13 @@ def write_shards(
     check_names([name for column in plan.stored_columns for name in column.kind.batch_names(column.name)])
     previous = previous_folders(plan.uri, overwrite)
     storage.check_writable(plan.uri)
-    seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
-    plan = replace(plan, columns=tuple(learn(seen, column) for column in plan.columns))
-    manifest = _write(df, plan, chosen, validation_col, num_files, overwrite)
+    if any(must_learn(column) for column in plan.columns):
+        # The words are counted in a job of its own, which must see the rows and the split of the write.
+        df = fix_rows(df)
+        seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
+        seen = seen if valid is None else seen.where(valid)
+        plan = replace(plan, columns=tuple(learn(seen, column) for column in plan.columns))
+    manifest = _write(df, plan, chosen, valid, validation_col, num_files, overwrite)
     clean(manifest, plan.folder, previous)
     if plan.splits and not manifest.select("validation").num_rows:
         _logger.warning(
@@ -169,6 +178,7 @@ def _write(
     df: DataFrame,
     plan: WritePlan,
     chosen: SparkColumn | None,
+    valid: SparkColumn | None,
     validation_col: str | None,
     num_files: int | None,
     overwrite: bool,
@@ -177,12 +187,12 @@ def _write(
     storage.make_dirs(storage.join(plan.uri, plan.folder))
     try:
         with explain_worker_errors():
-            if estimate_bytes(df) <= _SMALL_TABLE_BYTES:
-                plan = replace(plan, merges=True)
-            reports = _run(df, plan, chosen)
+            reports = _run(df, plan, chosen, valid)
             _check_reports(plan, reports, validation_col)
+            check_tasks(reports)
             files = _even(df.sparkSession, plan, reports, num_files)
         manifest = join_reports(plan, reports, files)
+        check_rows(manifest, reports)
         if plan.references is not None:
             manifest = _without_references(manifest, dict(plan.references.columns))
         commit(manifest, overwrite)
@@ -222,8 +232,13 @@ def _handling(
     return cast("tuple[HandleInvalid, ...]", tuple(given.values()))
 
 
+def must_learn(column: Column) -> bool:
+    """Whether the user chose a vocabulary without words, so that they are counted in the training rows."""
+    return isinstance(column.kind, Vocabulary) and column.kind.words is None
+
+
 def learn(df: DataFrame, column: Column) -> Column:
-    """Counts the strings in training rows, if the user chose a vocabulary without words. Runs a Spark job."""
+    """Counts the words of a vocabulary in `df`, the training rows. Runs a Spark job if `must_learn`."""
     from pyspark.sql import functions as F
 
     if not isinstance(column.kind, Vocabulary) or column.kind.words is not None:
@@ -247,7 +262,9 @@ def learn(df: DataFrame, column: Column) -> Column:
     return replace(column, kind=fill_vocabulary(column.kind, counts))
 
 
-def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Report]:
+def _run(
+    df: DataFrame, plan: WritePlan, chosen: SparkColumn | None, valid: SparkColumn | None
+) -> list[Report]:
     from pyspark.sql import functions as F
 
     types = {field.name: field.dataType for field in df.schema.fields}
@@ -262,16 +279,16 @@ def _run(df: DataFrame, plan: WritePlan, chosen: SparkColumn | None) -> list[Rep
         name if name in made else quote(column.name) for name, column in zip(names, columns, strict=True)
     ]
     texts += REFERENCE_SQL if plan.references is not None else ()
-    if chosen is not None:
-        made[_CHOSEN] = chosen
-        texts.append(_CHOSEN)
-    if plan.merges:
-        texts.append("spark_partition_id()")
+    for name, added in ((_CHOSEN, chosen), (_VALID, valid)):
+        if added is not None:
+            made[name] = added
+            texts.append(name)
     # One column and SQL text, because Spark's client takes seconds for 1,000 columns.
     numbered = (f"{text} AS c{index}" for index, text in enumerate(texts))
     selected = (df.withColumns(made) if made else df).selectExpr(f"struct({', '.join(numbered)}) AS row")
-    if plan.merges:
-        # Without a shuffle; fewer partitions stay as they are.
+    if estimate_bytes(df) <= _SMALL_TABLE_BYTES:
+        # Without a shuffle; fewer partitions stay as they are. No expression may name a row's partition here:
+        # Spark computes expressions over data in memory on the driver, where each row is in partition 0.
         selected = selected.coalesce(max(_MIN_TASKS, FILES_PER_CORE * _cores(df.sparkSession)))
     rows = selected.mapInArrow(partial(write_structs, plan), REPORT_SCHEMA).collect()
     return [json.loads(row["report"]) for row in rows]
@@ -307,7 +324,7 @@ def _even(
         written = [file for file in files if file.split == split]
         # References take little space, and are divided like copies of their rows.
         size = sum(report["value_bytes"][split] for report in reports)
-        new = plan_even_files(written, num_files, size, partial(_cores, spark), _partitions(reports, split))
+        new = plan_even_files(written, num_files, size, partial(_cores, spark))
         if not new:
             kept += written
             continue
@@ -315,21 +332,10 @@ def _even(
         rows = numbers.mapInArrow(partial(copy_files, plan, split, new), REPORT_SCHEMA).collect()
         entries = {entry.pop("number"): entry for entry in (json.loads(row["report"]) for row in rows)}
         assert len(entries) == len(rows) == len(new)
-        kept += [ShardFile.from_json(entries[number]) for number in range(len(new))]
+        copies = [ShardFile.from_json(entries[number]) for number in range(len(new))]
+        check_copies(written, copies, [sum(part.stop - part.start for part in ranges) for ranges in new])
+        kept += copies
     return kept
-
-
-def _partitions(reports: Sequence[Report], split: Split) -> list[RowRange]:
-    """Returns the rows of each partition, in the order of the partitions, if tasks wrote several."""
-    found: dict[int, RowRange] = {}
-    for report in reports:
-        # At most one file; none of data that will be refused.
-        for path in (file["path"] for file in report["files"] if file["split"] == split):
-            stop = 0
-            for number, rows in report["partitions"][split]:
-                start, stop = stop, stop + rows
-                found[number] = found.get(number, RowRange(path, start, stop))._replace(stop=stop)
-    return [found[number] for number in sorted(found)]
 
 
 def _cores(spark: SparkSession) -> int:

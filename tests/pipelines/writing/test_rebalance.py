@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspark.pipelines import ShardFile
-from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, MAX_SKEW, RowRange, plan_even_files
+from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, MAX_SKEW, plan_even_files
 
 
 def _files(rows: list[int]) -> list[ShardFile]:
@@ -38,35 +36,6 @@ def test_new_files_hold_every_row_once_in_order_and_evenly(rows: list[int], num_
     sizes = [sum(part.stop - part.start for part in file) for file in new]
     assert max(sizes) - min(sizes) <= 1
     assert len(new) == min(num_files or len(rows), sum(rows))
-
-
-@given(
-    rows=st.lists(st.integers(1, 9), min_size=1, max_size=40),
-    tasks=st.lists(st.integers(0, 3), min_size=40, max_size=40),
-    num_files=st.one_of(st.none(), st.integers(1, 12)),
-)
-def test_files_of_several_partitions_give_the_files_of_one_partition_each(
-    rows: list[int], tasks: list[int], num_files: int | None
-) -> None:
-    """Tasks write partitions in any mixture; `tasks[i]` writes partition i."""
-    sizes: Counter[str] = Counter()
-    partitions, owner = [], {}
-    for number, count in enumerate(rows):
-        path = f"task{tasks[number]}"
-        partitions.append(RowRange(path, sizes[path], sizes[path] + count))
-        for row in range(count):
-            owner[path, sizes[path] + row] = f"f{number}", row
-        sizes[path] += count
-    written = [replace(_files([count])[0], path=path) for path, count in sorted(sizes.items())]
-    separate = _files(rows)
-
-    def taken(new: list[list[RowRange]], files: list[ShardFile]) -> list[list[tuple[str, int]]]:
-        new = new or [[RowRange(file.path, 0, file.num_rows)] for file in files]
-        return [[(part.path, row) for part in file for row in range(part.start, part.stop)] for file in new]
-
-    found = taken(plan_even_files(written, num_files, 40_000, lambda: 2, partitions), written)
-    expected = taken(plan_even_files(separate, num_files, 40_000, lambda: 2), separate)
-    assert [[owner[row] for row in file] for file in found] == expected
 
 
 def test_many_tiny_files_are_merged() -> None:

@@ -1,0 +1,39 @@
+"""`fix_rows`: returns a DataFrame that has the same rows in every job.
+
+Spark computes a DataFrame again in each job. Random numbers, Python functions, and sums of doubles in the
+order in which a shuffle delivers them may then give other rows. If one job splits the rows by a hash, or
+measures the training rows, and another job uses them, held-out rows are trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ringspark.pipelines.reuse.plan_fingerprint import explain, judge, section
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_SHUFFLE = re.compile(r"(?<!Broadcast)Exchange\b|ShuffleQueryStage")
+
+
+def fix_rows(df: DataFrame) -> DataFrame:
+    """Returns `df` if its plan always gives the same rows, else a copy on the executors' disks. Runs a job.
+
+    Spark removes the copy with the last reference to it. If an executor is lost with a part of the copy, the
+    next job fails instead of computing other rows.
+    """
+    if _is_repeatable(df):
+        return df
+    from pyspark.errors import PySparkNotImplementedError
+
+    try:
+        return df.localCheckpoint()
+    except PySparkNotImplementedError:  # Spark Connect before 4.0
+        return df.persist()
+
+
+def _is_repeatable(df: DataFrame) -> bool:
+    extended, cost = explain(df)
+    return judge(extended, cost).refusal is None and not _SHUFFLE.search(section(extended, "Physical Plan"))

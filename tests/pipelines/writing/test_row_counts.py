@@ -1,0 +1,77 @@
+"""A write that loses or doubles rows fails, commits nothing and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringspark.pipelines import ShardManifest, write_shards
+from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.manifest import ShardFile
+from ringspark.pipelines.writing import rebalance, shards
+from ringspark.pipelines.writing.row_counts import LostRowsError, check_copies, check_rows, check_tasks
+
+
+def file(path: str, rows: int) -> ShardFile:
+    return ShardFile(path=path, split="train", num_bytes=1, sha256="", row_groups=(rows,))
+
+
+def report(task: int, rows: int = 10, skipped: int = 0) -> dict[str, Any]:
+    return {"task": task, "rows": rows, "skipped": skipped, "files": [{"path": f"f{task}"}]}
+
+
+def manifest(rows: int, counted: int, skipped: int) -> ShardManifest:
+    stats = {"train": {"x": ColumnStats(rows=counted)}}
+    return ShardManifest(uri="/s", columns=(), files=(file("f", rows),), stats=stats, skipped_rows=skipped)
+
+
+def test_each_task_reports_once_and_owns_its_files() -> None:
+    check_tasks([report(1), report(0)])
+    with pytest.raises(LostRowsError, match=r"from the tasks 0, 0, not once from each task"):
+        check_tasks([report(0), report(0)])
+    with pytest.raises(LostRowsError, match="from the tasks 0, 2, not"):
+        check_tasks([report(2), report(0)])
+    with pytest.raises(LostRowsError, match="two tasks wrote the file 'f0'"):
+        check_tasks([report(0), report(1) | {"files": [{"path": "f0"}]}])
+
+
+def test_rows_read_and_not_skipped_are_in_files_and_statistics() -> None:
+    reports = [report(0, rows=10, skipped=3), report(1, rows=5)]
+    check_rows(manifest(12, 12, 3), reports)
+    with pytest.raises(LostRowsError, match="read 15 rows and skipped 3, but 11 rows are in the files"):
+        check_rows(manifest(11, 12, 3), reports)
+    with pytest.raises(LostRowsError, match="train files hold 12 rows, but column 'x' counts 13"):
+        check_rows(manifest(12, 13, 3), reports)
+
+
+def test_a_copy_has_the_planned_rows() -> None:
+    check_copies([file("a", 7)], [file("b", 4), file("c", 3)], [4, 3])
+    with pytest.raises(LostRowsError, match="of 7 rows in the first files, 8 are in their copies"):
+        check_copies([file("a", 7)], [file("b", 4), file("c", 4)], [4, 4])
+    with pytest.raises(LostRowsError, match="of 7 rows"):
+        check_copies([file("a", 7)], [file("b", 3), file("c", 4)], [4, 3])
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("fault", ["a copy leaves rows out", "a task loses its rows"])
+def test_a_write_that_loses_rows_leaves_nothing(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def half(*arguments: Any) -> Any:
+        return [part[:1] for part in rebalance.plan_even_files(*arguments)][:1]
+
+    def without_last(plan: Any, reports: Any, files: Any) -> Any:
+        return replace(join(plan, reports, files), files=tuple(files[:-1]))
+
+    join = shards.join_reports
+    if fault == "a copy leaves rows out":
+        monkeypatch.setattr(shards, "plan_even_files", half)
+    else:
+        monkeypatch.setattr(shards, "join_reports", without_last)
+    with pytest.raises(LostRowsError, match=r"lost or doubled rows: .*; nothing was written\. This is a bug"):
+        write_shards(spark.range(100), str(tmp_path / "s"), num_files=3)
+    assert os.listdir(tmp_path) == []
