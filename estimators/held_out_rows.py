@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ArrayType,
     AtomicType,
     DataType,
     DateType,
+    DecimalType,
+    LongType,
     NumericType,
     StructType,
     TimestampNTZType,
@@ -24,6 +28,7 @@ from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines.columns import is_case_sensitive, quote
+from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.kinds.vector import canonical_vector
 
 HELD_OUT_COLUMN = "__ringspark_held_out"
@@ -75,11 +80,36 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
     share = _SHARE if fraction is None else fraction
     if time:
         return hold_out_newest(dataset, time, share)
-    key, schema = (estimator.getSeed(), share), dataset.schema
+    return hold_out_at_random(dataset, names, share, estimator.getSeed())
+
+
+def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, seed: int) -> HeldOut:
+    """Adds an indicator, true in about `share` of the rows, chosen by a hash of the columns `names`.
+
+    Rows that are equal in these columns are on one side. If so few rows differ that the sides would have
+    other sizes, equal rows are divided too. Runs a job.
+
+    Args:
+        dataset: Rows that are the same in every job, see `fix_rows`.
+    """
+    key, schema = (seed, share), dataset.schema
     values = [value for name in names for value in _hashable(F.col(quote(name)), schema[name].dataType)]
-    bucket = F.pmod(F.xxhash64(F.lit(estimator.getSeed()), *values), F.lit(_BUCKETS))
-    held = dataset.withColumn(_indicator(key), bucket < F.lit(int(share * _BUCKETS)))
-    return HeldOut(held, _indicator(key), key)
+    digest, indicator = F.xxhash64(F.lit(seed), *values), _indicator(key)
+    held = F.pmod(digest, F.lit(_BUCKETS)) < F.lit(int(share * _BUCKETS))
+    found = dataset.agg(F.count(F.lit(1)), F.count(F.when(held, F.lit(1)))).head()
+    assert found is not None
+    rows, chosen = found
+    noise = math.sqrt(rows * share * (1 - share))
+    if rows > 1 and (chosen in (0, rows) or abs(chosen - share * rows) > 5 * noise):
+        # Equal rows are numbered, in no particular order, so the numbers are fixed before they are used.
+        number = F.row_number().over(Window.partitionBy(digest).orderBy(digest))
+        bucket = F.pmod(F.xxhash64(digest, number), F.lit(_BUCKETS))
+        dataset = fix_rows(dataset.withColumn(indicator, bucket))
+        most = min(share, (rows - 1) / rows)
+        cut = dataset.agg(F.percentile_approx(indicator, most, 1_000_000)).head()
+        assert cut is not None
+        held = F.col(indicator) <= F.lit(cut[0])
+    return HeldOut(dataset.withColumn(indicator, held), indicator, key)
 
 
 def _indicator(key: tuple[Any, ...]) -> str:
@@ -116,17 +146,39 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
             f"it holds {field.dataType.simpleString()}"
         )
     time = F.col(quote(field.name))
-    number = time.cast("timestamp").cast("double")
-    if isinstance(field.dataType, NumericType):
-        number = time.cast("double")
-    found = dataset.agg(F.percentile_approx(number, 1 - share, 10_000), F.min(number), F.max(number)).head()
+    number = exact_number(dataset, time, field.dataType)
+    found = dataset.agg(
+        F.percentile_approx(number, 1 - share, 10_000), F.min(number), F.max(number), F.min(time)
+    ).head()
     assert found is not None
-    cut, first, last = found
+    cut, first, last, given = found
     if first == last:
-        raise ValueError(f"timeCol {name!r} is {first} in every row; give validationFraction instead")
+        raise ValueError(f"timeCol {name!r} is {given} in every row; give validationFraction instead")
     # If the newest rows all have the time of the cut, they are held out, and all older rows train.
     newest = number > F.lit(cut) if cut < last else number >= F.lit(cut)
     key = (name, share)
     return HeldOut(
         dataset.withColumn(_indicator(key), F.coalesce(newest, F.lit(False))), _indicator(key), key
     )
+
+
+def exact_number(dataset: DataFrame, value: Column, data_type: DataType) -> Column:
+    """Returns numbers, dates or timestamps as doubles in which different values differ.
+
+    Dates become days and timestamps microseconds. A double is exact for whole numbers up to 2^53, so the
+    smallest value of a column with larger ones becomes 0. Runs a job for types with such numbers.
+    """
+    if isinstance(data_type, DateType):
+        return F.unix_date(value).cast("double")
+    if isinstance(data_type, (TimestampType, TimestampNTZType)):
+        value = F.unix_micros(value.cast("timestamp"))
+    elif not isinstance(data_type, (LongType, DecimalType)):
+        return value.cast("double")
+    found = dataset.agg(F.min(value), F.max(value)).head()
+    assert found is not None
+    first, last = found
+    if first is None or max(abs(first), abs(last)) <= 2**53:
+        return value.cast("double")
+    if isinstance(first, int):
+        value = value.cast("decimal(38,0)")
+    return (value - F.lit(Decimal(first))).cast("double")

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
@@ -35,6 +35,7 @@ from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
+from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
 
 TABLE_COLUMN = "__ringspark_table"
@@ -61,8 +62,24 @@ _MAX_EPOCHS = 100
 _LARGE = _STEPS * _ROWS_PER_STEP // 4
 _LARGE_DROPOUTS = (0.0, 0.1, 0.3)
 
-Plans = dict[tuple[Any, ...], TablePlan]
-"""Inputs, label and held-out rows -> the plan."""
+
+@dataclass
+class Plans:
+    """What fits on the same DataFrame share.
+
+    Attributes:
+        known: Inputs, label and held-out rows -> the plan.
+        rows: The DataFrame with fixed rows, once a fit has needed it.
+    """
+
+    known: dict[tuple[Any, ...], TablePlan] = field(default_factory=dict)
+    rows: DataFrame | None = None
+
+    def fix_rows(self, dataset: DataFrame) -> DataFrame:
+        # One job measures the training rows, and another one writes them.
+        if self.rows is None:
+            self.rows = fix_rows(dataset)
+        return self.rows
 
 
 @dataclass(frozen=True)
@@ -120,14 +137,14 @@ def wants_table(estimator: Any) -> bool:
 
 
 def prepare_fit(
-    estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None = None
+    estimator: Any, dataset: DataFrame, plans: Plans | None = None, search_uri: str | None = None
 ) -> PreparedFit:
     """Makes the network for a table, and holds out the newest rows for `timeCol`.
 
-    `plans` holds the plans of fits on the same DataFrame, and `search_uri` is the folder of a search, which
-    may have a plan. With a teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
+    `plans` is shared by fits on the same DataFrame, and `search_uri` is the folder of a search, which may
+    have a plan. With a teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
     """
-    fit = _prepare(estimator, dataset, plans, search_uri)
+    fit = _prepare(estimator, dataset, plans or Plans(), search_uri)
     return fit if estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
 
 
@@ -172,13 +189,13 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         besides = f" besides the label {label.name!r}" if label else ""
         raise ValueError(f"the DataFrame has no column{besides}; give it some inputs")
     check_names_differ(names, exact)
-    split = hold_out(estimator, dataset, [*label_names, *names])
+    split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names])
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
     key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
-    if key not in plans:
+    if key not in plans.known:
         kept = search_uri or _begun_run(estimator, dataset)
-        plans[key] = _stored_plan(kept, asked) or _plan(split, label, names, asked, initial)
-    plan = plans[key]
+        plans.known[key] = _stored_plan(kept, asked) or _plan(split, label, names, asked, initial)
+    plan = plans.known[key]
     _warn_of_columns(plan.uses)
     inner = estimator.copy()
     inner._resetUid(estimator.uid)

@@ -90,7 +90,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         for estimator in estimators:
             if estimator.getPrivacy() is not None:
                 load_object(REFUSE_MANY)(estimator, "fitMultiple, as in a CrossValidator,")
-        plans: Plans = {}
+        plans = Plans()
         fits = [prepare_fit(estimator, dataset, plans) for estimator in estimators]
         checked = [CheckedFit.of(fit.estimator, fit.dataset) for fit in fits]
         runs = [c.data.root for c, e in zip(checked, estimators, strict=True) if e.getRunUri() is not None]
@@ -160,7 +160,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
-        prepared = prepare_fit(self, dataset, {})
+        prepared = prepare_fit(self, dataset)
         fit = CheckedFit.of(prepared.estimator, prepared.dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(prepared, fit, SharedShards({fit.data: prepared.dataset}, [fit.data]))

@@ -71,7 +71,7 @@ def _open_data(
         # Without runUri, because a plan must not touch the run folder.
         alone = estimator.copy().setRunUri(None)
         # All rows decide how large a table's network is.
-        prepared = prepare_fit(alone, train_job.read_rows(spark, job), {})
+        prepared = prepare_fit(alone, train_job.read_rows(spark, job))
         rows = prepared.dataset.limit(_SAMPLED_ROWS)
         fit = CheckedFit.of(prepared.estimator, rows)
         with SharedShards({fit.data: rows}, [fit.data]).shards(fit.data) as manifest:

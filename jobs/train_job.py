@@ -332,7 +332,7 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
         alone = estimator.copy()
         for param in (alone.runUri, alone.resume):
             alone.clear(param)
-        prepared = prepare_fit(alone, _add_features(spark, job.data, features), {})
+        prepared = prepare_fit(alone, _add_features(spark, job.data, features))
         CheckedFit.of(prepared.estimator, prepared.dataset)
 
 

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ringspark.pipelines.reuse.plan_fingerprint import explain, judge, section
+from ringspark.pipelines.spark_errors import explain_worker_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -29,7 +30,8 @@ def fix_rows(df: DataFrame) -> DataFrame:
     from pyspark.errors import PySparkNotImplementedError
 
     try:
-        return df.localCheckpoint()
+        with explain_worker_errors():
+            return df.localCheckpoint()
     except PySparkNotImplementedError:  # Spark Connect before 4.0
         return df.persist()
 

@@ -46,7 +46,7 @@ class OptunaSearch(_OptunaParams, SearchStage):
         check_choices(self.getSampler(), self.getPruner())
         held = self._held_space()
         run_uri = self._checked_run(dataset, JOURNAL)
-        prepared = prepare_fit(estimator, dataset, {}, run_uri)
+        prepared = prepare_fit(estimator, dataset, search_uri=run_uri)
         dataset = prepared.dataset
         space = Space(held, prepared)
         fit = CheckedFit.of(prepared.estimator, dataset)

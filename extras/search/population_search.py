@@ -62,7 +62,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
         estimator = estimator.copy({estimator.getParam(s.name): value_of(estimator, s) for s in ends})
         held = self._held_space()
         run_uri = self._checked_run(dataset, STATE, f"{ROUND}-")
-        prepared = prepare_fit(estimator, dataset, {}, run_uri)
+        prepared = prepare_fit(estimator, dataset, search_uri=run_uri)
         dataset = prepared.dataset
         space = Space(held, prepared)
         _check_changeable(space, prepared.estimator)

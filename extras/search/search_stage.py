@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from pyspark.ml import Estimator
@@ -13,9 +13,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.held_out_rows import hold_out_at_random
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run_layout import IDENTITY
 from ringspark.estimators.stages.declared import set_params
+from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE
@@ -25,8 +27,10 @@ from ringspark.extras.search.study import JOURNAL
 from ringspark.extras.search.trial_data import KEYS, SHARDS
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import quote
+from ringspark.pipelines.external.file_scan import find_scan
+from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.spark_paths import resolve
-from ringspark.pipelines.writing.split import split_expression
+from ringspark.pipelines.table_files import InPlaceError
 
 S = TypeVar("S", bound="SearchStage")
 
@@ -124,17 +128,25 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         if self.getEvaluator() is None:
             yield dataset, None
             return
-        indicator = fit.data.validation_col
+        dataset, indicator = _fix_rows(dataset, fit.data), fit.data.validation_col
         if indicator is not None:
             yield dataset, dataset.where(F.col(quote(indicator)).cast("boolean"))
             return
-        # By a hash, like the estimator's validationFraction: a row keeps its side if Spark computes it again.
         # With another seed, so that the estimator's fraction is independent of this split.
         seed = zlib.crc32(f"held out {self.getSeed()}".encode())
-        is_held_out = split_expression(dataset, None, None, 1 - self.getTrainRatio(), seed)
-        assert is_held_out is not None
-        held_out = dataset.where(is_held_out).persist()
+        split = hold_out_at_random(dataset, dataset.columns, 1 - self.getTrainRatio(), seed)
+        is_held_out = F.col(quote(split.indicator))
+        held_out = split.dataset.where(is_held_out).drop(split.indicator).persist()
         try:
-            yield dataset.where(~is_held_out), held_out
+            yield split.dataset.where(~is_held_out).drop(split.indicator), held_out
         finally:
             held_out.unpersist()
+
+
+def _fix_rows(dataset: DataFrame, data: FitData) -> DataFrame:
+    """Returns a DataFrame that gives both sides of the split the same rows."""
+    if data.place != "copy":
+        with suppress(InPlaceError):
+            find_scan(dataset, data.columns)  # rows of files, and no function chooses them
+            return dataset
+    return fix_rows(dataset)

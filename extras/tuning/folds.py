@@ -16,6 +16,7 @@ from pyspark.sql.types import DataType
 
 from ringspark.estimators.columns.schema import find_field, find_fields
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
+from ringspark.pipelines.fixed_rows import fix_rows
 
 FOLD = "fold"
 
@@ -36,10 +37,10 @@ def stratified_folds(
 ) -> DataFrame:
     """Adds a column of folds; the numbers of rows of a class in two folds differ by at most one.
 
-    Runs one job, which counts the classes.
+    Runs one job, which counts the classes. If the rows could change between two jobs, the result holds a copy
+    of them (`fix_rows`).
 
     Args:
-        df: The rows. If Spark computes different rows each time, the folds differ too.
         k: Number of folds, at least 2.
         keyCols: Columns whose hash orders the rows, such as an id. If the key is unique, a row keeps its fold
             when other columns are added. None takes all columns.
@@ -53,6 +54,7 @@ def stratified_folds(
     if keyCols is not None and (isinstance(keyCols, str) or not keyCols):
         raise ValueError(f"keyCols must be a list of at least one column, got {keyCols!r}; None takes all")
     keys = [find_field(name, "keyCols", df.schema, exact).name for name in keyCols or ()]
+    df = fix_rows(df)
     classes = df.groupBy(F.col(quote(label)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     _refuse_nulls(classes, "labelCol", label)
     smallest = classes.orderBy(_ROWS, _KEY).first()
@@ -82,17 +84,17 @@ def stratified_folds(
 def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCol: str = FOLD) -> DataFrame:
     """Adds a column of folds that never splits a group.
 
-    Runs one job, which counts the groups.
+    Runs one job, which counts the groups. If the rows could change between two jobs, the result holds a copy
+    of them (`fix_rows`).
 
     Args:
-        df: The rows. If Spark computes different rows each time, the folds differ too.
         k: Number of folds, at least 2.
         foldCol: Name of the new column, of integers from 0.
 
     Raises:
         ValueError: An argument or the rows are invalid.
     """
-    group = _check(df, "grouped_folds", "groupCol", groupCol, k, foldCol)
+    group, df = _check(df, "grouped_folds", "groupCol", groupCol, k, foldCol), fix_rows(df)
     groups = df.groupBy(F.col(quote(group)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     _refuse_nulls(groups, "groupCol", group)
     # Counts at most k groups.

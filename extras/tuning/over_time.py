@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, DateType, NumericType, TimestampType
+from pyspark.sql.types import DataType, DateType, NumericType, TimestampNTZType, TimestampType
 
 from ringspark.estimators.columns.schema import find_field
+from ringspark.estimators.held_out_rows import exact_number
 from ringspark.extras.tuning.folds import FOLD, check_count
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
+from ringspark.pipelines.fixed_rows import fix_rows
 
 
 class Fold(NamedTuple):
@@ -31,7 +33,8 @@ class Fold(NamedTuple):
 def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
     """Returns the folds that a column defines, from `stratified_folds`, `grouped_folds` or your own code.
 
-    The column stays in the rows. Fold i validates on the rows with number i and trains on all other rows.
+    The column stays in the rows. Fold i validates on the rows with number i and trains on all other rows. If
+    the rows could change between two jobs, the folds hold a copy of them (`fix_rows`).
 
     Raises:
         ValueError: The column is missing, a row has null or a number outside 0 to k-1, or one of these
@@ -40,7 +43,7 @@ def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
     check_frame(df, "fold_pairs")
     check_count("fold_pairs", k)
     name = find_field(foldCol, "foldCol", df.schema, is_case_sensitive(df.sparkSession)).name
-    column = F.col(quote(name))
+    column, df = F.col(quote(name)), fix_rows(df)
     found = {row[0] for row in df.select(column).distinct().limit(k + 1).collect()}
     if found != set(range(k)):
         given = ", ".join(sorted(map(str, found)))
@@ -54,9 +57,9 @@ def fold_pairs(df: DataFrame, k: int, foldCol: str = FOLD) -> list[Fold]:
 def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) -> list[Fold]:
     """Splits a time series into k folds; in each fold the training rows come before the validation rows.
 
-    Runs two jobs. Rows with equal times stay together. The blocks end at exact quantiles of the times, so
+    Runs a few jobs. Rows with equal times stay together. The blocks end at exact quantiles of the times, so
     they depend neither on the order of the rows nor on partitions. For this, Spark collects one count per
-    distinct time.
+    distinct time. If the rows could change between two jobs, the folds hold a copy of them (`fix_rows`).
 
     Args:
         timeCol: A column of numbers, dates or timestamps.
@@ -72,7 +75,13 @@ def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) 
     check_frame(df, "time_folds")
     check_count("time_folds", k)
     field = find_field(timeCol, "timeCol", df.schema, is_case_sensitive(df.sparkSession))
-    time, width = _number(field.name, field.dataType), _width(gap, field.name, field.dataType)
+    if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
+        raise ValueError(
+            f"timeCol {field.name!r} must be a column of numbers, dates or timestamps, got "
+            f"{field.dataType.simpleString()}; cast it"
+        )
+    width, df = _width(gap, field.name, field.dataType), fix_rows(df)
+    time = exact_number(df, F.col(quote(field.name)), field.dataType)
     shares = ", ".join(repr(i / (k + 1)) for i in range(1, k + 1))
     measured = df.select(time.alias("time")).agg(
         F.expr(f"percentile(time, array({shares}))"), F.count_if(F.isnull("time") | F.isnan("time"))
@@ -106,21 +115,6 @@ def _conditions(time: Column, cuts: Sequence[float], width: float) -> list[tuple
         )
         for start, end in zip(cuts, ends, strict=True)
     ]
-
-
-def _number(name: str, data_type: DataType) -> Column:
-    """Returns times as doubles: microseconds for timestamps, days for dates, numbers as they are."""
-    column = F.col(quote(name))
-    if isinstance(data_type, TimestampType):
-        return F.unix_micros(column).cast("double")
-    if isinstance(data_type, DateType):
-        return F.unix_date(column).cast("double")
-    if isinstance(data_type, NumericType):
-        return column.cast("double")
-    raise ValueError(
-        f"timeCol {name!r} must be a column of numbers, dates or timestamps, got {data_type.simpleString()}; "
-        "cast it"
-    )
 
 
 def _width(gap: Any, name: str, data_type: DataType) -> float:

@@ -60,7 +60,7 @@ def plain_copy(estimator: Any) -> Any:
 
 def prepare_training(estimator: Any, df: DataFrame) -> PreparedFit:
     """Prepares and checks a training. The result's `dataset` has only the training rows."""
-    prepared = prepare_fit(estimator, df, {})
+    prepared = prepare_fit(estimator, df)
     indicator = CheckedFit.of(prepared.estimator, prepared.dataset).data.validation_col
     if indicator is None:
         return prepared

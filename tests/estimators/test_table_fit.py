@@ -284,8 +284,7 @@ def test_many_columns_are_embedded_narrower(spark: Any) -> None:
 def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
     rows = spark.range(800_000).selectExpr("CAST(rand(0) * 2 AS INT) AS label", "rand(1) AS x")
     of_all, of_some = (
-        prepare_fit(TorchClassifier(seed=1), frame, {}).estimator
-        for frame in (rows, rows.where("id % 20 = 0"))
+        prepare_fit(TorchClassifier(seed=1), frame).estimator for frame in (rows, rows.where("id % 20 = 0"))
     )
     assert of_all.getModel().kwargs["rates"] == [1.0, 1.0, 1.0]
     assert of_all.getModel().kwargs["dropouts"] == [0.0, 0.1, 0.3]
@@ -293,7 +292,7 @@ def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
     assert "rates" not in of_some.getModel().kwargs
     assert of_some.getEpochs() == 37
     given = TorchClassifier(seed=1, epochs=3, model=ModelSpec("tabpack", {"rates": [1.0], "dropouts": [0.1]}))
-    kept = prepare_fit(given, rows, {}).estimator
+    kept = prepare_fit(given, rows).estimator
     assert (kept.getEpochs(), kept.getModel().kwargs["rates"]) == (3, [1.0])
 
 

@@ -1,0 +1,80 @@
+"""What is learned from the training rows sees no held-out row, also if the rows change between two jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from changing_frames import CHANGING, ROWS
+
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.held_out_rows import exact_number, hold_out_at_random
+from ringspark.estimators.table_fit import prepare_fit
+from ringspark.pipelines import Vocabulary, open_reader, write_shards
+from ringspark.pipelines.fixed_rows import fix_rows
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_vocabulary_knows_the_training_rows_and_no_others(spark: Any, tmp_path: Path, kind: str) -> None:
+    rows = CHANGING[kind](spark).selectExpr("id", "x", "concat('w', id) AS word")
+    manifest = write_shards(
+        rows, str(tmp_path / "s"), columns={"word": Vocabulary()}, validation_fraction=0.4
+    )
+    train = [
+        number
+        for batch in open_reader(manifest.select("train"), engine="arrow", shuffle=False).batches(0)
+        for number in batch["id"].tolist()
+    ]
+    words = manifest.column("word").kind.words  # type: ignore[attr-defined]
+    assert sorted(words) == sorted(f"w{number}" for number in train)
+    assert 0 < len(train) < ROWS
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_table_is_measured_on_the_rows_that_are_trained_on(spark: Any, tmp_path: Path, kind: str) -> None:
+    estimator = TorchRegressor(labelCol="x", validationFraction=0.3, storageUri=str(tmp_path))
+    prepared = prepare_fit(estimator, CHANGING[kind](spark))
+    fit = CheckedFit.of(prepared.estimator, prepared.dataset)
+    manifest = fit.data.write(prepared.dataset, str(tmp_path / "rows"))
+    assert prepared.plan is not None
+    assert prepared.plan.rows == manifest.select("train").num_rows < manifest.num_rows == ROWS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_rows_are_divided_if_few_rows_differ(spark: Any, seed: int) -> None:
+    rows = fix_rows(spark.range(0, 1_000, 1, 4).selectExpr("id % 4 AS kind", "id % 2 AS label"))
+    split = hold_out_at_random(rows, ["kind", "label"], 0.15, seed)
+    held = split.dataset.where(split.indicator).count()
+    assert abs(held - 150) <= 5
+    # Both jobs see the same rows on the same side.
+    counts = split.dataset.groupBy("kind", split.indicator).count().collect()
+    assert sum(row["count"] for row in counts if row[split.indicator]) == held
+    assert len(counts) == 8, "each of the four rows is on both sides"
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_a_table_of_few_rows_has_both_sides(spark: Any, rows: int) -> None:
+    for seed in range(4):
+        split = hold_out_at_random(spark.range(rows), ["id"], 0.15, seed)
+        assert 0 < split.dataset.where(split.indicator).count() < rows
+
+
+def test_equal_rows_stay_together_if_many_rows_differ(spark: Any) -> None:
+    rows = spark.range(0, 4_000, 1, 4).selectExpr("id % 2000 AS kind")
+    split = hold_out_at_random(rows, ["kind"], 0.2, 1)
+    sides = split.dataset.select("kind", split.indicator).distinct()
+    assert sides.count() == 2_000
+    assert 330 < sides.where(split.indicator).count() < 470
+
+
+def test_numbers_beyond_2_to_the_53_stay_different(spark: Any) -> None:
+    for text in ("id + (1L << 60)", "CAST(id + (1L << 60) AS decimal(38,2))", "id - (1L << 60)"):
+        frame = spark.range(100).selectExpr(f"{text} AS n")
+        number = exact_number(frame, frame["n"], frame.schema["n"].dataType)
+        assert frame.select(number).distinct().count() == 100
