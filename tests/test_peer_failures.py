@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from changing_frames import ROWS, random_function
 
 from ringspark.pipelines import (
     READERS,
@@ -109,10 +110,10 @@ def test_an_unseeded_split_is_disjoint(spark: Any, tmp_path: Path) -> None:
     neither.
     """
     # Random in every execution of the plan, so a second execution would show.
-    df = spark.range(1_000).selectExpr("id", "uuid() < '4' as held_out")
+    df = random_function(spark).selectExpr("id", "x < 0.4 AS held_out")
     manifest = write_shards(df, str(tmp_path / "s"), validation_col="held_out", num_files=3)
     train, held_out = _ids(manifest.select("train")), _ids(manifest.select("validation"))
-    assert sorted(train + held_out) == list(range(1_000))
+    assert sorted(train + held_out) == list(range(ROWS))
     assert min(len(train), len(held_out)) > 100
 
 

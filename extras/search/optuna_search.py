@@ -51,11 +51,14 @@ class OptunaSearch(_OptunaParams, SearchStage):
         space = Space(held, prepared)
         fit = CheckedFit.of(prepared.estimator, dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
-        with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
+        with (
+            self._split(dataset, fit) as split,
+            closing(TrialData(split.training, run_uri, split.num_rows)) as data,
+        ):
             manifest = data.manifest(fit.data)
             if run_uri is not None:
                 prepared.keep_plan(run_uri)
-            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
+            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), split.held_out)
             epochs = None if space.varies("epochs") else fit.config.epochs
             study = open_study(
                 run_uri,
@@ -77,7 +80,7 @@ class OptunaSearch(_OptunaParams, SearchStage):
                 space=space,
                 objective=objective,
                 data=data,
-                dataset=training,
+                dataset=split.training,
                 run_uri=run_uri,
             )
             loop.run(self.getNumTrials(), self.getParallelism())

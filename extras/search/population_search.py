@@ -73,11 +73,14 @@ class PopulationSearch(_PopulationParams, SearchStage):
                 "epoch; set keep='last' and leave patience unset"
             )
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
-        with self._split(dataset, fit) as (training, held_out), closing(TrialData(training, run_uri)) as data:
+        with (
+            self._split(dataset, fit) as split,
+            closing(TrialData(split.training, run_uri, split.num_rows)) as data,
+        ):
             manifest = data.manifest(fit.data)
             if run_uri is not None:
                 prepared.keep_plan(run_uri)
-            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
+            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), split.held_out)
             rules = ("population", "epochsPerRound", "quantile", "perturbation", "seed")
             loop = PopulationLoop(
                 population=Population(
@@ -91,7 +94,7 @@ class PopulationSearch(_PopulationParams, SearchStage):
                 space=space,
                 objective=objective,
                 data=data,
-                dataset=training,
+                dataset=split.training,
                 run_uri=run_uri,
                 about={
                     **space.fixed_settings(fit, manifest),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
@@ -37,6 +37,15 @@ S = TypeVar("S", bound="SearchStage")
 _PARTS = ("estimator", "evaluator")
 # Prefixes of file names that only one class of search writes.
 _MARKS = {JOURNAL, STATE, f"{ROUND}-"}
+
+
+class SplitRows(NamedTuple):
+    """The rows of a search: to train on, and to evaluate on, if an evaluator ranks the trainings."""
+
+    training: DataFrame
+    held_out: DataFrame | None = None
+    num_rows: int | None = None
+    """Number of rows to train on, if the search itself has split the rows."""
 
 
 class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
@@ -124,13 +133,13 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         """Raises ValueError if the folder is in a store that the search cannot use."""
 
     @contextmanager
-    def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[tuple[DataFrame, DataFrame | None]]:
+    def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[SplitRows]:
         if self.getEvaluator() is None:
-            yield dataset, None
+            yield SplitRows(dataset)
             return
         dataset, indicator = _fix_rows(dataset, fit.data), fit.data.validation_col
         if indicator is not None:
-            yield dataset, dataset.where(F.col(quote(indicator)).cast("boolean"))
+            yield SplitRows(dataset, dataset.where(F.col(quote(indicator)).cast("boolean")))
             return
         # With another seed, so that the estimator's fraction is independent of this split.
         seed = zlib.crc32(f"held out {self.getSeed()}".encode())
@@ -138,7 +147,8 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         is_held_out = F.col(quote(split.indicator))
         held_out = split.dataset.where(is_held_out).drop(split.indicator).persist()
         try:
-            yield split.dataset.where(~is_held_out).drop(split.indicator), held_out
+            rows = dataset.count() - held_out.count()
+            yield SplitRows(split.dataset.where(~is_held_out).drop(split.indicator), held_out, rows)
         finally:
             held_out.unpersist()
 

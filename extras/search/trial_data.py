@@ -20,6 +20,7 @@ from ringspark.estimators.stages.fit_data import FitData, discard
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.reuse.cached_shards import rows_key
+from ringspark.pipelines.writing.row_counts import check_split
 
 # In the folder of a search: the keys of its rows, and its rows.
 KEYS = "rows.json"
@@ -27,8 +28,11 @@ SHARDS = "shards"
 
 
 class TrialData:
-    def __init__(self, dataset: DataFrame, run_uri: str | None) -> None:
+    """Writes the rows of a search; `num_rows` is the number of rows to train on, if it is known."""
+
+    def __init__(self, dataset: DataFrame, run_uri: str | None, num_rows: int | None = None) -> None:
         self._dataset = dataset
+        self._num_rows = num_rows
         self._run_uri = run_uri
         self._lock = threading.Lock()
         self._written: dict[FitData, ShardManifest] = {}
@@ -39,9 +43,12 @@ class TrialData:
             if data not in self._written:
                 if self._run_uri is None:
                     uri = storage.join(data.root, f"{SHARDS}-{uuid.uuid4().hex[:12]}")
-                    self._written[data] = data.write(self._dataset, uri)
+                    manifest = data.write(self._dataset, uri)
                 else:
-                    self._written[data] = self._kept(data, self._run_uri)
+                    manifest = self._kept(data, self._run_uri)
+                if self._num_rows is not None:
+                    check_split(manifest, self._num_rows)
+                self._written[data] = manifest
             return self._written[data]
 
     def close(self) -> None:

@@ -45,10 +45,17 @@ def check_rows(manifest: ShardManifest, reports: Sequence[Mapping[str, Any]]) ->
                 raise _error(f"the {split} files hold {rows} rows, but column {name!r} counts {stats.rows}")
 
 
+def check_split(manifest: ShardManifest, num_rows: int) -> None:
+    """Compares the rows of one side of a split with their number when the rows were split."""
+    found = manifest.num_rows + manifest.skipped_rows
+    if found != num_rows:
+        raise _error(f"{num_rows} rows were not held out, but {found} were written to train on")
+
+
 def _error(what: str) -> LostRowsError:
     return LostRowsError(
-        f"the write lost or doubled rows: {what}; nothing was written. This is a bug of ringspark: report it "
-        "with the output of df.explain('extended'); until it is mended, write df.localCheckpoint() instead"
+        f"the write lost or doubled rows: {what}; nothing was trained. This is a bug of ringspark: report it "
+        "with the output of df.explain('extended'); until it is mended, use df.localCheckpoint() instead"
     )
 
 

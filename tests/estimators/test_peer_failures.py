@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changing_frames import ROWS, random_function
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
@@ -188,19 +189,20 @@ def test_no_fold_starts_from_another_folds_weights(
 
 
 def test_an_unseeded_split_gives_each_row_to_one_side(
-    table: Any, common: dict[str, Any], tmp_path: Path
+    spark: Any, common: dict[str, Any], tmp_path: Path
 ) -> None:
     """horovod.spark writes train and validation separately: an unseeded split puts rows in both or in
     neither.
     """
     # Random in every execution of the plan, so a second execution would show.
-    df = table.selectExpr("double(id) as features", "0D as target", "uuid() < '8' as held_out")
+    rows = random_function(spark)
+    df = rows.selectExpr("double(id) as features", "0D as target", "x < 0.5 as held_out")
     seen = str(tmp_path / "order")
     model = TorchRegressor(
         **common | {"model": Constant(), "callbacks": [Order(seen)]}, validationIndicatorCol="held_out"
     ).fit(df)
-    rows = [int(line) for line in Path(seen).read_text().split()]
-    assert len(set(rows)) == len(rows) == model.summary.rows < 103
+    trained = [int(line) for line in Path(seen).read_text().split()]
+    assert len(set(trained)) == len(trained) == model.summary.rows < ROWS
     assert model.summary.epochs[0].validation_loss is not None
 
 

@@ -95,10 +95,6 @@ def _typed(frame: Any) -> Any:
     return frame.selectExpr("CAST(id AS bigint) AS id", "CAST(x AS double) AS x")
 
 
-def _doubled(batches: Any) -> Any:
-    yield from batches
-
-
 def _many(spark: Any, path: Path) -> Any:
     return _range(spark, path, 150)
 
@@ -165,9 +161,14 @@ OTHERS: dict[str, Frame] = {
             df.selectExpr("row_number() OVER (PARTITION BY id % 5 ORDER BY x) AS id")
         ).selectExpr("CAST(id AS bigint) AS id", "x"),
     ),
-    "Python function": _then(_pandas, lambda df: df.mapInArrow(_doubled, "id bigint, x double")),
+    "Python function": _then(
+        _pandas, lambda df: df.mapInArrow(lambda batches: batches, "id bigint, x double")
+    ),
     "row ids": _then(_pandas, lambda df: _paired(df.selectExpr("monotonically_increasing_id() AS id"))),
 }
 """Frames whose rows Spark reads or computes in tasks."""
 
 FRAMES = LOCAL | OTHERS
+
+CHANGING = ("sample", "limit", "offset")
+"""Starts of the names of frames of which several executors give other rows in each job."""

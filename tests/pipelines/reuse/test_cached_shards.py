@@ -332,7 +332,6 @@ def test_rows_that_may_differ_next_time_are_written_anew(
 
 @spark_test
 @pytest.mark.modes
-@pytest.mark.slow
 def test_two_dataframes_in_memory_are_never_confused(spark: Any, root: str) -> None:
     for first in (0, 1000, 2000):
         # The plan is the same, and often also id(), because the first DataFrame was garbage-collected.

@@ -13,7 +13,13 @@ from ringspark.pipelines import ShardManifest, write_shards
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.writing import rebalance, shards
-from ringspark.pipelines.writing.row_counts import LostRowsError, check_copies, check_rows, check_tasks
+from ringspark.pipelines.writing.row_counts import (
+    LostRowsError,
+    check_copies,
+    check_rows,
+    check_split,
+    check_tasks,
+)
 
 
 def file(path: str, rows: int) -> ShardFile:
@@ -56,6 +62,12 @@ def test_a_copy_has_the_planned_rows() -> None:
         check_copies([file("a", 7)], [file("b", 3), file("c", 4)], [4, 3])
 
 
+def test_the_rows_that_are_not_held_out_are_trained_on() -> None:
+    check_split(manifest(7, 7, 3), 10)
+    with pytest.raises(LostRowsError, match="11 rows were not held out, but 10 were written to train on"):
+        check_split(manifest(7, 7, 3), 11)
+
+
 @pytest.mark.spark
 @pytest.mark.parametrize("fault", ["a copy leaves rows out", "a task loses its rows"])
 def test_a_write_that_loses_rows_leaves_nothing(
@@ -72,6 +84,6 @@ def test_a_write_that_loses_rows_leaves_nothing(
         monkeypatch.setattr(shards, "plan_even_files", half)
     else:
         monkeypatch.setattr(shards, "join_reports", without_last)
-    with pytest.raises(LostRowsError, match=r"lost or doubled rows: .*; nothing was written\. This is a bug"):
+    with pytest.raises(LostRowsError, match=r"lost or doubled rows: .*; nothing was trained\. This"):
         write_shards(spark.range(100), str(tmp_path / "s"), num_files=3)
     assert os.listdir(tmp_path) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from frames_of_any_kind import FRAMES, partner
+from frames_of_any_kind import CHANGING, FRAMES, partner
 
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.pipelines import ShardManifest, Vocabulary, cached_shards, write_shards
@@ -68,7 +68,7 @@ ALL = [
 @pytest.mark.parametrize(("kind", "way"), ALL)
 def test_every_row_is_written_once(spark: Any, tmp_path: Path, kind: str, way: str) -> None:
     df = FRAMES[kind](spark, tmp_path)
-    df = df.cache() if kind.startswith("sample") else df
+    df = df.cache() if kind.startswith(CHANGING) else df
     rows = [(row["id"], row["x"]) for row in df.collect()]
     assert rows, "a frame without rows shows nothing"
     manifest = WAYS[way](df, str(tmp_path / "shards"))

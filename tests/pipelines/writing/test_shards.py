@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from changing_frames import ROWS, random_function
 
 from ringspark.pipelines import Image, ShardManifest, Vocabulary, open_reader, write_shards
 from ringspark.pipelines.manifest import SPLITS
@@ -70,13 +71,11 @@ def test_vectors_dense_and_sparse_become_float32_arrays(spark: Any, tmp_path: Pa
 
 
 def test_the_split_of_a_plan_that_changes_on_every_run_is_disjoint(spark: Any, tmp_path: Path) -> None:
-    from pyspark.sql import functions as F
-
-    # uuid() gives new values in every execution, like a nondeterministic UDF.
-    df = spark.range(500).withColumn("held_out", F.expr("uuid() < '4'"))
+    df = random_function(spark).selectExpr("id", "x < 0.3 AS held_out")
+    assert len({tuple(row["held_out"] for row in df.collect()) for _ in "12"}) == 2
     manifest = write_shards(df, str(tmp_path / "s"), validation_col="held_out", num_files=2)
     train, held_out = _read(manifest.select("train"))["id"], _read(manifest.select("validation"))["id"]
-    assert np.array_equal(np.sort(np.concatenate([train, held_out])), np.arange(500))
+    assert np.array_equal(np.sort(np.concatenate([train, held_out])), np.arange(ROWS))
     assert 50 < len(held_out) < 250
     assert manifest.stats["train"]["id"].rows == len(train)
     assert [column.name for column in manifest.columns] == ["id"]
