@@ -7,16 +7,13 @@ measures the training rows, and another job uses them, held-out rows are trained
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from ringspark.pipelines.reuse.plan_fingerprint import explain, judge, section
+from ringspark.pipelines.reuse.plan_fingerprint import is_repeatable
 from ringspark.pipelines.spark_errors import explain_worker_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-_SHUFFLE = re.compile(r"(?<!Broadcast)Exchange\b|ShuffleQueryStage")
 
 
 def fix_rows(df: DataFrame) -> DataFrame:
@@ -25,7 +22,7 @@ def fix_rows(df: DataFrame) -> DataFrame:
     Spark removes the copy with the last reference to it. If an executor is lost with a part of the copy, the
     next job fails instead of computing other rows.
     """
-    if _is_repeatable(df):
+    if is_repeatable(df):
         return df
     from pyspark.errors import PySparkNotImplementedError
 
@@ -34,8 +31,3 @@ def fix_rows(df: DataFrame) -> DataFrame:
             return df.localCheckpoint()
     except PySparkNotImplementedError:  # Spark Connect before 4.0
         return df.persist()
-
-
-def _is_repeatable(df: DataFrame) -> bool:
-    extended, cost = explain(df)
-    return judge(extended, cost).refusal is None and not _SHUFFLE.search(section(extended, "Physical Plan"))

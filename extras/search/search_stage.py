@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from pyspark.ml import Estimator
@@ -17,7 +17,6 @@ from ringspark.estimators.held_out_rows import hold_out_at_random
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run_layout import IDENTITY
 from ringspark.estimators.stages.declared import set_params
-from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE
@@ -27,10 +26,8 @@ from ringspark.extras.search.study import JOURNAL
 from ringspark.extras.search.trial_data import KEYS, SHARDS
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import quote
-from ringspark.pipelines.external.file_scan import find_scan
 from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.spark_paths import resolve
-from ringspark.pipelines.table_files import InPlaceError
 
 S = TypeVar("S", bound="SearchStage")
 
@@ -137,7 +134,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         if self.getEvaluator() is None:
             yield SplitRows(dataset)
             return
-        dataset, indicator = _fix_rows(dataset, fit.data), fit.data.validation_col
+        dataset, indicator = fix_rows(dataset), fit.data.validation_col
         if indicator is not None:
             yield SplitRows(dataset, dataset.where(F.col(quote(indicator)).cast("boolean")))
             return
@@ -151,12 +148,3 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
             yield SplitRows(split.dataset.where(~is_held_out).drop(split.indicator), held_out, rows)
         finally:
             held_out.unpersist()
-
-
-def _fix_rows(dataset: DataFrame, data: FitData) -> DataFrame:
-    """Returns a DataFrame that gives both sides of the split the same rows."""
-    if data.place != "copy":
-        with suppress(InPlaceError):
-            find_scan(dataset, data.columns)  # rows of files, and no function chooses them
-            return dataset
-    return fix_rows(dataset)

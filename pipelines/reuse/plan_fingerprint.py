@@ -23,8 +23,8 @@ _CUT = re.compile(r"\.\.\. \d+ more fields|more characters|\.\.\.,? |\.\.\.\)?$"
 
 _NAMES = """
     Aggregate CTERelationDef CTERelationRef Deduplicate Distinct Except Expand Filter Generate GlobalLimit
-    Intersect Join LocalLimit Offset OneRowRelation Project Range RebalancePartitions Relation Repartition
-    RepartitionByExpression ResolvedHint Sort SubqueryAlias Union View Window WithCTE
+    Intersect Join LocalLimit LocalRelation Offset OneRowRelation Project Range RebalancePartitions Relation
+    Repartition RepartitionByExpression ResolvedHint Sort SubqueryAlias Union View Window WithCTE
 """
 _OPERATORS = frozenset(_NAMES.split())
 
@@ -90,6 +90,8 @@ _PYTHON = re.compile(
     r"^[\s:*|+()\d-]*\w*(?:Python|Pandas|InArrow|ScriptTransformation|UDTF)\w*", re.MULTILINE
 )
 _SPECIAL_DATE = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b(?!#)", re.IGNORECASE)
+# Rows arrive in another order each time: sums of doubles depend on it, and the rows that a limit takes.
+_SHUFFLE = re.compile(r"(?<!Broadcast)Exchange\b|ShuffleQueryStage|Limit\b|TakeOrdered")
 _LOCATION = re.compile(r"Location: (\w+)")
 _FOLDERS = re.compile(r"Location: (.*?), PartitionFilters: ")
 _STATISTICS = re.compile(r"Relation .*Statistics\(sizeInBytes=([\d.]+) ([KMGTPE]i)?B\b")
@@ -166,6 +168,14 @@ def explain(df: DataFrame) -> tuple[str, str]:
     return extended, cost
 
 
+def is_repeatable(df: DataFrame) -> bool:
+    """Whether two jobs get the same rows from `df`, if nobody changes its files in between."""
+    extended, _ = explain(df)
+    analysed, physical = (section(extended, name) for name in ("Analyzed Logical Plan", "Physical Plan"))
+    operators = [line.lstrip(" :+-") for line in _without_view(analysed.splitlines()[1:])]
+    return bool(operators) and not _SHUFFLE.search(physical) and _find_change(operators, extended) is None
+
+
 def judge(extended: str, cost: str) -> PlanFingerprint:
     """Creates a fingerprint from the two texts that `explain` returns."""
     analysed, optimised, physical = (
@@ -189,6 +199,20 @@ def judge(extended: str, cost: str) -> PlanFingerprint:
 
 
 def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | None:
+    if any(operator.startswith("LocalRelation") for operator in operators):
+        return "it has data in memory, which is not in the plan"
+    if is_cached(everything):
+        return "it is cached in Spark, which may hold older rows than its files"
+    if (change := _find_change(operators, everything)) is not None:
+        return change
+    # Other tables have files that no scan lists (deletion vectors), or their own lists of files.
+    if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
+        return f"it reads a table with its own list of files ({sorted(others)[0]})"
+    return None
+
+
+def _find_change(operators: Sequence[str], everything: str) -> str | None:
+    """Returns why two jobs may get different rows although no file changes; None if they cannot."""
     for operator in operators:
         name = re.split(r"\W", operator, maxsplit=1)[0]
         if name == "Relation":
@@ -200,9 +224,7 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
             return "it takes a sample, and another run gives other rows"
         elif name not in _OPERATORS:
             return f"its plan has {name or 'an operator'!r}, which may give other rows next time"
-    if is_cached(everything):
-        return "it is cached in Spark, which may hold older rows than its files"
-    if _PYTHON.search(physical):
+    if _PYTHON.search(everything):
         return "it calls a Python function, whose code is not in the plan"
     if _CUT.search(everything):
         return "Spark shortened its plan"
@@ -213,9 +235,6 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
             return f"it calls {unknown!r}, which may give another result next time"
         if _SPECIAL_DATE.search(operator) and re.search(r"date|time", operator, re.IGNORECASE):
             return "it may depend on today's date"
-    # Other tables have files that no scan lists (deletion vectors), or their own lists of files.
-    if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
-        return f"it reads a table with its own list of files ({sorted(others)[0]})"
     return None
 
 

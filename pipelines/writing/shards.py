@@ -161,7 +161,7 @@ def write_shards(
     storage.check_writable(plan.uri)
     if any(must_learn(column) for column in plan.columns):
         # The words are counted in a job of its own, which must see the rows and the split of the write.
-        df = fix_rows(df)
+        df = fix_rows(df) if references is None else df
         seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
         seen = seen if valid is None else seen.where(valid)
         plan = replace(plan, columns=tuple(learn(seen, column) for column in plan.columns))
