@@ -15,6 +15,7 @@ from torch import nn
 
 from ringspark.models.chain import Link
 from ringspark.models.checks import check_dropout, check_sizes
+from ringspark.models.table_network import TableNetwork
 
 # Embeddings of rare categories start small, so that they do not drown the numbers in noise.
 RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3
@@ -109,7 +110,7 @@ class MemberBlock(nn.Module):
         return self.dropout(torch.relu(out)), effect
 
 
-class TabM(nn.Module):
+class TabM(TableNetwork):
     """`members` networks over the numbers and categories of a table; the prediction is their mean.
 
     Args:
@@ -147,18 +148,13 @@ class TabM(nn.Module):
         scale: float = 1.0,
         averages: str = "values",
     ) -> None:
-        super().__init__()
+        super().__init__(center, scale, averages)
         check_sizes(out_features=out_features, members=members, width=width, depth=depth)
         check_sizes(number_width=number_width, category_width=category_width)
         check_dropout("dropout", dropout)
         check_dropout("unknown", unknown)
         check_table(edges, cardinalities, averages)
-        self.unknown, self.averages = unknown, averages
-        self.center, self.scale = center, scale
-        if averages == "probabilities":
-            # The saved network's is set by the metric "temperature".
-            self.calibrates = True
-            self.register_buffer("temperature", torch.ones(()))
+        self.unknown = unknown
         self.numbers = NumberEmbedding(edges, number_width)
         self.embeddings = nn.ModuleList(nn.Embedding(n, min(n, category_width)) for n in cardinalities)
         # Names with many values also shift the output on their own, like a random effect of statistics.
@@ -208,10 +204,7 @@ class TabM(nn.Module):
 
     def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
         outputs = torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect
-        outputs = self.center + self.scale * outputs
-        if self.training:
-            return outputs
-        if self.averages == "probabilities":
-            assert isinstance(self.temperature, torch.Tensor)
-            return torch.log_softmax(outputs, 2).exp().mean(1).clamp_min(1e-12).log() / self.temperature
-        return outputs.mean(1)
+        if self.training or self.averages == "values":
+            outputs = self.to_label(outputs)
+            return outputs if self.training else outputs.mean(1)
+        return self.to_logits(outputs.float().softmax(2).mean(1))

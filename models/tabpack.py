@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.models.checks import check_dropout, check_sizes
+from ringspark.models.table_network import TableNetwork
 from ringspark.models.tabm import RARE_FROM, NumberBins, check_table
 
 # A member with much dropout underfits clean labels, one with little overfits noisy ones; a slow one suits few
@@ -122,7 +123,7 @@ class PackedBlock(PackedLinear):
         return out
 
 
-class TabPack(nn.Module):
+class TabPack(TableNetwork):
     """Independent networks over the numbers and categories of a table; the prediction is a weighted mean.
 
     Args:
@@ -160,7 +161,7 @@ class TabPack(nn.Module):
         scale: float = 1.0,
         averages: str = "values",
     ) -> None:
-        super().__init__()
+        super().__init__(center, scale, averages)
         check_sizes(out_features=out_features, width=width, depth=depth, members=len(rates))
         check_sizes(number_width=number_width, category_width=category_width)
         for dropout in (*dropouts, unknown):
@@ -168,7 +169,7 @@ class TabPack(nn.Module):
         if len(dropouts) != len(rates) or min(rates) <= 0:
             raise ValueError("dropouts and rates must have one number per member, and rates must be above 0")
         check_table(edges, cardinalities, averages)
-        self.unknown, self.averages, self.center, self.scale = unknown, averages, center, scale
+        self.unknown = unknown
         shares = torch.tensor(rates)
         self.bins = NumberBins(edges)
         # Tables without a column of this type have no weights for it.
@@ -191,10 +192,6 @@ class TabPack(nn.Module):
         )
         self.head = PackedLinear(shares, width, out_features)
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
-        if averages == "probabilities":
-            # The saved network's is set by the metric "temperature".
-            self.calibrates = True
-            self.register_buffer("temperature", torch.ones(()))
 
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, M) numbers, NaN if missing, and (batch, K) ids to outputs.
@@ -204,15 +201,9 @@ class TabPack(nn.Module):
         """
         outputs = self._outputs(numbers, ids)
         if self.training:
-            if self.scale != 1 and outputs.requires_grad:
-                # The gradient of a standardized label: Adam's epsilon would stop tiny ones.
-                outputs.register_hook(lambda gradient: gradient / self.scale**2)  # type: ignore[no-untyped-call]
-            return self.center + self.scale * outputs.transpose(0, 1)
+            return self.to_label(outputs.transpose(0, 1))
         mean = torch.einsum("kbo,k->bo", self._predictions(outputs), self.shares)
-        if self.averages == "probabilities":
-            assert isinstance(self.temperature, torch.Tensor)
-            return mean.clamp_min(1e-12).log() / self.temperature
-        return self.center + self.scale * mean
+        return self.to_logits(mean) if self.averages == "probabilities" else self.to_label(mean)
 
     @torch.no_grad()
     def candidates(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
