@@ -13,12 +13,14 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ArrayType,
-    AtomicType,
+    BinaryType,
+    BooleanType,
     DataType,
     DateType,
     DecimalType,
     LongType,
     NumericType,
+    StringType,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -34,6 +36,8 @@ from ringspark.pipelines.kinds.vector import canonical_vector
 HELD_OUT_COLUMN = "__ringspark_held_out"
 """Start of the name of the indicator that `hold_out` adds."""
 
+# Types that Spark hashes. A later Spark may have others.
+_HASHED = (NumericType, StringType, BinaryType, BooleanType, DateType, TimestampType, TimestampNTZType)
 _SHARE = 0.15
 _BUCKETS = 1_000_000
 
@@ -118,7 +122,7 @@ def _indicator(key: tuple[Any, ...]) -> str:
 
 
 def _hashable(value: Column, data_type: DataType) -> list[Column]:
-    """Returns the parts of a column that Spark can hash; none for a map, or an array of maps or structs."""
+    """Returns the parts of a column that Spark can hash; none of other types, such as maps."""
     if data_type.simpleString() == "vector":
         # A sparse vector and a dense one with the same numbers are equal.
         return [canonical_vector(value)]
@@ -128,7 +132,7 @@ def _hashable(value: Column, data_type: DataType) -> list[Column]:
     inner = data_type
     while isinstance(inner, ArrayType):
         inner = inner.elementType
-    return [value] if isinstance(inner, AtomicType) else []
+    return [value] if isinstance(inner, _HASHED) else []
 
 
 def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:

@@ -17,6 +17,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     BooleanType,
+    DecimalType,
     NumericType,
     StringType,
     StructField,
@@ -189,6 +190,12 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         besides = f" besides the label {label.name!r}" if label else ""
         raise ValueError(f"the DataFrame has no column{besides}; give it some inputs")
     check_names_differ(names, exact)
+    kinds = estimator.getColumns()
+    if chosen := sorted(kinds.keys() - {*label_names}):
+        raise ValueError(
+            f"columns sets a type for {chosen[0]!r}, but without a model fit chooses how the network gets "
+            "each column; remove it from columns, or give a model"
+        )
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names])
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
     key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
@@ -207,7 +214,7 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     completion = _completion(estimator, plan, model)
     inner._set(
         inputCols=[TABLE_COLUMN],
-        columns={TABLE_COLUMN: plan.kind},
+        columns={**kinds, TABLE_COLUMN: plan.kind},
         validationIndicatorCol=split.indicator,
         **completion,
     )
@@ -217,6 +224,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     table = StructType([field for field in split.dataset.schema.fields if field.name in sources])
     row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
+    if label is not None and isinstance(label.dataType, DecimalType):
+        frame = frame.withColumn(label.name, F.col(quote(label.name)).cast("double"))
     return PreparedFit(inner, frame, plan, frozenset(_unset(estimator, completion)) - {"model"})
 
 
@@ -350,8 +359,11 @@ def _look_at_label(
         )
     # Classes that only held-out rows have count, too: which rows are held out must not change the network.
     is_class = value.isNotNull()
+    if isinstance(label.dataType, StringType):
+        value = value.cast("string")  # without a collation, as the classes are numbered
     if isinstance(label.dataType, NumericType):
-        is_class &= ~F.isnan(value.cast("double")) & (value != F.lit(IGNORED))
+        number = value.cast("double")
+        is_class &= ~F.isnan(number) & (F.abs(number) < math.inf) & (value != F.lit(IGNORED))
     counts = (
         dataset.where(is_class)
         .groupBy(value.alias("label"))

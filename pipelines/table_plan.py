@@ -23,6 +23,7 @@ from ringspark.pipelines.table_statistics import (
     find_leaves,
     is_unique,
     measure,
+    measure_again,
 )
 from ringspark.pipelines.typed_json import parse_object, record
 
@@ -141,6 +142,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
             f"the table has {rows + rows_held} rows, {rows} to train on and {rows_held} held out; "
             "each part needs a row; give more rows, or another validationFraction or validationIndicatorCol"
         )
+    measure_again(frame, leaves, measures, held, target)
     count_values(frame, leaves, measures, rows + rows_held, held, target)
     uses = [
         ColumnUse(column=name, type=simple, distinct=None, missing=0.0, use="left out", reason=reason)
@@ -173,8 +175,12 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
 
 
 def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
-    place: dict[str, Any] = {"name": leaf.name, "path": leaf.path, "item": leaf.item, "type": leaf.type}
-    if leaf.type == "timestamp":
+    place: dict[str, Any] = {
+        "name": leaf.name, "path": leaf.path, "item": leaf.item, "length": leaf.length,
+        "type": leaf.type, "origin": leaf.origin,
+    }  # fmt: skip
+    is_text = leaf.type.startswith(("string", "varchar", "char"))
+    if leaf.type == "timestamp" or (is_text and leaf.family == "calendar"):
         place["zone"] = zone
     if not measured.count:
         return _Choice("left out", "every row lacks a value")
@@ -198,6 +204,7 @@ def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
     if measured.is_beyond:
         return _Choice("left out", "every held-out value lies above all training values")
     column, bins = TableColumn(**standard, **place), f"{len(edges) - 1} bins"
+    bins = f"text of numbers, {bins}" if is_text else bins
     if _is_id_in_disguise(measured):
         levels = tuple(sorted(float(value) for value in measured.repeats(2)))
         ids = TableColumn(form="levels", levels=levels, **place)

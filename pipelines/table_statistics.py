@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringspark.pipelines.columns import quote
-from ringspark.pipelines.kinds.scalar import number_of
-from ringspark.pipelines.kinds.table_row import local_seconds, title_of
+from ringspark.pipelines.kinds.table_row import double_of, local_seconds, title_of, try_cast
 from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 MAX_ITEMS = 1_024
 MAX_VALUES = 20_000
 """Largest number of values per column whose counts are kept, the most frequent values first."""
+
+FEW_TEXTS = 20
+"""Texts with so few values are categories, also if each value is a number."""
 
 FOLDS = 5
 QUANTILES = tuple(np.linspace(0.0, 1.0, 129).tolist())
@@ -49,8 +51,10 @@ class Leaf:
         type: Spark type of the column.
         value: The value: a double, a string, or a date or timestamp.
         path: Fields inside a struct.
-        item: Index in an array or vector.
+        item: Index in an array or vector, and `length` the number of its items.
         family: "number", "words" or "calendar".
+        source: The column itself, if it may hold whole numbers beyond 2^53, or numbers or times as text.
+        origin: Number that was subtracted from the value.
     """
 
     name: str
@@ -58,7 +62,10 @@ class Leaf:
     value: Any
     path: tuple[str, ...] = ()
     item: int | None = None
+    length: int | None = None
     family: str = "number"
+    source: Any = None
+    origin: int = 0
 
     @property
     def title(self) -> str:
@@ -75,6 +82,7 @@ class Measure:
         tails: Quantiles at the shares `TAILS`, then at 1 minus them.
         correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
+        numbers, times: Number of rows whose text is a number, or a date or timestamp.
         values: For each value, an array (2, FOLDS + 1): number of rows and sum of the target, in each random
             fold of the training rows and in the held-out rows.
     """
@@ -89,6 +97,8 @@ class Measure:
     is_beyond: bool = False
     length: float = 0.0
     has_hours: bool = False
+    numbers: int = 0
+    times: int = 0
     values: dict[str, NumpyArray] = field(default_factory=dict)
 
     def repeats(self, least: int) -> list[str]:
@@ -153,9 +163,12 @@ def _leaves_of(
 ) -> Iterator[Leaf]:
     simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
     if simple in _NUMERIC or simple.startswith("decimal"):
-        yield Leaf(name, simple, number_of(value, family).cast("double"), path)
+        # A decimal with digits after the point has too few before it to be a whole number beyond 2^53.
+        source = value if simple == "bigint" or simple.endswith(",0)") else None
+        yield Leaf(name, simple, double_of(value, family), path, source=source)
     elif simple == "boolean" or family in ("string", "varchar", "char"):
-        yield Leaf(name, simple, value.cast("string"), path, family="words")
+        source = None if simple == "boolean" else value
+        yield Leaf(name, simple, value.cast("string"), path, family="words", source=source)
     elif family in ("date", "timestamp", "timestamp_ntz"):
         yield Leaf(name, simple, local_seconds(value, simple), path, family="calendar")
     elif family == "struct":
@@ -190,7 +203,7 @@ def _items_of(
         refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
         return
     for item in range(high):
-        yield Leaf(name, simple, F.get(array, F.lit(item)).cast("double"), path, item)
+        yield Leaf(name, simple, F.get(array, F.lit(item)).cast("double"), path, item, high)
 
 
 def measure(
@@ -249,7 +262,48 @@ def _statistics() -> list[SparkColumn]:
         F.min(F.when(held, finite)).alias("lowest_held"),
         F.coalesce(F.max(F.pmod(number, F.lit(_DAY))) > 0, F.lit(False)).alias("has_hours"),
         F.avg(F.when(~held, F.length(word))).alias("length"),
+        # A leading zero is part of a code, such as a postcode.
+        F.count(F.when(~held & ~word.rlike("^0[0-9]"), try_cast(word, "double"))).alias("numbers"),
+        F.count(F.when(~held & word.rlike("[-/:]"), try_cast(word, "timestamp"))).alias("times"),
     ]
+
+
+def measure_again(
+    frame: DataFrame,
+    leaves: list[Leaf],
+    measures: list[Measure],
+    held: SparkColumn,
+    target: SparkColumn,
+) -> None:
+    """Replaces leaves by exact ones: whole numbers beyond 2^53, and text that holds numbers or times.
+
+    Runs two jobs if there are such leaves.
+    """
+    from pyspark.sql import functions as F
+
+    found: dict[int, Leaf] = {}
+    for index, (leaf, measured) in enumerate(zip(leaves, measures, strict=True)):
+        if leaf.source is None or not measured.count:
+            continue
+        if leaf.family == "number" and max(abs(measured.low), abs(measured.high)) > 2**53:
+            found[index] = leaf
+        elif leaf.family == "words" and measured.distinct > FEW_TEXTS:
+            if measured.numbers == measured.count:
+                found[index] = replace(leaf, value=try_cast(leaf.source, "double"), family="number")
+            elif measured.times == measured.count:
+                time = local_seconds(try_cast(leaf.source, "timestamp"), "timestamp")
+                found[index] = replace(leaf, value=time, family="calendar")
+    whole = [index for index, leaf in found.items() if leaf.value is leaves[index].value]
+    if whole:
+        lowest = frame.agg(*(F.min(found[index].source.cast("decimal(38,0)")) for index in whole)).head()
+        assert lowest is not None
+        for index, origin in zip(whole, map(int, lowest), strict=True):
+            value = double_of(found[index].source, "decimal", origin)
+            found[index] = replace(found[index], value=value, origin=origin)
+    if found:
+        again = measure(frame, list(found.values()), held, target)[2]
+        for index, measured in zip(found, again, strict=True):
+            leaves[index], measures[index] = found[index], measured
 
 
 def _number(leaf: Leaf) -> SparkColumn:

@@ -8,8 +8,11 @@ a category is for all values without an id, such as new or rare strings.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta, timezone
+from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -20,6 +23,7 @@ import pyarrow.compute as pc
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, numbers
 from ringspark.pipelines.kinds.scalar import number_of
 from ringspark.pipelines.rows import NumpyArray, Rows
+from ringspark.pipelines.spark_errors import MARK
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -29,6 +33,18 @@ if TYPE_CHECKING:
 Form = Literal["number", "levels", "words", "calendar"]
 
 _DAY = 86_400.0
+_PANDAS_SECONDS = 9.2e9
+_OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])(\d{1,2})(?::?(\d\d)(?::?(\d\d))?)?")
+# Names that Java knows besides those of the time zone database, which has EST, MST, HST and UTC.
+_SHORT_ZONES = {
+    "Z": "UTC", "UT": "UTC", "ACT": "Australia/Darwin", "AET": "Australia/Sydney", "ART": "Africa/Cairo",
+    "AGT": "America/Argentina/Buenos_Aires", "AST": "America/Anchorage", "BET": "America/Sao_Paulo",
+    "BST": "Asia/Dhaka", "CAT": "Africa/Harare", "CNT": "America/St_Johns", "CST": "America/Chicago",
+    "CTT": "Asia/Shanghai", "EAT": "Africa/Addis_Ababa", "ECT": "Europe/Paris", "IST": "Asia/Kolkata",
+    "IET": "America/Indiana/Indianapolis", "JST": "Asia/Tokyo", "MIT": "Pacific/Apia", "NET": "Asia/Yerevan",
+    "NST": "Pacific/Auckland", "PLT": "Asia/Karachi", "PNT": "America/Phoenix", "VST": "Asia/Ho_Chi_Minh",
+    "PRT": "America/Puerto_Rico", "PST": "America/Los_Angeles", "SST": "Pacific/Guadalcanal",
+}  # fmt: skip
 _NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double", "decimal")
 
 NULL_WORD = "\0null"
@@ -55,7 +71,11 @@ class TableColumn:
             "words": an id for each string. "calendar": `parts` of the date, and the standardized date.
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
-        type: Spark type that the column must have. If it is numeric, every numeric type is accepted.
+        length: Number of items of each array or vector.
+        origin: Number that Spark subtracts before it rounds to a double: the smallest of a column with whole
+            numbers beyond 2^53.
+        type: Spark type that the column must have. If it is numeric, every numeric type is accepted. Strings
+            of the forms "number", "levels" and "calendar" are read as numbers or times.
         zone: Time zone for the local time of a timestamp; empty for other types.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
@@ -66,6 +86,8 @@ class TableColumn:
     name: str
     path: tuple[str, ...] = ()
     item: int | None = None
+    length: int | None = None
+    origin: int = 0
     type: str = "double"
     zone: str = ""
     form: Form = "number"
@@ -94,7 +116,7 @@ class TableColumn:
     @property
     def source(self) -> str:
         """Name of the value in the struct that Spark sends to Python."""
-        return json.dumps([self.name, *self.path, self.item, self.form == "words"])
+        return json.dumps([self.name, *self.path, self.item, self.form == "words", self.origin])
 
     @property
     def num_ids(self) -> int:
@@ -220,7 +242,8 @@ class TableRow(Kind):
         others: dict[str, SparkColumn] = {}
         for column in self.columns:
             name, value_type = column.source, types[column.name]
-            if source is None and not column.path and column.item is None and column.form != "calendar":
+            is_plain = column.form == "words" or (is_number(column.type) and not column.origin)
+            if source is None and not column.path and column.item is None and is_plain:
                 text = "STRING" if column.form == "words" else "DOUBLE"
                 texts[name] = f"CAST({_quote(column.name)} AS {text}) AS {_quote(name)}"
             elif name not in others:
@@ -250,8 +273,10 @@ class TableRow(Kind):
         return Encoded([pa.Array.from_buffers(self.stored("")[""], len(rows), [None, buffer])])
 
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
-        # Its numbers are standardized, so their statistics say nothing of the table.
-        return np.zeros(0, np.float32)
+        # A resumed run compares these statistics of all standardized numbers and ids.
+        rows: Any = self.decode(arrays)
+        found: NumpyArray = np.concatenate([rows["numbers"].ravel(), rows["ids"].ravel()])
+        return found
 
     def decode(self, columns: Sequence[Any]) -> Rows:
         (column,) = columns
@@ -317,16 +342,41 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
             from pyspark.ml.functions import vector_to_array
 
             value = vector_to_array(value)
-        value = F.get(value, F.lit(column.item))
+        item = F.get(value, F.lit(column.item))
+        text = f"{MARK}column {column.title!r} needs arrays of {column.length} numbers, as in the training"
+        is_known = value.isNull() | (F.size(value) == column.length)
+        value = (
+            item if column.length is None else F.when(is_known, item).otherwise(F.raise_error(F.lit(text)))
+        )
     if column.form == "words":
         return value.cast("string")
     name = value_type.typeName()
     if column.form == "calendar":
+        if name == "string":
+            value, name = try_cast(value, "timestamp"), "timestamp"
         if name == "timestamp":
             # Python reads them on the clock of the training's time zone.
             return F.unix_micros(value).cast("double") / 1e6
         return local_seconds(value, name)
-    return number_of(value, name).cast("double")
+    if name == "string":
+        return try_cast(value, "double")
+    return double_of(value, name, column.origin)
+
+
+def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
+    """Casts a string; null if it has another form."""
+    trimmed = value.cast("string")
+    # Before Spark 4.0, a cast gives null by default.
+    return trimmed.try_cast(data_type) if hasattr(trimmed, "try_cast") else trimmed.cast(data_type)
+
+
+def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColumn:
+    """Returns a number as a double, after the subtraction of `origin`."""
+    from pyspark.sql import functions as F
+
+    if not origin:
+        return number_of(value, type_name).cast("double")
+    return (value.cast("decimal(38,0)") - F.lit(Decimal(origin))).cast("double")
 
 
 def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
@@ -357,10 +407,24 @@ def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
     """Converts UTC seconds since 1970 to the local time of a time zone, also in seconds since 1970."""
     import pandas as pd
 
-    moments = pd.to_datetime(pd.Series(seconds), unit="s", utc=True, errors="coerce")
-    shown = moments.dt.tz_convert(zone).dt.tz_localize(None)
+    # pandas reaches from 1677 to 2262. Beyond, the clock keeps its distance from UTC.
+    within = np.clip(seconds, -_PANDAS_SECONDS, _PANDAS_SECONDS)
+    moments = pd.to_datetime(pd.Series(within), unit="s", utc=True)
+    shown = moments.dt.tz_convert(clock_of(zone)).dt.tz_localize(None)
     found: NumpyArray = ((shown - pd.Timestamp(0)) / pd.Timedelta(seconds=1)).to_numpy(np.float64)
-    return found
+    local: NumpyArray = seconds + (found - within)
+    return local
+
+
+def clock_of(zone: str) -> Any:
+    """Returns a time zone of Spark in the form that pandas takes: an offset such as "GMT+8", or a name."""
+    offset = _OFFSET.fullmatch(zone)
+    if offset is None:
+        return _SHORT_ZONES.get(zone, zone)
+    sign, *parts = offset.groups("0")
+    hours, minutes, seconds = map(int, parts)
+    distance = timedelta(hours=hours, minutes=minutes, seconds=seconds)
+    return timezone(-distance if sign == "-" else distance)
 
 
 def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:

@@ -152,7 +152,7 @@ OTHERS: dict[str, Frame] = {
     "coalesced": _then(_many, lambda df: df.coalesce(3)),
     "coalesced pandas": _then(_pandas, lambda df: df.coalesce(1)),
     "skewed": _then(_range, lambda df: df.repartition(6, df.id > 5)),
-    "empty partitions": _then(_pandas, lambda df: df.limit(5).repartition(20)),
+    "empty partitions": _then(_pandas, lambda df: df.where("id < 5").repartition(20)),
     "distinct": _then(_range, lambda df: df.union(df).distinct()),
     "aggregate": _then(_pandas, lambda df: df.union(df).groupBy("id").agg({"x": "avg"}).toDF("id", "x")),
     "window": _then(
