@@ -31,6 +31,7 @@ from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines.columns import is_case_sensitive, quote
 from ringspark.pipelines.fixed_rows import fix_rows
+from ringspark.pipelines.kinds.scalar import number_of
 from ringspark.pipelines.kinds.vector import canonical_vector
 
 HELD_OUT_COLUMN = "__ringspark_held_out"
@@ -39,7 +40,7 @@ HELD_OUT_COLUMN = "__ringspark_held_out"
 # Types that Spark hashes. A later Spark may have others.
 _HASHED = (NumericType, StringType, BinaryType, BooleanType, DateType, TimestampType, TimestampNTZType)
 _SHARE = 0.15
-_BUCKETS = 1_000_000
+_BUCKETS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
 def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, seed: int) -> HeldOut:
     """Adds an indicator, true in about `share` of the rows, chosen by a hash of the columns `names`.
 
-    Rows that are equal in these columns are on one side. If so few rows differ that the sides would have
-    other sizes, equal rows are divided too. Runs a job.
+    Rows that are equal in these columns are on one side. If that gives no side, or one of half or twice the
+    size, rows are divided although they are equal to over 1 % of all rows. Runs a job.
 
     Args:
         dataset: Rows that are the same in every job, see `fix_rows`.
@@ -103,14 +104,16 @@ def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, s
     found = dataset.agg(F.count(F.lit(1)), F.count(F.when(held, F.lit(1)))).head()
     assert found is not None
     rows, chosen = found
-    noise = math.sqrt(rows * share * (1 - share))
-    if rows > 1 and (chosen in (0, rows) or abs(chosen - share * rows) > 5 * noise):
+    noise = 5 * math.sqrt(rows * share * (1 - share))
+    if rows > 1 and (chosen in (0, rows) or abs(chosen - share * rows) > max(0.5 * share * rows, noise)):
         # Equal rows are numbered, in no particular order, so the numbers are fixed before they are used.
-        number = F.row_number().over(Window.partitionBy(digest).orderBy(digest))
-        bucket = F.pmod(F.xxhash64(digest, number), F.lit(_BUCKETS))
+        equal = Window.partitionBy(digest)
+        number = F.row_number().over(equal.orderBy(digest))
+        is_frequent = F.count(F.lit(1)).over(equal) > F.lit(rows / 100)
+        bucket = F.pmod(F.xxhash64(digest, F.when(is_frequent, number)), F.lit(_BUCKETS))
         dataset = fix_rows(dataset.withColumn(indicator, bucket))
         most = min(share, (rows - 1) / rows)
-        cut = dataset.agg(F.percentile_approx(indicator, most, 1_000_000)).head()
+        cut = dataset.agg(F.percentile_approx(indicator, most, 10_000)).head()
         assert cut is not None
         held = F.col(indicator) <= F.lit(cut[0])
     return HeldOut(dataset.withColumn(indicator, held), indicator, key)
@@ -150,12 +153,17 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
             f"it holds {field.dataType.simpleString()}"
         )
     time = F.col(quote(field.name))
-    number = exact_number(dataset, time, field.dataType)
+    number = exact_number(dataset, time, field.dataType, 1 - share)
     found = dataset.agg(
-        F.percentile_approx(number, 1 - share, 10_000), F.min(number), F.max(number), F.min(time)
+        F.percentile_approx(number, 1 - share, 10_000),
+        F.min(number),
+        F.max(number),
+        F.min(time).cast("string"),
     ).head()
     assert found is not None
     cut, first, last, given = found
+    if cut is None:
+        raise ValueError(f"timeCol {name!r} has no value in any row; give validationFraction instead")
     if first == last:
         raise ValueError(f"timeCol {name!r} is {given} in every row; give validationFraction instead")
     # If the newest rows all have the time of the cut, they are held out, and all older rows train.
@@ -166,23 +174,28 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     )
 
 
-def exact_number(dataset: DataFrame, value: Column, data_type: DataType) -> Column:
-    """Returns numbers, dates or timestamps as doubles in which different values differ.
+def exact_number(dataset: DataFrame, value: Column, data_type: DataType, share: float = 0.5) -> Column:
+    """Returns numbers, dates or timestamps as doubles; NaN becomes null.
 
-    Dates become days and timestamps microseconds. A double is exact for whole numbers up to 2^53, so the
-    smallest value of a column with larger ones becomes 0. Runs a job for types with such numbers.
+    Dates become days and timestamps microseconds. A double is exact for whole numbers up to 2^53. If there
+    are larger ones, the quantile `share` becomes 0, so different values near it differ. Runs a job for types
+    with such numbers.
     """
+    digits = 0
     if isinstance(data_type, DateType):
         return F.unix_date(value).cast("double")
     if isinstance(data_type, (TimestampType, TimestampNTZType)):
-        value = F.unix_micros(value.cast("timestamp"))
-    elif not isinstance(data_type, (LongType, DecimalType)):
-        return value.cast("double")
-    found = dataset.agg(F.min(value), F.max(value)).head()
+        value = number_of(value, data_type.typeName())
+    elif isinstance(data_type, DecimalType):
+        digits = data_type.scale
+    elif not isinstance(data_type, LongType):
+        return F.when(~F.isnan(value.cast("double")), value.cast("double"))
+    rounded = value.cast("double")
+    found = dataset.agg(F.percentile_approx(value, share, 10_000), F.max(F.abs(rounded))).head()
     assert found is not None
-    first, last = found
-    if first is None or max(abs(first), abs(last)) <= 2**53:
-        return value.cast("double")
-    if isinstance(first, int):
-        value = value.cast("decimal(38,0)")
-    return (value - F.lit(Decimal(first))).cast("double")
+    middle, largest = found
+    if middle is None or largest * 10**digits <= 2**53:
+        return rounded
+    exact = value.cast("decimal(38,0)") if isinstance(middle, int) else value
+    distance = F.try_subtract(exact, F.lit(Decimal(middle))).cast("double")
+    return F.coalesce(distance, rounded - F.lit(float(middle)))

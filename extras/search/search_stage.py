@@ -18,6 +18,7 @@ from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run_layout import IDENTITY
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.persistence import Description, StageReader
+from ringspark.estimators.table_fit import TABLE_COLUMN
 from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE
 from ringspark.extras.search.saved_search import SearchWriter, load_part
@@ -134,7 +135,9 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         if self.getEvaluator() is None:
             yield SplitRows(dataset)
             return
-        dataset, indicator = fix_rows(dataset), fit.data.validation_col
+        # Without a model, fit has fixed the rows already.
+        dataset = dataset if TABLE_COLUMN in dataset.columns else fix_rows(dataset)
+        indicator = fit.data.validation_col
         if indicator is not None:
             yield SplitRows(dataset, dataset.where(F.col(quote(indicator)).cast("boolean")))
             return

@@ -62,7 +62,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
         raise InPlaceError("its column '_metadata' hides Spark's column of this name; rename it")
     chosen = [F.col(quote(name)).alias(f"{_MARK}{index}") for index, name in enumerate(names)]
     try:
-        extended, cost = explain(df.select(*chosen, *REFERENCE_SQL))
+        extended, cost = explain(df.select(*chosen, *REFERENCE_SQL), "EXTENDED", "COST")
     except Exception as error:  # Spark raises many classes
         raise InPlaceError(
             "Spark does not report from which file each row comes, because the DataFrame is not a scan of "
@@ -80,7 +80,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
         )
     # Spark does not read `_metadata` from a cache, so it calls the function again.
     call = find_unrepeatable_call(section(extended, "Analyzed Logical Plan").partition("\n")[2])
-    if call is not None and is_cached(explain(df)[0]):
+    if call is not None and is_cached(*explain(df, "EXTENDED")):
         raise InPlaceError(
             f"the DataFrame is cached and calls {call!r}, so its files may now give other rows than the cache"
         )

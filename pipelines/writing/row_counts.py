@@ -49,7 +49,10 @@ def check_split(manifest: ShardManifest, num_rows: int) -> None:
     """Compares the rows of one side of a split with their number when the rows were split."""
     found = manifest.num_rows + manifest.skipped_rows
     if found != num_rows:
-        raise _error(f"{num_rows} rows were not held out, but {found} were written to train on")
+        raise LostRowsError(
+            f"{num_rows} rows were to be trained on, but {found} were written: the DataFrame gave other rows "
+            "in another job; give df.localCheckpoint() instead"
+        )
 
 
 def _error(what: str) -> LostRowsError:

@@ -132,6 +132,9 @@ def write_shards(
         raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
     exact = is_case_sensitive(df.sparkSession)
     check_names(name if exact else name.lower() for name in df.columns)
+    for name in df.columns:
+        if name.lower().startswith((_MADE, _CHOSEN, _VALID)):
+            raise ValueError(f"column {name!r} has a name of ringspark's temporary columns; rename it")
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"columns must map names to column types, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = split_expression(df, columns, validation_col, validation_fraction, seed)

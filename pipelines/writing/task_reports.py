@@ -45,9 +45,7 @@ def join_reports(plan: WritePlan, reports: Sequence[Report], files: Sequence[Sha
     if not stats["train"][names[0]].rows:
         seen = sum(report["rows"] for report in reports)
         skipped = sum(report["skipped"] for report in reports)
-        counts = (
-            f" (of {seen} rows, {seen - skipped} are for validation, {skipped} hold nulls or cannot be read)"
-        )
+        counts = f" (of {seen} rows, {seen - skipped} are for validation, {skipped} are skipped)"
         raise ValueError(
             f"the DataFrame has no training rows{counts if seen else ''}; nothing was written; check the "
             "filters"

@@ -10,7 +10,7 @@ from changing_frames import CHANGING, ROWS
 
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.checked_fit import CheckedFit
-from ringspark.estimators.held_out_rows import exact_number, hold_out_at_random
+from ringspark.estimators.held_out_rows import exact_number, hold_out_at_random, hold_out_newest
 from ringspark.estimators.table_fit import prepare_fit
 from ringspark.pipelines import Vocabulary, open_reader, write_shards
 from ringspark.pipelines.fixed_rows import fix_rows
@@ -73,8 +73,37 @@ def test_equal_rows_stay_together_if_many_rows_differ(spark: Any) -> None:
     assert 330 < sides.where(split.indicator).count() < 470
 
 
-def test_numbers_beyond_2_to_the_53_stay_different(spark: Any) -> None:
-    for text in ("id + (1L << 60)", "CAST(id + (1L << 60) AS decimal(38,2))", "id - (1L << 60)"):
-        frame = spark.range(100).selectExpr(f"{text} AS n")
-        number = exact_number(frame, frame["n"], frame.schema["n"].dataType)
-        assert frame.select(number).distinct().count() == 100
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_rows_stay_together_in_a_repeated_table(spark: Any, seed: int) -> None:
+    rows = spark.range(0, 10_000, 1, 4).selectExpr("id % 400 AS kind")
+    split = hold_out_at_random(rows, ["kind"], 0.15, seed)
+    assert split.dataset.select("kind", split.indicator).distinct().count() == 400
+
+
+NUMBERS = [
+    "id + (1L << 60)",
+    "CAST(id + (1L << 60) AS decimal(38,2))",
+    "CAST(5000000000000000 + id * 0.01BD AS decimal(38,2))",
+    "id - (1L << 60)",
+    "if(id = 0, 0, id + (1L << 60))",
+    "if(id = 0, TIMESTAMP'0001-01-01 00:00:00', timestamp_micros(1700000000000000 + id))",
+    "CAST(timestamp_micros(1700000000000000 + id) AS timestamp_ntz)",
+    "if(id = 0, CAST('-9e37' AS decimal(38,0)), CAST('9e37' AS decimal(38,0)) + id)",
+]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_beyond_2_to_the_53_stay_different(spark: Any, text: str) -> None:
+    frame = spark.range(100).selectExpr(f"{text} AS n")
+    number = exact_number(frame, frame["n"], frame.schema["n"].dataType)
+    assert frame.select(number).distinct().count() == 100
+    split = hold_out_newest(frame, "n", 0.2)
+    assert 19 <= split.dataset.where(split.indicator).count() <= 21
+
+
+def test_a_time_that_is_no_number_is_no_newest_time(spark: Any) -> None:
+    frame = spark.range(100).selectExpr("if(id < 50, double('nan'), double(id)) AS t")
+    split = hold_out_newest(frame, "t", 0.2)
+    assert split.dataset.where(split.indicator).count() == 10
+    with pytest.raises(ValueError, match="timeCol 't' has no value in any row"):
+        hold_out_newest(frame.where("isnan(t)"), "t", 0.2)

@@ -30,8 +30,18 @@ OTHER: dict[str, Callable[[Any, Any], Any]] = {
     "the clock": lambda _, files: files.selectExpr("id", "now() AS x"),
     "a Python function": lambda spark, _: random_function(spark),
     "a cached Python function": lambda spark, _: random_function(spark).cache(),
+    "a broken line": lambda spark, files: _csv(spark, files),
+    "a text that looks like a title": lambda _, files: files.selectExpr(
+        "id", "'a\n== Physical Plan ==\nb' AS x", "rand() AS y"
+    ),
     "a repartition": lambda _, files: files.repartition(3),
 }
+
+
+def _csv(spark: Any, files: Any) -> Any:
+    folder = files.inputFiles()[0].rpartition("/")[0] + "-csv"
+    files.selectExpr("id", "if(id % 2 = 0, 'bad', string(id)) AS x").write.csv(folder)
+    return spark.read.schema("id int, x int").option("mode", "DROPMALFORMED").csv(folder)
 
 
 @pytest.fixture
@@ -44,6 +54,15 @@ def files(spark: Any, tmp_path: Path) -> Any:
 def test_rows_that_are_always_the_same_are_not_copied(spark: Any, files: Any, kind: str) -> None:
     frame = SAME[kind](spark, files)
     assert fix_rows(frame) is frame
+
+
+def test_what_the_user_has_cached_stays_cached_and_is_copied(spark: Any, files: Any) -> None:
+    same, other = files.selectExpr("id * 2 AS id").cache(), random_function(spark).cache()
+    rows = other.collect()
+    assert fix_rows(same) is same
+    assert fix_rows(other).collect() == rows == other.collect()
+    assert same.storageLevel.useMemory
+    assert other.storageLevel.useMemory
 
 
 @pytest.mark.parametrize("kind", OTHER)

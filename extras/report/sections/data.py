@@ -17,7 +17,7 @@ def _make(facts: Facts) -> Sequence[Block]:
     if data is None:
         return []
     title = "External table" if data.is_table else "Shards"
-    skipped = f"{data.skipped_rows:,} rows were left out because they held a null."
+    skipped = f"{data.skipped_rows:,} rows were left out: they held a null or NaN, or could not be read."
     notes = [Text(skipped)] if data.skipped_rows else []
     uses = facts.run.outcome.column_uses if facts.run.outcome is not None else ()
     return [

@@ -64,7 +64,7 @@ def test_a_copy_has_the_planned_rows() -> None:
 
 def test_the_rows_that_are_not_held_out_are_trained_on() -> None:
     check_split(manifest(7, 7, 3), 10)
-    with pytest.raises(LostRowsError, match="11 rows were not held out, but 10 were written to train on"):
+    with pytest.raises(LostRowsError, match="11 rows were to be trained on, but 10 were written"):
         check_split(manifest(7, 7, 3), 11)
 
 
