@@ -447,14 +447,16 @@ def test_horovod_is_built_with_nccl_where_cuda_is(
     assert ("libnccl-dev" in done.stdout) == (lacks == "nccl.h")
 
 
-@pytest.mark.parametrize("reason", ["build", "sources", "import"])
+@pytest.mark.parametrize("reason", ["build", "sources", "import", "cache"])
 def test_failed_horovod_is_one_line_and_no_error(reason: str, checkout: Checkout) -> None:
     if reason == "build":
         (checkout.bin / "broken").touch()
     elif reason == "sources":
         (checkout.bin / "cmakelists").write_text("set(CMAKE_CXX_STANDARD 11)\n")
-    else:
+    elif reason == "import":
         (checkout.bin / "unimportable").touch()
+    else:
+        checkout.cache.touch()  # no folder
     done = checkout.set_up()
     assert done.returncode == 0
     assert done.stderr == ""
