@@ -236,7 +236,12 @@ class Build:
     def _build(self, folder: Path) -> None:
         """Builds the wheel into `folder`, which appears only when the build is complete."""
         scratch = tempfile.TemporaryDirectory(prefix="ringspark-horovod-")
-        with self.log.open("w") as log, scratch as name:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fresh = tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent)
+        except OSError as error:
+            raise HorovodError(f"{error}; set XDG_CACHE_HOME to a folder that you may write to") from error
+        with self.log.open("w") as log, scratch as name, fresh as built:
 
             def step(*words: str, env: dict[str, str] | None = None) -> None:
                 command = self._pip(*words)
@@ -272,16 +277,11 @@ class Build:
             options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", f"{name}/wheel"]
             step("wheel", *options, str(sources), env=env)
 
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
-            try:
-                for wheel in Path(name, "wheel").glob("*.whl"):
-                    shutil.copy(wheel, fresh)
-                os.chmod(fresh, 0o755)
-                with contextlib.suppress(OSError):  # another process was first: take its wheel
-                    os.rename(fresh, folder)
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
+            for wheel in Path(name, "wheel").glob("*.whl"):
+                shutil.copy(wheel, built)
+            os.chmod(built, 0o755)
+            with contextlib.suppress(OSError):  # another process was first: take its wheel
+                os.rename(built, folder)
 
     @cached_property
     def _gpu_settings(self) -> dict[str, str]:

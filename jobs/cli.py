@@ -168,6 +168,7 @@ def _start_session(app_name: str, master: str | None, is_short: bool) -> SparkSe
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     # Executors must run this Python, not the first python3 on the PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 
     builder, java_options = SparkSession.builder.appName(app_name), ""
@@ -188,7 +189,10 @@ def _start_session(app_name: str, master: str | None, is_short: bool) -> SparkSe
     # Before the user's options, because Java uses the last one. Spark's own setting would replace the user's.
     options = f"{java_options} {os.environ.get(_SUBMIT_OPTIONS, '')}".strip()
     with environment({_SUBMIT_OPTIONS: options or None}):
-        return builder.getOrCreate()
+        try:
+            return builder.getOrCreate()
+        except PySparkRuntimeError as error:
+            raise OSError(f"Spark does not start, run `ringspark check`: {error}") from error
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:

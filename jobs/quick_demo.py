@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
         settings = f"labelCol='late', numWorkers={args.workers}, epochs=4, seed=1"
         print(f"model = TorchClassifier({settings}).fit(train)")
         root = resolve(spark, args.output)
+        storage.check_writable(root)  # before the training, which takes longer
         # Executors of a cluster cannot read a temporary folder of the driver.
         shared = None if is_local(spark_conf(spark)) else root
         estimator = TorchClassifier(

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -301,21 +302,31 @@ def install_pinned() -> None:
 
 
 def remove_strays() -> None:
-    """Uninstalls what the requirements do not name, so that no test runs with what a clean set-up lacks."""
+    """Uninstalls what no pinned package requires, so that no test runs with what a clean set-up lacks."""
+    sys.path.append(str(MAIN.packages))  # for `packaging`, which install_torch has installed
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
     # A name with "~" is what pip was replacing when it was cut off.
-    pins = "".join(file.read_text() for file in MAIN.requirements)
-    pinned = {canonical(name) for name in re.findall(r"^([\w.-]+)==", pins, flags=re.MULTILINE)}
     installed = {
-        canonical(metadata.name.partition("-")[0]) for metadata in MAIN.packages.glob("[!~]*.dist-info")
+        canonicalize_name(folder.name.partition("-")[0]): importlib.metadata.Distribution.at(folder)
+        for folder in MAIN.packages.glob("[!~]*.dist-info")
     }
-    if strays := sorted(installed - pinned - {"pip", "setuptools", "ringspark"}):
-        with phase(f"removed, as nothing pins it: {', '.join(strays)}"):
+    pins = "".join(file.read_text() for file in MAIN.requirements)
+    pinned = (*re.findall(r"^([\w.-]+)==", pins, flags=re.MULTILINE), "pip", "setuptools", "ringspark")
+    needed: set[tuple[str, str]] = set()
+    todo = [(canonicalize_name(name), "") for name in pinned]  # with an extra
+    while todo:
+        name, extra = todo.pop()
+        if name not in installed or (name, extra) in needed:
+            continue
+        needed.add((name, extra))
+        for requirement in map(Requirement, installed[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                todo += [(canonicalize_name(requirement.name), part) for part in ("", *requirement.extras)]
+    if strays := sorted(installed.keys() - {name for name, _ in needed}):
+        with phase(f"removed, as no pinned package requires it: {', '.join(strays)}"):
             run(pip("uninstall", "--yes", *strays))
-
-
-def canonical(package: str) -> str:
-    """Returns the name of a package as indexes compare it."""
-    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def is_current(environment: Environment, inputs: str) -> bool:

@@ -29,6 +29,9 @@ from ringspark.pipelines import ShardManifest
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+# A proxy of the user's network cannot reach the servers that tests start on loopback.
+_direct = ",".join(filter(None, (os.environ.get("no_proxy"), "localhost,127.0.0.1")))
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = _direct
 # Jobs here take a second, so Java's optimizing compiler and parallel collector cost more than they save.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 

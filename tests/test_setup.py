@@ -357,14 +357,23 @@ def test_changed_input_runs_again(changed: str, checkout: Checkout) -> None:
     assert checkout.set_up().stdout == "set-up: .venv is up to date\n"
 
 
-def test_a_package_that_is_no_longer_pinned_goes(checkout: Checkout) -> None:
+def test_only_what_pinned_packages_require_stays(checkout: Checkout) -> None:
     pinned = re.findall(r"^([\w.-]+)==", (checkout.root / LOCK).read_text(), flags=re.MULTILINE)
-    for name in (*pinned, "pip", "setuptools", "ringspark", "dropped_one", "~umpy"):
+    requires: dict[str, tuple[str, ...]] = dict.fromkeys((*pinned, "pip", "setuptools", "ringspark"), ())
+    # torch's default build requires CUDA packages by extras; no lock file names them.
+    requires["torch"] = ('Cuda.Kit[run]==13.*; sys_platform == "linux"', 'off_linux; sys_platform == "win32"')
+    requires["numpy"] = ('of_an_extra; extra == "plot"',)
+    requires |= {"cuda_kit": ('cuda_run; extra == "run"', 'cuda_math; extra == "math"')}
+    requires |= {"Cuda_Run": ("cuda-kit", "deep"), "stray_a": ("stray_b",), "stray_b": ("stray_a",)}
+    requires |= dict.fromkeys(("deep", "off_linux", "of_an_extra", "cuda_math", "~umpy"), ())
+    for name, needs in requires.items():
         folder = checkout.packages / f"{name.replace('-', '_')}-1.0.dist-info"
         folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_text("".join(f"Requires-Dist: {need}\n" for need in needs))
         (folder / "RECORD").touch()
     assert checkout.set_up().returncode == 0
-    assert [call for call in checkout.calls() if "uninstall" in call] == ["uninstall --yes dropped-one"]
+    (removed,) = [call for call in checkout.calls() if "uninstall" in call]
+    assert removed == "uninstall --yes cuda-math of-an-extra off-linux stray-a stray-b"
 
 
 def test_interrupted_run_is_finished_by_the_next(checkout: Checkout) -> None:
@@ -438,14 +447,16 @@ def test_horovod_is_built_with_nccl_where_cuda_is(
     assert ("libnccl-dev" in done.stdout) == (lacks == "nccl.h")
 
 
-@pytest.mark.parametrize("reason", ["build", "sources", "import"])
+@pytest.mark.parametrize("reason", ["build", "sources", "import", "cache"])
 def test_failed_horovod_is_one_line_and_no_error(reason: str, checkout: Checkout) -> None:
     if reason == "build":
         (checkout.bin / "broken").touch()
     elif reason == "sources":
         (checkout.bin / "cmakelists").write_text("set(CMAKE_CXX_STANDARD 11)\n")
-    else:
+    elif reason == "import":
         (checkout.bin / "unimportable").touch()
+    else:
+        checkout.cache.touch()  # no folder
     done = checkout.set_up()
     assert done.returncode == 0
     assert done.stderr == ""

@@ -68,6 +68,11 @@ def test_java_is_missing(tmp_path: Path) -> None:
     assert code == 2
     assert f"JAVA_HOME ({tmp_path}) has no bin/java: install Java 17 or 21" in found["session"]
     assert len(found) == 1
+    command = [sys.executable, "-m", "ringspark.jobs.command", "demo"]
+    variables = {**os.environ, "JAVA_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: Spark does not start, run `ringspark check`: [JAVA_" in done.stderr.splitlines()[-1]
 
 
 def test_the_master_does_not_exist() -> None:
