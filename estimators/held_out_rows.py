@@ -91,8 +91,8 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
 def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, seed: int) -> HeldOut:
     """Adds an indicator, true in about `share` of the rows, chosen by a hash of the columns `names`.
 
-    Rows that are equal in these columns are on one side. If that gives no side, or one of half or twice the
-    size, rows are divided although they are equal to over 1 % of all rows. Runs a job.
+    Rows that are equal in these columns are on one side. If a side is empty, or the share is off by over
+    half, equal rows that are over 1 % of all rows are divided. Runs a job, or more to divide.
 
     Args:
         dataset: Rows that are the same in every job, see `fix_rows`.
@@ -141,10 +141,10 @@ def _hashable(value: Column, data_type: DataType) -> list[Column]:
 def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     """Adds an indicator, true in about the newest `share` of the rows by column `name`.
 
-    Rows of the same time are on the same side. Runs one Spark job.
+    Rows of the same time are on the same side. Runs up to two Spark jobs.
 
     Raises:
-        ValueError: The column holds no times or numbers, or holds the same value in all rows.
+        ValueError: The column holds no times or numbers, no value, or one value in all rows.
     """
     field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
     if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
@@ -177,9 +177,9 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
 def exact_number(dataset: DataFrame, value: Column, data_type: DataType, share: float = 0.5) -> Column:
     """Returns numbers, dates or timestamps as doubles; NaN becomes null.
 
-    Dates become days and timestamps microseconds. A double is exact for whole numbers up to 2^53. If there
-    are larger ones, the quantile `share` becomes 0, so different values near it differ. Runs a job for types
-    with such numbers.
+    Dates become days and timestamps microseconds. A double is exact for whole numbers up to 2^53. If a value
+    is larger, the quantile `share` is subtracted first, so near values stay distinct. Runs a job for bigint,
+    decimals and timestamps.
     """
     digits = 0
     if isinstance(data_type, DateType):

@@ -66,11 +66,11 @@ _LARGE_DROPOUTS = (0.0, 0.1, 0.3)
 
 @dataclass
 class Plans:
-    """What fits on the same DataFrame share.
+    """State of fits on one DataFrame.
 
     Attributes:
         known: Inputs, label and held-out rows -> the plan.
-        rows: The DataFrame with fixed rows, once a fit has needed it.
+        rows: Result of `fix_rows`; None until a fit needs it.
     """
 
     known: dict[tuple[Any, ...], TablePlan] = field(default_factory=dict)
@@ -142,8 +142,8 @@ def prepare_fit(
 ) -> PreparedFit:
     """Makes the network for a table, and holds out the newest rows for `timeCol`.
 
-    `plans` is shared by fits on the same DataFrame, and `search_uri` is the folder of a search, which may
-    have a plan. With a teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
+    Fits on one DataFrame share `plans`. `search_uri` is the folder of a search, which may hold a plan. With a
+    teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
     """
     fit = _prepare(estimator, dataset, plans or Plans(), search_uri)
     return fit if estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
@@ -193,8 +193,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     kinds = estimator.getColumns()
     if chosen := sorted(kinds.keys() - {*label_names}):
         raise ValueError(
-            f"columns sets a type for {chosen[0]!r}, but without a model fit chooses how the network gets "
-            "each column; remove it from columns, or give a model"
+            f"columns sets {chosen[0]!r} to {kinds[chosen[0]]}, but without a model, fit chooses the types; "
+            "remove it, or give a model"
         )
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names])
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
@@ -360,7 +360,7 @@ def _look_at_label(
     # Classes that only held-out rows have count, too: which rows are held out must not change the network.
     is_class = value.isNotNull()
     if isinstance(label.dataType, StringType):
-        value = value.cast("string")  # without a collation, as the classes are numbered
+        value = value.cast("string")  # drops the collation, like the class ids
     if isinstance(label.dataType, NumericType):
         number = value.cast("double")
         is_class &= ~F.isnan(number) & (F.abs(number) < math.inf) & (value != F.lit(IGNORED))

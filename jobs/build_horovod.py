@@ -240,7 +240,9 @@ class Build:
             folder.parent.mkdir(parents=True, exist_ok=True)
             fresh = tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent)
         except OSError as error:
-            raise HorovodError(f"{error}; set XDG_CACHE_HOME to a folder that you may write to") from error
+            raise HorovodError(
+                f"no Horovod cache: {error}; set XDG_CACHE_HOME to a writable folder"
+            ) from error
         with self.log.open("w") as log, scratch as name, fresh as built:
 
             def step(*words: str, env: dict[str, str] | None = None) -> None:

@@ -192,7 +192,7 @@ def _start_session(app_name: str, master: str | None, is_short: bool) -> SparkSe
         try:
             return builder.getOrCreate()
         except PySparkRuntimeError as error:
-            raise OSError(f"Spark does not start, run `ringspark check`: {error}") from error
+            raise OSError(f"Spark did not start: {error}; run `ringspark check`") from error
 
 
 def print_rate(job: str, rows: int, seconds: float) -> None:

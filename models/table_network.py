@@ -1,30 +1,30 @@
-"""Base class of the networks for tables: the label's center and scale, and the mean of probabilities."""
+"""Base class of the networks for tables: scaling of the label, and calibrated logits."""
 
 import torch
 from torch import nn
 
 
 class TableNetwork(nn.Module):
-    """Turns standardized outputs into values of the label, or the members' probabilities into logits.
+    """Scales outputs to the label, or turns mean probabilities into logits.
 
     Args:
         center, scale: Mean and standard deviation of the label of a regression.
-        averages: "values" or "probabilities": what the members' mean is taken of.
+        averages: "values" or "probabilities": the outputs of the members to average.
     """
 
     def __init__(self, center: float, scale: float, averages: str) -> None:
         super().__init__()
         self.center, self.scale, self.averages = center, scale, averages
         if averages == "probabilities":
-            # The saved network's is set by the metric "temperature".
+            # The metric "temperature" sets it in the saved network.
             self.calibrates = True
             self.register_buffer("temperature", torch.ones(()))
 
     def to_label(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns center + scale * outputs, at least in fp32: 16 bits would round a small scale away."""
+        """Returns center + scale * outputs in fp32 or wider. 16 bits would lose a small scale."""
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.training and self.scale != 1 and outputs.requires_grad:
-            # The gradient of a standardized label: Adam's epsilon would stop tiny ones.
+            # As for a standardized label. Adam's epsilon would swallow a tiny gradient.
             outputs.register_hook(lambda gradient: gradient / self.scale**2)  # type: ignore[no-untyped-call]
         return self.center + self.scale * outputs
 

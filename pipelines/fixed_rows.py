@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def fix_rows(df: DataFrame) -> DataFrame:
-    """Returns `df` if its plan always gives the same rows, else a copy on the executors' disks. Runs a job.
+    """Returns `df` if its plan is repeatable, else a job copies its rows to the executors' memory or disks.
 
-    Spark removes the copy with the last reference to it. If an executor is lost with a part of the copy, the
-    next job fails instead of computing other rows.
+    Spark deletes the copy when nothing refers to it. If an executor dies, the next job fails. Spark Connect
+    before 4.0 computes lost rows again.
     """
     if is_repeatable(df):
         return df

@@ -28,7 +28,7 @@ MAX_VALUES = 20_000
 """Largest number of values per column whose counts are kept, the most frequent values first."""
 
 FEW_TEXTS = 20
-"""Texts with so few values are categories, also if each value is a number."""
+"""Up to this many distinct texts are categories, even if each text is a number."""
 
 FOLDS = 5
 QUANTILES = tuple(np.linspace(0.0, 1.0, 129).tolist())
@@ -51,7 +51,8 @@ class Leaf:
         type: Spark type of the column.
         value: The value: a double, a string, or a date or timestamp.
         path: Fields inside a struct.
-        item: Index in an array or vector, and `length` the number of its items.
+        item: Index in an array or vector.
+        length: Number of items of the array or vector.
         family: "number", "words" or "calendar".
         source: The column itself, if it may hold whole numbers beyond 2^53, or numbers or times as text.
         origin: Number that was subtracted from the value.
@@ -163,7 +164,7 @@ def _leaves_of(
 ) -> Iterator[Leaf]:
     simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
     if simple in _NUMERIC or simple.startswith("decimal"):
-        # A decimal with digits after the point has too few before it to be a whole number beyond 2^53.
+        # Only whole numbers get an origin; decimals with a fraction are rounded to doubles.
         source = value if simple == "bigint" or simple.endswith(",0)") else None
         yield Leaf(name, simple, double_of(value, family), path, source=source)
     elif simple == "boolean" or family in ("string", "varchar", "char"):
@@ -275,9 +276,9 @@ def measure_again(
     held: SparkColumn,
     target: SparkColumn,
 ) -> None:
-    """Replaces leaves by exact ones: whole numbers beyond 2^53, and text that holds numbers or times.
+    """Replaces leaves of whole numbers beyond 2^53, and of text with numbers or times.
 
-    Runs two jobs if there are such leaves.
+    Measures them again. Runs jobs only if there are such leaves.
     """
     from pyspark.sql import functions as F
 

@@ -38,7 +38,7 @@ _MARKS = {JOURNAL, STATE, f"{ROUND}-"}
 
 
 class SplitRows(NamedTuple):
-    """The rows of a search: to train on, and to evaluate on, if an evaluator ranks the trainings."""
+    """Training rows of a search, and the rows for its evaluator."""
 
     training: DataFrame
     held_out: DataFrame | None = None
@@ -141,7 +141,7 @@ class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # typ
         if indicator is not None:
             yield SplitRows(dataset, dataset.where(F.col(quote(indicator)).cast("boolean")))
             return
-        # With another seed, so that the estimator's fraction is independent of this split.
+        # Another seed than the estimator's keeps its validationFraction independent.
         seed = zlib.crc32(f"held out {self.getSeed()}".encode())
         split = hold_out_at_random(dataset, dataset.columns, 1 - self.getTrainRatio(), seed)
         is_held_out = F.col(quote(split.indicator))

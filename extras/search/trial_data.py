@@ -28,7 +28,7 @@ SHARDS = "shards"
 
 
 class TrialData:
-    """Writes the rows of a search; `num_rows` is the number of rows to train on, if it is known."""
+    """Shards of the training rows of a search. `num_rows` is their number, if known."""
 
     def __init__(self, dataset: DataFrame, run_uri: str | None, num_rows: int | None = None) -> None:
         self._dataset = dataset

@@ -35,7 +35,7 @@ Form = Literal["number", "levels", "words", "calendar"]
 _DAY = 86_400.0
 _PANDAS_SECONDS = 9.2e9
 _OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])(\d{1,2})(?::?(\d\d)(?::?(\d\d))?)?")
-# Names that Java knows besides those of the time zone database, which has EST, MST, HST and UTC.
+# Zone names of Java that the time zone database lacks; it has EST, MST, HST and UTC.
 _SHORT_ZONES = {
     "Z": "UTC", "UT": "UTC", "ACT": "Australia/Darwin", "AET": "Australia/Sydney", "ART": "Africa/Cairo",
     "AGT": "America/Argentina/Buenos_Aires", "AST": "America/Anchorage", "BET": "America/Sao_Paulo",
@@ -76,7 +76,7 @@ class TableColumn:
             numbers beyond 2^53.
         type: Spark type that the column must have. If it is numeric, every numeric type is accepted. Strings
             of the forms "number", "levels" and "calendar" are read as numbers or times.
-        zone: Time zone for the local time of a timestamp; empty for other types.
+        zone: Time zone of a timestamp or of a text with times; else empty.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Keys of `CALENDAR`: the cyclic parts of the date that become numbers.
@@ -343,11 +343,12 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
 
             value = vector_to_array(value)
         item = F.get(value, F.lit(column.item))
-        text = f"{MARK}column {column.title!r} needs arrays of {column.length} numbers, as in the training"
-        is_known = value.isNull() | (F.size(value) == column.length)
-        value = (
-            item if column.length is None else F.when(is_known, item).otherwise(F.raise_error(F.lit(text)))
+        given = F.concat(
+            F.lit(f"{MARK}column {column.title!r} is in an array of "), F.size(value).cast("string")
         )
+        text = F.concat(given, F.lit(f" numbers; give arrays of {column.length}, as in the training"))
+        is_known = value.isNull() | (F.size(value) == column.length)
+        value = item if column.length is None else F.when(is_known, item).otherwise(F.raise_error(text))
     if column.form == "words":
         return value.cast("string")
     name = value_type.typeName()
@@ -364,7 +365,7 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
 
 
 def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
-    """Casts a string; null if it has another form."""
+    """Casts a string; null if it cannot be cast."""
     trimmed = value.cast("string")
     # Before Spark 4.0, a cast gives null by default.
     return trimmed.try_cast(data_type) if hasattr(trimmed, "try_cast") else trimmed.cast(data_type)
@@ -407,7 +408,7 @@ def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
     """Converts UTC seconds since 1970 to the local time of a time zone, also in seconds since 1970."""
     import pandas as pd
 
-    # pandas reaches from 1677 to 2262. Beyond, the clock keeps its distance from UTC.
+    # pandas reaches from 1677 to 2262. Beyond, the UTC offset is constant.
     within = np.clip(seconds, -_PANDAS_SECONDS, _PANDAS_SECONDS)
     moments = pd.to_datetime(pd.Series(within), unit="s", utc=True)
     shown = moments.dt.tz_convert(clock_of(zone)).dt.tz_localize(None)
@@ -417,7 +418,7 @@ def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
 
 
 def clock_of(zone: str) -> Any:
-    """Returns a time zone of Spark in the form that pandas takes: an offset such as "GMT+8", or a name."""
+    """Converts a Spark time zone, such as "GMT+8" or "PST", to a `timezone` or a name for pandas."""
     offset = _OFFSET.fullmatch(zone)
     if offset is None:
         return _SHORT_ZONES.get(zone, zone)

@@ -91,7 +91,7 @@ _PYTHON = re.compile(
     r"^[\s:*|+()\d-]*\w*(?:Python|Pandas|InArrow|ScriptTransformation|UDTF)\w*", re.MULTILINE
 )
 _SPECIAL_DATE = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b(?!#)", re.IGNORECASE)
-# Rows arrive in another order each time: sums of doubles depend on it, and the rows that a limit takes.
+# Rows arrive in another order each time, which changes sums of doubles and the rows of a limit.
 _SHUFFLE = re.compile(r"(?<!Broadcast)Exchange\b|ShuffleQueryStage|Limit\b|TakeOrdered")
 _LOCATION = re.compile(r"Location: (\w+)")
 _FOLDERS = re.compile(r"Location: (.*?), PartitionFilters: ")
@@ -173,7 +173,7 @@ def explain(df: DataFrame, *modes: str) -> list[str]:
 def is_repeatable(df: DataFrame) -> bool:
     """Whether two jobs get the same rows from `df`, if nobody changes its files in between.
 
-    False for texts: Spark does not parse a column that a job does not need, so it finds fewer broken rows.
+    False for CSV and JSON: Spark parses only the columns of a job, so broken rows can differ.
     """
     (extended,) = explain(df, "EXTENDED")
     analysed, physical = (section(extended, name) for name in ("Analyzed Logical Plan", "Physical Plan"))
@@ -185,7 +185,7 @@ def is_repeatable(df: DataFrame) -> bool:
 
 
 def judge(extended: str, cost: str) -> PlanFingerprint:
-    """Creates a fingerprint from the two texts that `explain` returns."""
+    """Creates a fingerprint from EXPLAIN EXTENDED and EXPLAIN COST."""
     analysed, optimised, physical = (
         section(extended, title)
         for title in ("Analyzed Logical Plan", "Optimized Logical Plan", "Physical Plan")
@@ -256,7 +256,7 @@ def find_unrepeatable_call(plan: str) -> str | None:
 
 
 def section(text: str, title: str) -> str:
-    # A string in the plan may look like a title; then the plan is not read.
+    # A string in the plan may look like a title; then the result is empty.
     found = re.findall(rf"^== {title} ==\n(.*?)(?=^== {_TITLE} ==$|\Z)", text, re.MULTILINE | re.DOTALL)
     return str(found[0]).strip("\n") if len(found) == 1 else ""
 

@@ -1,6 +1,6 @@
 """The equation of a write: rows in the files = rows in the statistics = rows read - rows skipped by rule.
 
-`write_shards` checks it before the commit. Lost rows would otherwise train a worse model without a word.
+`write_shards` checks it before the commit. Lost rows would silently train a worse model.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 
 
 class LostRowsError(RuntimeError):
-    """A write has lost or doubled rows. Nothing was committed."""
+    """The rows written are not the rows that were read or split."""
 
 
 def check_tasks(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raises LostRowsError if two tasks have the same number or wrote the same file, or a task is missing."""
+    """Raises LostRowsError if two tasks wrote the same file, or the task numbers repeat or have a gap."""
     tasks = sorted(report["task"] for report in reports)
     if tasks != list(range(len(tasks))):
-        raise _error(f"the reports come from the tasks {_shorten(tasks)}, not once from each task")
+        raise _error(f"the tasks report as {_shorten(tasks)}, expected 0 to {len(tasks) - 1}")
     paths = [file["path"] for report in reports for file in report["files"]]
     if len(set(paths)) < len(paths):
         raise _error(f"two tasks wrote the file {max(paths, key=paths.count)!r}")
 
 
 def check_copies(old: Sequence[ShardFile], new: Sequence[ShardFile], planned: Sequence[int]) -> None:
-    """Compares the files that a copy replaces with the files of the copy; `planned` has the rows of each."""
+    """Raises LostRowsError if a copy of files lost rows; `planned` has the rows of each new file."""
     rows, copied = sum(file.num_rows for file in old), sum(file.num_rows for file in new)
     if rows != copied or [file.num_rows for file in new] != list(planned):
-        raise _error(f"of {rows} rows in the first files, {copied} are in their copies")
+        raise _error(
+            f"of {rows} rows, {copied} are in the copies; one of {len(new)} copies has other rows than planned"
+        )
 
 
 def check_rows(manifest: ShardManifest, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Compares the rows of a complete manifest with the rows that the tasks read and skipped."""
+    """Raises LostRowsError unless the manifest counts the rows that the tasks read and did not skip."""
     read, skipped = (sum(report[name] for report in reports) for name in ("rows", "skipped"))
     found = manifest.num_rows
     if found != read - skipped or manifest.skipped_rows != skipped:
@@ -46,19 +48,19 @@ def check_rows(manifest: ShardManifest, reports: Sequence[Mapping[str, Any]]) ->
 
 
 def check_split(manifest: ShardManifest, num_rows: int) -> None:
-    """Compares the rows of one side of a split with their number when the rows were split."""
+    """Raises LostRowsError unless the training side of a split was written whole."""
     found = manifest.num_rows + manifest.skipped_rows
     if found != num_rows:
         raise LostRowsError(
-            f"{num_rows} rows were to be trained on, but {found} were written: the DataFrame gave other rows "
-            "in another job; give df.localCheckpoint() instead"
+            f"the split has {num_rows} training rows, but {found} were written: the DataFrame changed "
+            "between jobs; pass df.localCheckpoint()"
         )
 
 
 def _error(what: str) -> LostRowsError:
     return LostRowsError(
-        f"the write lost or doubled rows: {what}; nothing was trained. This is a bug of ringspark: report it "
-        "with the output of df.explain('extended'); until it is mended, use df.localCheckpoint() instead"
+        f"the write lost or doubled rows: {what}; nothing was committed. This is a bug of ringspark: report "
+        "it with the output of df.explain('extended'); until it is mended, use df.localCheckpoint() instead"
     )
 
 

@@ -134,7 +134,7 @@ def write_shards(
     check_names(name if exact else name.lower() for name in df.columns)
     for name in df.columns:
         if name.lower().startswith((_MADE, _CHOSEN, _VALID)):
-            raise ValueError(f"column {name!r} has a name of ringspark's temporary columns; rename it")
+            raise ValueError(f"column {name!r} starts like a temporary column of ringspark; rename it")
     if columns is not None and not isinstance(columns, Mapping):
         raise ValueError(f"columns must map names to column types, e.g. {{'x': Padded()}}, got {columns!r}")
     chosen = split_expression(df, columns, validation_col, validation_fraction, seed)
@@ -163,7 +163,7 @@ def write_shards(
     previous = previous_folders(plan.uri, overwrite)
     storage.check_writable(plan.uri)
     if any(must_learn(column) for column in plan.columns):
-        # The words are counted in a job of its own, which must see the rows and the split of the write.
+        # A separate job counts the words. It must see the rows and the split of the write.
         df = fix_rows(df) if references is None else df
         seen = df if chosen is None else df.where(~F.coalesce(chosen.cast("boolean"), F.lit(False)))
         seen = seen if valid is None else seen.where(valid)
@@ -236,7 +236,7 @@ def _handling(
 
 
 def must_learn(column: Column) -> bool:
-    """Whether the user chose a vocabulary without words, so that they are counted in the training rows."""
+    """Returns whether the words of a column's vocabulary must be counted in the training rows."""
     return isinstance(column.kind, Vocabulary) and column.kind.words is None
 
 
