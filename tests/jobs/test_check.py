@@ -72,7 +72,7 @@ def test_java_is_missing(tmp_path: Path) -> None:
     variables = {**os.environ, "JAVA_HOME": str(tmp_path)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "error: Spark does not start, run `ringspark check`: [JAVA_" in done.stderr.splitlines()[-1]
+    assert "error: Spark did not start: [JAVA_" in done.stderr.splitlines()[-1]
 
 
 def test_the_master_does_not_exist() -> None:
