@@ -273,15 +273,14 @@ class Build:
             step("wheel", *options, str(sources), env=env)
 
             folder.parent.mkdir(parents=True, exist_ok=True)
-            fresh = tempfile.mkdtemp(prefix=".new-", dir=folder.parent)
-            try:
+            with tempfile.TemporaryDirectory(
+                prefix=".new-", dir=folder.parent, ignore_cleanup_errors=True
+            ) as fresh:
                 for wheel in Path(name, "wheel").glob("*.whl"):
                     shutil.copy(wheel, fresh)
                 os.chmod(fresh, 0o755)
                 with contextlib.suppress(OSError):  # another process was first: take its wheel
                     os.rename(fresh, folder)
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
 
     @cached_property
     def _gpu_settings(self) -> dict[str, str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import time
-import uuid
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
+from ringspark.jobs.outputs import check_output, mark_output, remove_output
 from ringspark.jobs.row_source import FORMATS, RowSource, check_apart, first_line
 
 if TYPE_CHECKING:
@@ -64,32 +65,33 @@ def run(args: argparse.Namespace) -> None:
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
     from ringspark.pipelines import storage
+    from ringspark.pipelines.folder_removal import temporary_folder
     from ringspark.pipelines.spark_paths import resolve
 
     storage.refuse_secrets(args.output)
     output = resolve(spark, args.output)
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
+    if storage.exists(output):
+        check_output(output, "score")
     source.check_apart(spark, output)
     given = args.named_model or args.model
-    copied = ""
-    if given.startswith(_OF_MLFLOW):
-        # Executors cannot read the folder into which MLflow downloads on this host.
-        copied = f"{output}.model-{uuid.uuid4().hex[:12]}"
-    else:
-        check_apart(spark, output, given, "the model")
-    try:
-        if copied:
+    with ExitStack() as stack:
+        if given.startswith(_OF_MLFLOW):
+            # Executors cannot read the folder into which MLflow downloads on this host.
+            copied = stack.enter_context(temporary_folder(f"{output}.model-"))
             _download(given, copied)
-        model = _load_model(copied or resolve(spark, given))
+            given = copied
+        else:
+            check_apart(spark, output, given, "the model")
+        model = _load_model(resolve(spark, given))
         scored = _select(model.transform(source.read(spark)), args.columns)
         started = time.perf_counter()
-        scored.write.mode("overwrite" if args.overwrite else "error").parquet(output)
+        remove_output(output, "score")
+        scored.write.parquet(output)
+        mark_output(output, "score")
         seconds = time.perf_counter() - started
         rows = spark.read.parquet(output).count()
-    finally:
-        if copied:
-            storage.remove(copied, recursive=True)
     print(f"score: predictions in {output}")
     cli.print_rate("score", rows, seconds)
 

@@ -33,6 +33,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import FinishedRun, TrainResult, train_worker
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.folder_removal import remove_folder
 
 # Modules that the fork server imports before it forks a rank; it skips modules that are not installed.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __name__]
@@ -51,7 +52,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     write_note(config.run_uri, run_layout.RESULT, FinishedRun(result=result).to_json())
     if not config.certify:
         # The training is over, so nobody will resume from the checkpoints.
-        storage.remove(checkpoints_uri(config.run_uri), recursive=True)
+        remove_folder(checkpoints_uri(config.run_uri), run_layout.paths_below(run_layout.CHECKPOINTS))
     return result
 
 

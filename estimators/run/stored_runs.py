@@ -6,6 +6,7 @@ driver dies. A finished run holds the weights of its model until the model is sa
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -15,10 +16,14 @@ from typing import Literal
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import remove_folder
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object
+from ringspark.pipelines.writing.commit import SHARDS
 
 LEAST_HOURS = 1.0
+
+_logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
 
@@ -92,9 +97,20 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
         for run in list_runs(root, read_store_clock(root))
         if (finished or run.state != "finished") and run.idle_seconds > older_than_hours * 3600
     ]
-    for run in old:
-        storage.remove(run.uri, recursive=True)
-    return old
+    return [run for run in old if _remove(run)]
+
+
+def _remove(run: StoredRun) -> bool:
+    mark = run_layout.mark_among(storage.list_names(run.uri)) or run_layout.OWNER
+    try:
+        if run.state == "shards":
+            remove_folder(run.uri, SHARDS)
+        else:
+            remove_folder(run.uri, run_layout.PATHS, mark)
+    except ValueError as error:
+        _logger.warning("%s", error)
+        return False
+    return True
 
 
 def measure_folder(uri: str) -> tuple[int, float | None]:

@@ -13,12 +13,11 @@ from typing import Any
 import cloudpickle
 from pyspark.sql import SparkSession
 
-from ringspark.estimators import run_layout, user_code
+from ringspark.estimators import user_code
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.stages.storage_root import storage_root
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.estimators.training.settings.recovery import MAX_RESTARTS, TIMEOUT_SECONDS
@@ -116,9 +115,7 @@ def run(
     try:
         results = supervisor.run()
     finally:
-        # The owner file first, because ranks stop writing when it is gone.
-        discard(storage.join(folder.uri, run_layout.OWNER))
-        discard(folder.uri if runUri is None else storage.join(folder.uri, run_layout.HEARTBEAT))
+        folder.leave()
     return [cloudpickle.loads(base64.b64decode(text)) for text in results]
 
 

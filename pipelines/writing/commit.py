@@ -11,10 +11,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ringspark.pipelines import storage
+from ringspark.pipelines import folder_removal, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
 
 FOLDER_PREFIX = "_shards-"
+FILES = r"part-[^/]+\.parquet"
+SHARDS = rf"manifest\.json|{FOLDER_PREFIX}[0-9a-f]+/{FILES}"
+"""Regular expression of the paths below a folder of shards."""
 # Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
 _TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
 # A writer that has not changed its folder for this long counts as dead.
@@ -104,6 +107,25 @@ def discard(uri: str, folder: str, is_new: bool) -> None:
         storage.remove_if_empty(uri)
 
 
+def discard_shards(manifest: ShardManifest) -> None:
+    """Removes the files of one write, but neither shards nor files that others put into its folder."""
+    uri, names = storage.normalize(manifest.uri), {file.path.split("/")[0] for file in manifest.files}
+    with suppress(OSError, ValueError):
+        if ShardManifest.load(uri).files == manifest.files:
+            storage.remove(storage.join(uri, MANIFEST_NAME))
+    _remove(uri, sorted(name for name in names if name.startswith(FOLDER_PREFIX)))
+    storage.remove_if_empty(uri)
+
+
+def discard_abandoned(prefix: str) -> None:
+    """Removes the shards in all folders `prefix`... that a killed writer left; others may be in use."""
+    parent, _, start = prefix.rpartition("/")
+    for name in storage.list_names(parent):
+        folder = storage.join(parent, name)
+        if name.startswith(start) and all(_is_abandoned(folder, each) for each in storage.list_names(folder)):
+            folder_removal.discard(folder, SHARDS)
+
+
 def _is_abandoned(uri: str, name: str) -> bool:
     with suppress(OSError):
         newest = storage.newest_change(storage.join(uri, name))
@@ -113,7 +135,4 @@ def _is_abandoned(uri: str, name: str) -> bool:
 
 def _remove(uri: str, names: Sequence[str]) -> None:
     for name in names:  # best effort: an error here must not hide the first one
-        try:
-            storage.remove(storage.join(uri, name), recursive=True)
-        except OSError as error:
-            _logger.warning("could not remove %r from %r: %s", name, uri, error)
+        folder_removal.discard(storage.join(uri, name), FILES)
