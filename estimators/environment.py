@@ -1,10 +1,12 @@
-"""Sets environment variables while a library or a new process reads them."""
+"""The environment of a task: variables that a library or a new process reads, and cores."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -19,6 +21,12 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def count_task_cores(context: Any) -> int:
+    """Returns the cores of a Spark task, rounded up: since Spark 4.3, a task may have a part of a core."""
+    amount: float = context.cpuAmount() if hasattr(context, "cpuAmount") else context.cpus()
+    return max(1, math.ceil(amount))
 
 
 def _set(values: Mapping[str, str | None]) -> None:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from ringspark.pipelines.writing.commit import SHARDS as _SHARD_PATHS
+from ringspark.pipelines.folder_removal import SHARDS as _SHARD_PATHS
 
 OWNER = "owner.json"
 IDENTITY = "run.json"

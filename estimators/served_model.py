@@ -35,6 +35,13 @@ def load_stage(model_uri: str) -> Any:
         raise ValueError(
             f"{model_uri} holds no model of ringspark; give one that tracking='mlflow' has logged"
         )
+    try:
+        storage.check_inside(str(folder), found)
+    except ValueError:
+        raise ValueError(
+            f"{model_uri} is damaged: its MLmodel names the stage {found!r} outside of its folder; take another "
+            "copy of the model"
+        ) from None
     return _stage(str(folder / found))
 
 
@@ -74,5 +81,7 @@ def _stage(folder: str) -> TorchModel:
     # With a scheme, because a session may look for a bare path on its own store.
     uri = f"file://{Path(folder).resolve()}"
     name = read_metadata(storage.normalize(uri))["class"].rpartition(".")[2]
+    if name not in _CLASSES:
+        raise ValueError(f"{folder} holds a {name}; give one of {', '.join(_CLASSES)}")
     stage: TorchModel = _CLASSES[name].load(uri)
     return stage

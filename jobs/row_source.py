@@ -106,7 +106,8 @@ class RowSource:
             uris = [found.source.uri]
         elif kind in ("table", *FORMATS) and not (kind == "delta" and self.inPlace):
             # Spark finds the files of a table or pattern, such as "/data/2024-*", and those behind links.
-            uris = [unquote(file) for file in self.read(spark).inputFiles()] or uris
+            with suppress(ValueError):  # `read` says it, when the rows are needed
+                uris = [unquote(file) for file in self.read(spark).inputFiles()] or uris
         for each in uris:
             check_apart(spark, output, each, "the rows")
 

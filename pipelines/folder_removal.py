@@ -16,6 +16,11 @@ from contextlib import contextmanager, suppress
 
 from ringspark.pipelines import storage
 
+FOLDER_PREFIX = "_shards-"
+FILES = r"part-[^/]+\.parquet"
+SHARDS = rf"manifest\.json|{FOLDER_PREFIX}[0-9a-f]+/{FILES}"
+"""Regular expression of the paths below a folder that `write_shards` writes."""
+
 # Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
 TEMPORARY = r"(?:.+/)?\.[^/]+[.-][0-9a-f]{8,}"
 

@@ -16,6 +16,7 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.launch.owner import names_owner, read_owner, write_owner
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences, split_changes
 from ringspark.estimators.run.stored_runs import read_store_clock
@@ -27,15 +28,15 @@ from ringspark.estimators.training.checkpoint.folders import (
     step_uri,
 )
 from ringspark.estimators.training.checkpoint.reading import read_record
+from ringspark.estimators.training.checkpoint.resume import BIND_FILES
 from ringspark.estimators.training.history import SettingChange
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.memory import PRECISION
 from ringspark.estimators.training.settings.training import EPOCHS, LR_SCHEDULE
 from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import discard, remove_folder
+from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, discard, remove_folder
 from ringspark.pipelines.typed_json import OtherFormatError, fit, parse, record, versioned
-from ringspark.pipelines.writing.commit import FILES, FOLDER_PREFIX
 
 _logger = logging.getLogger(__name__)
 
@@ -274,9 +275,11 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def finish(self, result: str) -> None:
+    def finish(self, result: str, *, certify: bool = False) -> None:
         """Marks the training as finished. The files that `clean` removes are not needed from now on."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
+        if certify:
+            load_object(BIND_FILES)(self.uri)
 
     def clean(self, *, keeps_checkpoints: bool = False, keeps_all: bool = False) -> None:
         """Removes files of a finished training: checkpoints and shards, but not the shards' manifest.

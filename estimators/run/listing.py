@@ -71,6 +71,8 @@ def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
     run = inspect_run(uri)
     if run.state != "finished":
         run = inspect_run(uri, read_store_clock(run.uri.rpartition("/")[0]))
+    if others := run_layout.foreign_names(storage.list_names(run.uri)):
+        raise ValueError(f"{run.uri} holds {others[0]!r}, which belongs to no run; move it elsewhere")
     if run.state == "in use" and not stopped:
         raise ValueError(
             f"{run.uri} has not finished and changed {run.idle_seconds / 60:.0f} minutes ago, so its driver "

@@ -16,10 +16,9 @@ from typing import Literal
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import remove_folder
+from ringspark.pipelines.folder_removal import SHARDS, remove_folder
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object
-from ringspark.pipelines.writing.commit import SHARDS
 
 LEAST_HOURS = 1.0
 

@@ -7,6 +7,7 @@ values of partition columns. In-place training reads such a scan like any other.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from ringspark.pipelines.spark_paths import to_spark_uri
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+# Settings of a session while it finds columns by field IDs.
+_READERS, _BEFORE = "ringspark.fieldIds.readers", "ringspark.fieldIds.before"
+_lock = threading.Lock()
 _ZONED = ("UTC", "Etc/UTC", "GMT", "Z")
 
 
@@ -58,12 +62,23 @@ def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
     if listing.file_schema is None or not any(FIELD_ID in field.metadata for field in listing.file_schema):
         yield
         return
-    before = spark.conf.get(READS_FIELD_IDS)
-    spark.conf.set(READS_FIELD_IDS, "true")
+    # The session counts its readers, because several threads may fit in one session.
+    with _lock:
+        readers = int(spark.conf.get(_READERS, "0") or 0)
+        if not readers:
+            spark.conf.set(_BEFORE, str(spark.conf.get(READS_FIELD_IDS)))
+            spark.conf.set(READS_FIELD_IDS, "true")
+        spark.conf.set(_READERS, str(readers + 1))
     try:
         yield
     finally:
-        spark.conf.set(READS_FIELD_IDS, str(before))
+        with _lock:
+            readers = int(spark.conf.get(_READERS, "1") or 1) - 1
+            spark.conf.set(_READERS, str(readers))
+            if not readers:
+                spark.conf.set(READS_FIELD_IDS, str(spark.conf.get(_BEFORE)))
+                for name in (_READERS, _BEFORE):
+                    spark.conf.unset(name)
 
 
 def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:

@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import remove_folder
+from ringspark.pipelines.folder_removal import SHARDS, remove_folder
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.typed_json import parse_object, record
-from ringspark.pipelines.writing.commit import SHARDS
 
 ENTRY_NAME = "entry.json"
 MARKER_NAME = ".ringspark-entry"

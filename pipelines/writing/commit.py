@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ringspark.pipelines import folder_removal, storage
+from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, SHARDS
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
 
-FOLDER_PREFIX = "_shards-"
-FILES = r"part-[^/]+\.parquet"
-SHARDS = rf"manifest\.json|{FOLDER_PREFIX}[0-9a-f]+/{FILES}"
-"""Regular expression of the paths below a folder of shards."""
 # Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
 _TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
 # A writer that has not changed its folder for this long counts as dead.
