@@ -5,6 +5,7 @@ MLflow models name this module, so it must not move. `ringspark.extras.serving` 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def load_stage(model_uri: str) -> Any:
         storage.check_inside(str(folder), found)
     except ValueError:
         raise ValueError(
-            f"{model_uri} is damaged: its MLmodel names the stage {found!r} outside of its folder; take another "
-            "copy of the model"
+            f"{model_uri} is damaged: its MLmodel names the stage {found!r} outside of its folder; take "
+            "another copy of the model"
         ) from None
     return _stage(str(folder / found))
 
@@ -61,12 +62,11 @@ class ServedModel:
         predictor = self.stage._predictor(results=results)
         predicted = predict_frame(predictor, self.stage._inputs, self.stage.inputColumns(), names, frame)
         if name := class_name(self.stage):
-            # Unknown strings have the number after the last class.
+            # Unknown strings have the number after the last class, and rows without a prediction have NaN.
             classes = np.array([*self.stage._labels, None], dtype=object)
-            numbers = predicted[self.stage.getPredictionCol()].to_numpy(np.int64)
-            predicted[name] = pd.Series(
-                classes[np.minimum(numbers, len(classes) - 1)], index=predicted.index, dtype=object
-            )
+            numbers = predicted[self.stage.getPredictionCol()].fillna(math.inf)
+            places = np.minimum(numbers, len(classes) - 1).to_numpy(np.int64)
+            predicted[name] = pd.Series(classes[places], index=predicted.index, dtype=object)
         return predicted
 
 

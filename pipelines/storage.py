@@ -119,6 +119,13 @@ def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
         return cast("tuple[Any, str]", url_to_fs(uri))
+    except OSError as error:  # HDFS is connected to at once
+        if "libjvm" not in str(error) and "libhdfs" not in str(error):
+            raise
+        raise ValueError(
+            f"storage URI {redact(uri)!r} needs a client of HDFS on driver and workers; pip install "
+            "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow"
+        ) from None
     except (ValueError, ImportError) as error:
         raise ValueError(
             f"storage URI {redact(uri)!r} cannot be reached ({error}); install the fsspec package of that "
@@ -365,6 +372,7 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
 def check_writable(uri: str) -> None:
     """Writes, reads and removes a small test file. Raises ValueError if this fails."""
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
+    filesystem(uri)
     try:
         existed = exists(uri)
         for attempt in range(4):
