@@ -115,6 +115,10 @@ def check_inside(folder: str, name: str) -> None:
         )
 
 
+class NoClientError(ValueError):
+    """The store has no client on this host."""
+
+
 def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
@@ -122,7 +126,7 @@ def filesystem(uri: str) -> tuple[Any, str]:
     except OSError as error:  # HDFS is connected to at once
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
-        raise ValueError(
+        raise NoClientError(
             f"storage URI {redact(uri)!r} needs a client of HDFS on driver and workers; pip install "
             "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow"
         ) from None
@@ -372,7 +376,6 @@ def _put(fs: Any, path: str, data: bytes, overwrite: bool) -> None:
 def check_writable(uri: str) -> None:
     """Writes, reads and removes a small test file. Raises ValueError if this fails."""
     probe = join(uri, f".ringspark-probe-{uuid.uuid4().hex}")
-    filesystem(uri)
     try:
         existed = exists(uri)
         for attempt in range(4):
@@ -391,6 +394,8 @@ def check_writable(uri: str) -> None:
         if not existed and is_local(uri):
             # Another writer may have written there meanwhile.
             remove_if_empty(uri)
+    except NoClientError:
+        raise
     except Exception as error:  # a store's client may raise anything when an upload fails
         raise ValueError(
             f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "

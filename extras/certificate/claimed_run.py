@@ -128,9 +128,11 @@ def check_claims(
     yield Check(name="data")
     yield _check_code(run, objects)
     if run.end is not None:
-        yield Check(name="files of the final weights", problem=_check_end(run, run.end))
-        yield _check_history(run)
-        yield _check_files(run, run.end)
+        weights = Check(name="files of the final weights", problem=_check_end(run, run.end))
+        history = _check_history(run)
+        yield from (weights, history)
+        if not weights.problem and not history.problem:
+            yield _check_files(run, run.end)
 
 
 def _check_checkpoints(run: ClaimedRun) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators import TorchModel
+from ringspark.estimators import TorchClassificationModel, TorchModel
 from ringspark.estimators.served_model import ServedModel
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.pipelines import Array, Column, Padded, Scalar
@@ -36,6 +37,19 @@ def _served(folder: Path, kind: Kind, width: int) -> ServedModel:
     columns = (Column(name="x", kind=kind),)
     model._set_trained(str(folder / "checkpoint"), [(width,)], None, columns=columns, input_columns=["x"])
     return ServedModel(model)
+
+
+def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
+    save_checkpoint(str(tmp_path / "checkpoint"), Echo())
+    model = TorchClassificationModel(model=Echo(), featuresCol="x")
+    columns = (Column(name="x", kind=Array(dtype="float32", shape=(2,))),)
+    model._set_trained(str(tmp_path / "checkpoint"), [(2,)], None, columns=columns, input_columns=["x"])
+    model._labels = ("no", "yes")
+    rows = pd.DataFrame({"x": [[0.0, 1.0], [math.inf, -math.inf], [math.nan, 1.0], [1.0, 0.0]]})
+    found = ServedModel(model).predict(rows)
+    (name,) = [each for each in found.columns if found[each].dtype == object and "yes" in list(found[each])]
+    assert found[name].tolist() == ["yes", "no", None, "no"]
+    assert math.isnan(found["prediction"][2])
 
 
 @pytest.mark.parametrize(
