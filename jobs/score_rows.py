@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
-from ringspark.jobs.outputs import check_output, mark_output, remove_output
 from ringspark.jobs.row_source import FORMATS, RowSource, check_apart, first_line
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
+    from ringspark.jobs.outputs import check_output, mark_output, remove_output
     from ringspark.pipelines import storage
     from ringspark.pipelines.folder_removal import temporary_folder
     from ringspark.pipelines.spark_paths import resolve
