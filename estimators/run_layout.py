@@ -35,7 +35,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from ringspark.pipelines.folder_removal import SHARDS as _SHARD_PATHS
+from ringspark.pipelines.folder_removal import SHARD_PATHS, TEMPORARY
 
 OWNER = "owner.json"
 IDENTITY = "run.json"
@@ -65,54 +65,25 @@ BEST = "best"
 CERTIFICATE = "certificate"
 RESULT = "result.json"
 
-_NAMES = {value for name, value in globals().items() if name[0].isalpha() and name.isupper()}
-# best-<epoch>, and temporary files of a killed `write_atomic` or `check_writable`.
-_NUMBERED = re.compile(rf"{BEST}-\d+|\..+[.-][0-9a-f]{{8,}}")
+_NAMES = "|".join(re.escape(value) for name, value in globals().items() if name[0] != "_" and name.isupper())
+_NAMES = rf"{_NAMES}|{BEST}-\d+|{TEMPORARY}"
 # Rows that a resumed run compares with its own rows. A search has folders with such names too.
-_COMPARED = re.compile(rf"{SHARDS}-[0-9a-f]+")
+_COMPARED = rf"{SHARDS}-[0-9a-f]+"
+PARTS = (
+    rf"(?:step-\d+/|tensorboard/)?(?:[\w-]+|rank-\d+\.txt|[\w.-]+\.(?:safetensors|json|jsonl|gz|died|sig)|"
+    rf"events\.out\.tfevents[^/]*)|{SHARD_PATHS}"
+)
+"""Regular expression of the paths below a folder in a run's folder."""
+PATHS = rf"(?:{_NAMES}|{_COMPARED})(?:/(?:{PARTS}))?"
+"""Regular expression of all paths in a run's folder."""
 
 
 def foreign_names(names: Collection[str]) -> list[str]:
     """Returns the names in a run's folder that no run writes."""
-    numbered = [_NUMBERED, _COMPARED] if IDENTITY in names else [_NUMBERED]
-    return [n for n in names if n not in _NAMES and not any(pattern.fullmatch(n) for pattern in numbered)]
+    known = re.compile(f"{_NAMES}|{_COMPARED}" if IDENTITY in names else _NAMES)
+    return [name for name in names if not known.fullmatch(name)]
 
 
-def mark_among(names: Collection[str]) -> str | None:
-    """Returns the file in a folder that marks it as a run; None if it is none."""
-    return next((mark for mark in (OWNER, IDENTITY) if mark in names), None)
-
-
-_WEIGHTS = r"[\w-]+|[\w.-]+\.(?:safetensors|json)"
-# Folder -> regular expression of the paths below it.
-_FOLDERS = {
-    SHARDS: _SHARD_PATHS,
-    HEARTBEAT: r"rank-\d+\.(?:json|died)|driver\.json",
-    LOGS: r"rank-\d+\.txt",
-    STEPS: r"\d+\.json",
-    TRACKING: r"[^/]+\.jsonl?|tensorboard/events\.out\.tfevents[^/]*",
-    TIMELINE: r"rank-[\w-]+\.json",
-    PROFILE: r"rank-[\w-]+\.json\.gz",
-    FIRST_WEIGHTS: _WEIGHTS,
-    CHECKPOINTS: rf"step-\d+/(?:{_WEIGHTS})",
-    CHECKPOINT: _WEIGHTS,
-    CERTIFICATE: r"chain\.json|run\.sig",
-}
-
-
-def paths_below(name: str) -> str:
-    """Returns the regular expression of the paths that a run writes below `name`, an entry of its folder."""
-    if name.startswith(f"{SHARDS}-"):
-        return _SHARD_PATHS
-    return _WEIGHTS if name.startswith(f"{BEST}-") else _FOLDERS.get(name, "")
-
-
-PATHS = "|".join(
-    [
-        *(rf"{name}/(?:{paths})" for name, paths in _FOLDERS.items()),
-        rf"{SHARDS}-[0-9a-f]+/(?:{_SHARD_PATHS})",
-        rf"{BEST}-\d+/(?:{_WEIGHTS})",
-        *map(re.escape, sorted(_NAMES - _FOLDERS.keys())),
-    ]
-)
-"""Regular expression of all paths in a run's folder."""
+def find_mark(names: Collection[str]) -> str:
+    """Returns the file that marks a folder with these names as a run."""
+    return IDENTITY if IDENTITY in names and OWNER not in names else OWNER

@@ -19,8 +19,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
-from ringspark.jobs.outputs import check_output, mark_output, remove_output
+from ringspark.jobs.outputs import mark_output, remove_output
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         if found and not args.overwrite:
             raise ValueError(f"there are results in {found[0]} already; give --overwrite or another --output")
         for uri in found:
-            check_output(uri, "etl")
+            remove_output(uri, "etl", check_removal)
         raw = args.raw or _unpack(root)
         tables = flights.read_tables(spark, raw)
         num_flights, num_dropped = tables["flights"].agg(

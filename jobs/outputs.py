@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import check_removal, list_paths, remove_folder
+from ringspark.pipelines.folder_removal import list_paths, remove_folder
 from ringspark.pipelines.typed_json import parse_object
 
 # Spark ignores names that begin with an underscore.
@@ -28,8 +28,3 @@ def remove_output(uri: str, job: str, remove: Callable[..., None] = remove_folde
         files += parse_object(storage.read_bytes(storage.join(uri, MARK)))["files"]
     paths = "|".join(re.escape(str(file)) for file in files)
     remove(uri, paths, MARK, lambda content: parse_object(content).get("job") == job)
-
-
-def check_output(uri: str, job: str) -> None:
-    """Raises ValueError if `remove_output` would refuse the folder."""
-    remove_output(uri, job, check_removal)

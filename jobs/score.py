@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from ringspark.jobs import cli, recipes
 from ringspark.jobs.flights import CATEGORICAL, NUMERIC
-from ringspark.jobs.outputs import check_output, mark_output, remove_output
+from ringspark.jobs.outputs import mark_output, remove_output
 from ringspark.jobs.row_source import check_apart
 from ringspark.pipelines import ShardManifest, open_reader, storage
+from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
             check_apart(spark, where[result], where[name], f"the {name}")
         check_apart(spark, where["report"], where["output"], "the predictions")
         if storage.exists(where["output"]):
-            check_output(where["output"], "score")
+            remove_output(where["output"], "score", check_removal)
         history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
         model = TorchClassificationModel.load(where["model"])
         test = spark.read.parquet(where["test"])

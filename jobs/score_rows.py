@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import uuid
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
-    from ringspark.jobs.outputs import check_output, mark_output, remove_output
+    from ringspark.jobs.outputs import mark_output, remove_output
     from ringspark.pipelines import storage
-    from ringspark.pipelines.folder_removal import temporary_folder
+    from ringspark.pipelines.folder_removal import check_removal, discard
     from ringspark.pipelines.spark_paths import resolve
 
     storage.refuse_secrets(args.output)
@@ -73,13 +74,14 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
     if storage.exists(output):
-        check_output(output, "score")
+        remove_output(output, "score", check_removal)
     source.check_apart(spark, output)
     given = args.named_model or args.model
     with ExitStack() as stack:
         if given.startswith(_OF_MLFLOW):
             # Executors cannot read the folder into which MLflow downloads on this host.
-            copied = stack.enter_context(temporary_folder(f"{output}.model-"))
+            copied = f"{output}.model-{uuid.uuid4().hex}"
+            stack.callback(discard, copied, ".+")
             _download(given, copied)
             given = copied
         else:

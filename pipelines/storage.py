@@ -115,10 +115,6 @@ def check_inside(folder: str, name: str) -> None:
         )
 
 
-class NoClientError(ValueError):
-    """The store has no client on this host."""
-
-
 def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
@@ -126,7 +122,7 @@ def filesystem(uri: str) -> tuple[Any, str]:
     except OSError as error:  # HDFS is connected to at once
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
-        raise NoClientError(
+        raise ValueError(
             f"storage URI {redact(uri)!r} needs a client of HDFS on driver and workers; pip install "
             "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow"
         ) from None
@@ -394,9 +390,9 @@ def check_writable(uri: str) -> None:
         if not existed and is_local(uri):
             # Another writer may have written there meanwhile.
             remove_if_empty(uri)
-    except NoClientError:
-        raise
     except Exception as error:  # a store's client may raise anything when an upload fails
+        if "needs a client" in str(error):
+            raise
         raise ValueError(
             f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "
             "choose a folder that this process may write to"

@@ -56,7 +56,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
         load_object(BIND_FILES)(config.run_uri)
     else:
         # The training is over, so nobody will resume from the checkpoints.
-        remove_folder(checkpoints_uri(config.run_uri), run_layout.paths_below(run_layout.CHECKPOINTS))
+        remove_folder(checkpoints_uri(config.run_uri), run_layout.PARTS)
     return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ringspark.estimators import run_layout
@@ -33,11 +32,6 @@ def read_owner(run_uri: str) -> Owner | None:
         return record(Owner, parse_object(storage.read_bytes(storage.join(run_uri, run_layout.OWNER))))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-
-
-def names_owner(token: str) -> Callable[[bytes], bool]:
-    """Returns the function that tells whether the content of `owner.json` names the driver `token`."""
-    return lambda content: parse_object(content).get("token") == token
 
 
 def write_note(run_uri: str, name: str, text: str) -> None:

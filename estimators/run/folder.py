@@ -15,7 +15,7 @@ from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
-from ringspark.estimators.launch.owner import names_owner, read_owner, write_owner
+from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences, split_changes
@@ -102,7 +102,7 @@ def remove_old_run(uri: str, resume: bool | None) -> None:
             f"if its driver has ended, start again in {_DEAD_SECONDS:.0f} s, or give --no-resume to remove "
             "the run; else name another folder"
         )
-    remove_folder(uri, run_layout.PATHS, run_layout.mark_among(names))
+    remove_folder(uri, run_layout.PATHS, run_layout.find_mark(names))
 
 
 def _seconds_since_heartbeat(uri: str) -> float | None:
@@ -152,7 +152,7 @@ class RunFolder:
         if folder._is_mine:
             # Nothing was trained here, so files of a dead driver are useless.
             for name in storage.list_names(folder.uri):
-                remove_folder(storage.join(folder.uri, name), run_layout.paths_below(name))
+                remove_folder(storage.join(folder.uri, name), run_layout.PARTS)
             write_owner(folder.uri, folder.token, 0)
         return folder
 
@@ -349,19 +349,12 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes the folder unless another driver owns it by now."""
-        mark = run_layout.OWNER if run_layout.OWNER in storage.list_names(self.uri) else None
-        discard(self.uri, run_layout.PATHS, mark, names_owner(self.token))
-
-    def leave(self) -> None:
-        """Ends the work of ranks that train nothing: removes an own folder, else only their heartbeats."""
-        if not self.is_given:
-            self.discard()
-            return
-        storage.remove(storage.join(self.uri, run_layout.OWNER))  # first: without it no rank writes
-        self._discard(run_layout.HEARTBEAT)
+        owner = read_owner(self.uri)
+        if owner is None or owner.token == self.token:
+            discard(self.uri, run_layout.PATHS, None if owner is None else run_layout.OWNER)
 
     def _discard(self, name: str) -> None:
-        discard(storage.join(self.uri, name), run_layout.paths_below(name))
+        discard(storage.join(self.uri, name), run_layout.PARTS)
 
     def _own_names(self) -> list[str]:
         names = storage.list_names(self.uri)

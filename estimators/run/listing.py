@@ -13,7 +13,7 @@ from ringspark.estimators.run.stored_runs import LEAST_HOURS, measure_folder, re
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import read_history
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import discard, remove_folder
+from ringspark.pipelines.folder_removal import remove_folder
 
 # The presence of either means that a run was begun here.
 _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
@@ -78,13 +78,8 @@ def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
             f"{run.uri} has not finished and changed {run.idle_seconds / 60:.0f} minutes ago, so its driver "
             "may be alive; stop it and give --stopped, or wait for an hour without a change"
         )
-    remove_folder(run.uri, run_layout.PATHS, run_layout.mark_among(storage.list_names(run.uri)))
+    remove_folder(run.uri, run_layout.PATHS, run_layout.find_mark(storage.list_names(run.uri)))
     return run
-
-
-def discard_run(uri: str) -> None:
-    """Removes the folder of a run that the caller knows to be its own; a failure is only logged."""
-    discard(uri, run_layout.PATHS, run_layout.mark_among(storage.list_names(uri)))
 
 
 def remove_run_of(summary: TrainingSummary, remove: Callable[..., None] = remove_folder) -> None:

@@ -6,7 +6,6 @@ driver dies. A finished run holds the weights of its model until the model is sa
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 import uuid
@@ -16,13 +15,11 @@ from typing import Literal
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import SHARDS, remove_folder
+from ringspark.pipelines.folder_removal import SHARD_PATHS, discard
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object
 
 LEAST_HOURS = 1.0
-
-_logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
 
@@ -96,20 +93,12 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
         for run in list_runs(root, read_store_clock(root))
         if (finished or run.state != "finished") and run.idle_seconds > older_than_hours * 3600
     ]
-    return [run for run in old if _remove(run)]
+    return [r for r in old if (discard(r.uri, SHARD_PATHS) if r.state == "shards" else discard_run(r.uri))]
 
 
-def _remove(run: StoredRun) -> bool:
-    mark = run_layout.mark_among(storage.list_names(run.uri)) or run_layout.OWNER
-    try:
-        if run.state == "shards":
-            remove_folder(run.uri, SHARDS)
-        else:
-            remove_folder(run.uri, run_layout.PATHS, mark)
-    except ValueError as error:
-        _logger.warning("%s", error)
-        return False
-    return True
+def discard_run(uri: str) -> bool:
+    """Removes the folder of a run that the caller knows to be its own; a failure is only logged."""
+    return discard(uri, run_layout.PATHS, run_layout.find_mark(storage.list_names(uri)))
 
 
 def measure_folder(uri: str) -> tuple[int, float | None]:

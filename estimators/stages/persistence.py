@@ -39,7 +39,7 @@ from ringspark.models.descriptions import describe_network
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.program import Program
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import discard, find_foreign, remove_folder
+from ringspark.pipelines.folder_removal import check_removal, discard, remove_folder
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
@@ -100,11 +100,8 @@ class StageWriter(MLWriter):
                 f"{path} holds something else than a saved stage ({', '.join(found[:3])}) and is not "
                 "overwritten; give an empty folder"
             )
-        if found and (other := find_foreign(uri, _PATHS)) is not None:
-            raise ValueError(
-                f"{path} holds {other!r} besides a saved stage and is not overwritten; move that file "
-                "elsewhere, or give another folder"
-            )
+        if found:
+            check_removal(uri, _PATHS)
         if self._weights is not None:
             self._weights.check()
         # Written next to the old stage, which may hold the weights to copy and stays until this is complete.

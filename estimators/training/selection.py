@@ -127,7 +127,7 @@ class BestCheckpoint(BestEpoch):
         with state.averaged(), calibrated(state.module, state.history[-1]):
             save_together(self.uri, state.module, self._mesh, self._status.tick, **where)
         if self._mesh.writes and last is not None and not self._keeps_worse:
-            discard(last, run_layout.paths_below(f"{run_layout.BEST}-"))
+            discard(last, run_layout.PARTS)
 
     def remove_others(self) -> None:
         parent, _, prefix = self._root.rpartition("/")
@@ -135,4 +135,4 @@ class BestCheckpoint(BestEpoch):
         with suppress(OSError):
             for name in storage.list_names(parent):
                 if re.fullmatch(rf"{re.escape(prefix)}-[0-9]+", name) and name != kept:
-                    discard(storage.join(parent, name), run_layout.paths_below(name))
+                    discard(storage.join(parent, name), run_layout.PARTS)

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 from pyspark.sql import SparkSession
 
-from ringspark.estimators import user_code
+from ringspark.estimators import run_layout, user_code
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
@@ -25,6 +25,7 @@ from ringspark.estimators.training.settings.workers import NUM_WORKERS, USE_GPU
 from ringspark.extras.functions.function_rank import Call, Script
 from ringspark.extras.functions.function_task import FunctionTask
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import discard
 from ringspark.pipelines.spark_paths import resolve
 
 
@@ -115,7 +116,11 @@ def run(
     try:
         results = supervisor.run()
     finally:
-        folder.leave()
+        if runUri is None:
+            folder.discard()
+        else:  # the owner file first, because ranks stop writing when it is gone
+            discard(storage.join(folder.uri, run_layout.OWNER), run_layout.PARTS)
+            discard(storage.join(folder.uri, run_layout.HEARTBEAT), run_layout.PARTS)
     return [cloudpickle.loads(base64.b64decode(text)) for text in results]
 
 

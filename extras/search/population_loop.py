@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.run.listing import discard_run
+from ringspark.estimators.run.stored_runs import discard_run
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, copy_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective

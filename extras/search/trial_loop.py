@@ -18,7 +18,8 @@ from pyspark.sql import SparkSession
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.run.listing import discard_run, remove_run_of
+from ringspark.estimators.run.listing import remove_run_of
+from ringspark.estimators.run.stored_runs import discard_run
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import EpochRecord, read_history
 from ringspark.estimators.training.settings.config import TrainConfig

@@ -26,8 +26,8 @@ from ringspark.pipelines.spark_paths import to_spark_uri
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Settings of a session while it finds columns by field IDs.
-_READERS, _BEFORE = "ringspark.fieldIds.readers", "ringspark.fieldIds.before"
+# Setting of a session that finds columns by field IDs: the number of its readers, and the value before.
+_READERS = "ringspark.fieldIds.readers"
 _lock = threading.Lock()
 _ZONED = ("UTC", "Etc/UTC", "GMT", "Z")
 
@@ -62,23 +62,22 @@ def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
     if listing.file_schema is None or not any(FIELD_ID in field.metadata for field in listing.file_schema):
         yield
         return
-    # The session counts its readers, because several threads may fit in one session.
-    with _lock:
-        readers = int(spark.conf.get(_READERS, "0") or 0)
-        if not readers:
-            spark.conf.set(_BEFORE, str(spark.conf.get(READS_FIELD_IDS)))
-            spark.conf.set(READS_FIELD_IDS, "true")
-        spark.conf.set(_READERS, str(readers + 1))
+    _count_readers(spark, 1)
     try:
         yield
     finally:
-        with _lock:
-            readers = int(spark.conf.get(_READERS, "1") or 1) - 1
-            spark.conf.set(_READERS, str(readers))
-            if not readers:
-                spark.conf.set(READS_FIELD_IDS, str(spark.conf.get(_BEFORE)))
-                for name in (_READERS, _BEFORE):
-                    spark.conf.unset(name)
+        _count_readers(spark, -1)
+
+
+def _count_readers(spark: SparkSession, change: int) -> None:
+    """Counts the readers of a session in its conf, because several threads may fit in one session."""
+    with _lock:
+        known = spark.conf.get(_READERS, None) or f"0 {spark.conf.get(READS_FIELD_IDS)}"
+        readers, before = int(known.split()[0]) + change, known.split()[1]
+        spark.conf.set(READS_FIELD_IDS, "true" if readers else before)
+        spark.conf.set(_READERS, f"{readers} {before}")
+        if not readers:
+            spark.conf.unset(_READERS)
 
 
 def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ringspark.pipelines import folder_removal, storage
-from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, SHARDS
+from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, SHARD_PATHS
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
 
 # Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
@@ -118,9 +118,8 @@ def discard_abandoned(prefix: str) -> None:
     """Removes the shards in all folders `prefix`... that a killed writer left; others may be in use."""
     parent, _, start = prefix.rpartition("/")
     for name in storage.list_names(parent):
-        folder = storage.join(parent, name)
-        if name.startswith(start) and all(_is_abandoned(folder, each) for each in storage.list_names(folder)):
-            folder_removal.discard(folder, SHARDS)
+        if name.startswith(start) and _is_abandoned(parent, name):
+            folder_removal.discard(storage.join(parent, name), SHARD_PATHS)
 
 
 def _is_abandoned(uri: str, name: str) -> bool:

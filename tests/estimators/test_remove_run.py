@@ -41,7 +41,7 @@ def test_only_the_run_that_made_the_model_is_removed(table: Any, tmp_path: Path)
     (run / "model").rename(tmp_path / "model")
     # A newer training in the same folder.
     newer = fit(table, tmp_path, keepTrainingState=True, resume=True, epochs=2)
-    with pytest.raises(ValueError, match=r"'result.json' is of another run or job than this one"):
+    with pytest.raises(ValueError, match=r"no 'result.json' in it shows that this run or job made it"):
         first.removeRun()
     newer.save(str(tmp_path / "newer"))
     loaded = TorchRegressionModel.load(str(tmp_path / "newer"))
@@ -58,7 +58,7 @@ def test_a_folder_that_a_saved_model_names_is_not_removed(table: Any, tmp_path: 
     described = json.loads((tmp_path / "model" / "ringspark.json").read_text())
     described["summary"]["run_uri"] = str(home)
     (tmp_path / "model" / "ringspark.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=r"has no 'result.json' that shows who made it; remove it yourself"):
+    with pytest.raises(ValueError, match=r"no 'result.json' in it shows that this run or job made it"):
         TorchRegressionModel.load(str(tmp_path / "model")).removeRun()
     assert (home / "thesis.tex").exists()
 
@@ -69,8 +69,6 @@ def test_a_stage_does_not_replace_a_folder_with_other_files(tmp_path: Path) -> N
     )
     (tmp_path / "stage" / "data").mkdir()
     (tmp_path / "stage" / "data" / "rows.csv").write_text("")
-    with pytest.raises(
-        ValueError, match=r"holds 'data/rows.csv' besides a saved stage and is not overwritten"
-    ):
+    with pytest.raises(ValueError, match=r"holds 'data/rows.csv', which ringspark did not write there"):
         TorchRegressor().write().overwrite().save(str(tmp_path / "stage"))
     assert (tmp_path / "stage" / "data" / "rows.csv").exists()

@@ -18,9 +18,10 @@ from written_shards import written
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs import command
-from ringspark.jobs.outputs import check_output, mark_output, remove_output
+from ringspark.jobs.outputs import mark_output, remove_output
 from ringspark.jobs.row_source import RowSource
 from ringspark.jobs.score_rows import _select
+from ringspark.pipelines.folder_removal import check_removal
 
 JOB = """stage: TorchRegressor
 data:
@@ -71,7 +72,6 @@ def _run_folder(folder: Path, *, finished: bool = False, hours: float = 0.0) -> 
 HEAVY = """
 import sys
 from ringspark.jobs import command
-from ringspark.jobs.outputs import check_output, mark_output, remove_output
 try:
     command.main([sys.argv[1], *sys.argv[2:]])
 except SystemExit:
@@ -223,15 +223,15 @@ def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> 
 def test_a_job_replaces_only_what_it_wrote(spark: Any, tmp_path: Path) -> None:
     output = tmp_path / "predictions"
     spark.range(3).write.parquet(str(output))
-    with pytest.raises(ValueError, match=r"no '_ringspark.json' that shows who made it; remove it yourself"):
+    with pytest.raises(ValueError, match=r"no '_ringspark.json' in it shows that this run or job made it"):
         remove_output(str(output), "score")
     mark_output(str(output), "score")
     (output / "notes.txt").write_text("")
     with pytest.raises(ValueError, match=r"holds 'notes.txt', which ringspark did not write there"):
         remove_output(str(output), "score")
     (output / "notes.txt").unlink()
-    with pytest.raises(ValueError, match="is of another run or job than this one"):
-        check_output(str(output), "etl")
+    with pytest.raises(ValueError, match=r"no '_ringspark.json' in it shows that this run or job made it"):
+        remove_output(str(output), "etl", check_removal)
     assert spark.read.parquet(str(output)).count() == 3
     remove_output(str(output), "score")
     assert not output.exists()

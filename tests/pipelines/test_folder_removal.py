@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from ringspark.estimators import run_layout
-from ringspark.pipelines.folder_removal import SHARDS, discard, find_foreign, remove_folder, temporary_folder
+from ringspark.pipelines.folder_removal import SHARD_PATHS, discard, list_paths, remove_folder
 
 RUN_FILES = (
     "owner.json",
@@ -62,22 +62,18 @@ def test_a_folder_with_a_foreign_file_stays_whole(tmp_path: Path, foreign: str, 
 
 def test_a_folder_of_somebody_else_stays(tmp_path: Path) -> None:
     fill(tmp_path / "ours", "manifest.json")
-    with pytest.raises(ValueError, match=r"has no 'owner.json' that shows who made it; remove it yourself"):
-        remove_folder(str(tmp_path / "ours"), SHARDS, "owner.json")
-    with pytest.raises(ValueError, match=r"its 'manifest.json' is of another run or job than this one"):
-        remove_folder(str(tmp_path / "ours"), SHARDS, "manifest.json", lambda content: content == b"mine")
+    with pytest.raises(ValueError, match=r"no 'owner.json' in it shows that this run or job made it"):
+        remove_folder(str(tmp_path / "ours"), SHARD_PATHS, "owner.json")
+    with pytest.raises(ValueError, match=r"no 'manifest.json' in it shows that this run or job"):
+        remove_folder(
+            str(tmp_path / "ours"), SHARD_PATHS, "manifest.json", lambda content: content == b"mine"
+        )
     (tmp_path / "link").symlink_to(tmp_path / "ours")
-    with pytest.raises(ValueError, match="is a link, so the folder behind it is kept"):
-        remove_folder(str(tmp_path / "link"), SHARDS)
+    with pytest.raises(ValueError, match="is kept, because it is a link"):
+        remove_folder(str(tmp_path / "link"), SHARD_PATHS)
     fill(tmp_path / "data", "rows.csv")
     (tmp_path / "ours" / "more").symlink_to(tmp_path / "data")
-    assert find_foreign(str(tmp_path / "ours"), SHARDS) == "more"
-    discard(str(tmp_path / "ours"), SHARDS)
+    assert sorted(list_paths(str(tmp_path / "ours"))) == ["manifest.json", "more"]
+    discard(str(tmp_path / "ours"), SHARD_PATHS)
     assert (tmp_path / "ours" / "manifest.json").exists()
-    discard(str(tmp_path / "absent"), SHARDS)
-
-
-def test_a_temporary_folder_goes_with_its_files(tmp_path: Path) -> None:
-    with temporary_folder(str(tmp_path / "model-")) as uri:
-        fill(Path(uri), "stages/0_x/metadata/part-0")
-    assert list(tmp_path.iterdir()) == []
+    discard(str(tmp_path / "absent"), SHARD_PATHS)

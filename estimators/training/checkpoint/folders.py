@@ -115,4 +115,4 @@ def _remove(root: str, step: int) -> None:
         return
     # Removed first, so that an interrupted removal leaves no checkpoint.
     storage.remove(storage.join(uri, COMMIT))
-    remove_folder(uri, run_layout.paths_below(run_layout.CHECKPOINT))
+    remove_folder(uri, run_layout.PARTS)
