@@ -58,8 +58,8 @@ class ServedModel:
         if name := class_name(self.stage):
             # Unknown strings have the number after the last class, and rows without a prediction have NaN.
             classes = np.array([*self.stage._labels, None], dtype=object)
-            numbers = predicted[self.stage.getPredictionCol()].fillna(math.inf)
-            places = np.minimum(numbers, len(classes) - 1).to_numpy(np.int64)
+            numbers = predicted[self.stage.getPredictionCol()].fillna(math.inf).to_numpy(np.float64)
+            places = np.minimum(numbers, len(classes) - 1).astype(np.int64)
             predicted[name] = pd.Series(classes[places], index=predicted.index, dtype=object)
         return predicted
 

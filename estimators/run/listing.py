@@ -82,7 +82,7 @@ def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
     return run
 
 
-def remove_run_of(summary: TrainingSummary, remove: Callable[..., None] = remove_folder) -> None:
+def remove_run_of(summary: TrainingSummary, remove: Callable[..., object] = remove_folder) -> None:
     """Removes the folder of the training with this summary; raises ValueError if it is of another one."""
 
     def is_same(content: bytes) -> bool:
