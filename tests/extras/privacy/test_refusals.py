@@ -156,17 +156,17 @@ class Pairs(nn.Module):
 
 
 class Listed(nn.Module):
-    """Reads registered weights from a list, from a closure, or partly as an attribute."""
+    """Reads the weights of a layer from a list, from a closure, or partly as an attribute."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.layer, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 1)
-        self.way, layer = way, self.layer
-        self.layers, self.call = [self.layer], lambda x: layer(x)
+        self.way, weight = way, self.layer.weight
+        self.weights, self.call = [weight], lambda x: x @ weight.T
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.way == "list":
-            return self.head(self.layers[0](x))
+            return self.head(x @ self.weights[0].T)
         return self.head(self.call(x) + (self.layer(x) if self.way == "both" else 0))
 
 
@@ -194,7 +194,10 @@ class Hidden(nn.Module):
         (Reports(), "add losses by add_loss; leave add_loss out"),
         (Pairs(), "model Pairs cannot run a single row"),
         *(
-            (Listed(way), "forward .* reads the weights 'layer.*' from a list, a closure")
+            (
+                Listed(way),
+                r"forward .* reads the weights ('layer\.weight'|of shape \(4, 6\)) from a list, a closure",
+            )
             for way in ("list", "closure", "both")
         ),
         (Hidden(), r"reads the weights of shape \((1, 3|1,)\) from a list"),
