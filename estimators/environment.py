@@ -1,4 +1,4 @@
-"""The environment of a task: variables that a library or a new process reads, and cores."""
+"""Sets environment variables while a library or a new process reads them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
         _set(before)
 
 
-def count_task_cores(context: Any) -> int:
-    """Returns the cores of a Spark task, rounded up: since Spark 4.3, a task may have a part of a core."""
-    amount: float = context.cpuAmount() if hasattr(context, "cpuAmount") else context.cpus()
-    return max(1, math.ceil(amount))
-
-
 def _set(values: Mapping[str, str | None]) -> None:
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def count_cores(context: Any) -> int:
+    """Returns the cores of a Spark task, rounded up: since Spark 4.3, they may be a part of one."""
+    return math.ceil(getattr(context, "cpuAmount", context.cpus)()) or 1

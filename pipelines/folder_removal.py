@@ -45,36 +45,27 @@ def check_removal(
     if storage.is_local(uri) and os.path.islink(uri):
         raise ValueError(f"{uri!r} is kept, because it is a link; remove the link yourself")
     if mark is not None:
-        try:
-            is_ours = is_mine is None or is_mine(storage.read_bytes(storage.join(uri, mark)))
-        except (FileNotFoundError, NotADirectoryError):
-            is_ours = False
-        if not is_ours or not storage.exists(storage.join(uri, mark)):
+        at = storage.join(uri, mark)
+        if not storage.exists(at) or (is_mine is not None and not is_mine(storage.read_bytes(at))):
             raise ValueError(
                 f"{uri!r} is kept, because no {mark!r} in it shows that this run or job made it; remove it "
                 "yourself"
             )
     made = re.compile(rf"{paths}|(?:.+/)?{TEMPORARY}")
-    for path in list_paths(uri):
-        if not made.fullmatch(path):
-            raise ValueError(
-                f"{uri!r} is kept, because it holds {path!r}, which ringspark did not write there; move that "
-                "file elsewhere"
-            )
+    if other := next((path for path in list_paths(uri) if not made.fullmatch(path)), None):
+        raise ValueError(
+            f"{uri!r} is kept, because it holds {other!r}, which ringspark did not write there; move that "
+            "file elsewhere"
+        )
 
 
 def remove_folder(
     uri: str, paths: str, mark: str | None = None, is_mine: Callable[[bytes], bool] | None = None
 ) -> None:
-    """Removes a folder or file that this package made, if it exists.
+    """Removes a folder or file that this package made, if it exists; raises ValueError if it must stay.
 
-    Args:
-        paths: Regular expression of the paths below the folder that its maker writes.
-        mark: File in the folder that shows who made it; None if nobody else can have made it.
-        is_mine: Whether the content of `mark` names the caller, such as this run.
-
-    Raises:
-        ValueError: The folder is a link, is not marked as the caller's, or holds other files. It stays whole.
+    `paths` is a regular expression of the paths below the folder that its maker writes. `mark` is the file
+    that shows who made it; `is_mine` takes its content. Without a mark, only the caller can have made it.
     """
     if storage.exists(uri):
         check_removal(uri, paths, mark, is_mine)

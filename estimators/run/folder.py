@@ -349,9 +349,10 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes the folder unless another driver owns it by now."""
-        owner = read_owner(self.uri)
-        if owner is None or owner.token == self.token:
-            discard(self.uri, run_layout.PATHS, None if owner is None else run_layout.OWNER)
+        with suppress(OSError):
+            owner = read_owner(self.uri)
+            if owner is None or owner.token == self.token:
+                discard(self.uri, run_layout.PATHS, None if owner is None else run_layout.OWNER)
 
     def _discard(self, name: str) -> None:
         discard(storage.join(self.uri, name), run_layout.PARTS)

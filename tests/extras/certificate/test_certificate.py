@@ -124,7 +124,7 @@ def test_a_weight_edited_without_new_hashes_is_found_without_a_replay(copy: Path
 
 @pytest.mark.parametrize(
     "name",
-    ["result.json", "config.json", "run.json", "data.json", "environment.json", "checkpoint/checkpoint.json"],
+    ["result.json", "config.json", "data.json", "environment.json", "checkpoint/checkpoint.json"],
 )
 def test_a_changed_file_that_others_read_is_found_without_a_replay(copy: Path, name: str) -> None:
     text = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
