@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel
-from ringspark.estimators.served_model import ServedModel
+from ringspark.estimators.served_model import ServedModel, load_stage
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.pipelines import Array, Column, Padded, Scalar
 from ringspark.pipelines.kinds import Kind
@@ -93,3 +94,17 @@ def test_numbers_that_the_training_could_not_hold_are_refused(
     served = _served(tmp_path, kind, 1 if kind is IDS else 2)
     with pytest.raises(ValueError, match=f"column 'x' .*{told}"):
         served.predict(pd.DataFrame({"x": values}))
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
+@pytest.mark.parametrize("named", ["../other", "{folder}/other", "link"])
+def test_a_stage_outside_of_a_logged_model_is_refused(tmp_path: Path, named: str) -> None:
+    pytest.importorskip("mlflow")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "link").symlink_to(tmp_path / "other")
+    flavors = {"flavors": {"ringspark": {"stage": named.format(folder=tmp_path)}}}
+    (tmp_path / "model" / "MLmodel").write_text(json.dumps(flavors))
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        load_stage((tmp_path / "model").as_uri())
