@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="option of Spark's reader, such as header=true for CSV; can be repeated",
     )
     parser.add_argument("--output", metavar="URI", required=True, help="Parquet folder for the predictions")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace predictions of an earlier start")
     parser.add_argument(
         "--columns", metavar="A,B", help="columns to write, including predictions; default: all"
     )

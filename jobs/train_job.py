@@ -285,14 +285,11 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     try:
         for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
             source.check_apart(spark, output)
-        pretrained, teacher = estimator.getPretrained(), estimator.getTeacher()
-        for what, uri in (
-            ("the run", estimator.getRunUri()),
-            ("the pretrained weights", None if pretrained is None else pretrained.uri),
-            ("the teacher", teacher if isinstance(teacher, str) else None),
-        ):
-            if uri is not None:
-                check_apart(spark, output, uri, what)
+        inputs = {"run": estimator.getRunUri(), "teacher": estimator.getTeacher()}
+        inputs["pretrained weights"] = getattr(estimator.getPretrained(), "uri", None)
+        for what, uri in inputs.items():
+            if isinstance(uri, str):
+                check_apart(spark, output, uri, f"the {what}")
         if storage.exists(output):
             check_removal(storage.normalize(output), _SAVED)
     except ValueError as error:
