@@ -16,7 +16,7 @@ from ringspark.pipelines import storage
 
 FOLDER_PREFIX = "_shards-"
 FILES = r"part[^/]*\.parquet"
-SHARD_PATHS = rf"manifest\.json|{FOLDER_PREFIX}\w+/{FILES}"
+SHARD_PATHS = rf"{FILES}|manifest\.json|{FOLDER_PREFIX}\w+/{FILES}"
 """Regular expression of the paths below a folder of shards."""
 # Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
 TEMPORARY = r"\.[^/]+[.-][0-9a-f]{8,}"

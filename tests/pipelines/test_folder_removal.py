@@ -38,7 +38,7 @@ def fill(folder: Path, *names: str) -> None:
         "notes.txt",
         "model/ringspark.json",  # a model that was saved inside the run
         "checkpoint/metadata/part-00000",
-        "shards/mine.parquet",
+        "shards/mine.csv",
         "tracking/run-2/result.json",
         "logs/rank-0.txt/inner",
     ],
