@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -27,3 +29,8 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def count_cores(context: Any) -> int:
+    """Returns the cores of a Spark task, rounded up: since Spark 4.3, they may be a part of one."""
+    return math.ceil(getattr(context, "cpuAmount", context.cpus)()) or 1

@@ -35,6 +35,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from ringspark.pipelines.folder_removal import SHARD_PATHS, TEMPORARY
+
 OWNER = "owner.json"
 IDENTITY = "run.json"
 CONFIG = "config.json"
@@ -63,14 +65,25 @@ BEST = "best"
 CERTIFICATE = "certificate"
 RESULT = "result.json"
 
-_NAMES = {value for name, value in globals().items() if name.isupper()}
-# best-<epoch>, and temporary files of a killed `write_atomic` or `check_writable`.
-_NUMBERED = re.compile(rf"{BEST}-\d+|\..+[.-][0-9a-f]{{8,}}")
+_NAMES = "|".join(re.escape(value) for name, value in globals().items() if name[0] != "_" and name.isupper())
+_NAMES = rf"{_NAMES}|{BEST}-\d+|{TEMPORARY}"
 # Rows that a resumed run compares with its own rows. A search has folders with such names too.
-_COMPARED = re.compile(rf"{SHARDS}-[0-9a-f]+")
+_COMPARED = rf"{SHARDS}-[0-9a-f]+"
+PARTS = (
+    rf"(?:step-\d+/|tensorboard/)?(?:[\w-]+|rank-\d+\.txt|[\w.-]+\.(?:safetensors|json|jsonl|gz|died|sig)|"
+    rf"events\.out\.tfevents[^/]*)|{SHARD_PATHS}"
+)
+"""Regular expression of the paths below a folder in a run's folder."""
+PATHS = rf"(?:{_NAMES}|{_COMPARED})(?:/(?:{PARTS}))?"
+"""Regular expression of all paths in a run's folder."""
 
 
 def foreign_names(names: Collection[str]) -> list[str]:
     """Returns the names in a run's folder that no run writes."""
-    numbered = [_NUMBERED, _COMPARED] if IDENTITY in names else [_NUMBERED]
-    return [n for n in names if n not in _NAMES and not any(pattern.fullmatch(n) for pattern in numbered)]
+    known = re.compile(f"{_NAMES}|{_COMPARED}" if IDENTITY in names else _NAMES)
+    return [name for name in names if not known.fullmatch(name)]
+
+
+def find_mark(names: Collection[str]) -> str:
+    """Returns the file that marks a folder with these names as a run."""
+    return IDENTITY if IDENTITY in names and OWNER not in names else OWNER

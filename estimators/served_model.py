@@ -5,6 +5,7 @@ MLflow models name this module, so it must not move. `ringspark.extras.serving` 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def load_stage(model_uri: str) -> Any:
         raise ValueError(
             f"{model_uri} holds no model of ringspark; give one that tracking='mlflow' has logged"
         )
+    storage.check_inside(str(folder), found)
     return _stage(str(folder / found))
 
 
@@ -54,12 +56,11 @@ class ServedModel:
         predictor = self.stage._predictor(results=results)
         predicted = predict_frame(predictor, self.stage._inputs, self.stage.inputColumns(), names, frame)
         if name := class_name(self.stage):
-            # Unknown strings have the number after the last class.
+            # Unknown strings have the number after the last class, and rows without a prediction have NaN.
             classes = np.array([*self.stage._labels, None], dtype=object)
-            numbers = predicted[self.stage.getPredictionCol()].to_numpy(np.int64)
-            predicted[name] = pd.Series(
-                classes[np.minimum(numbers, len(classes) - 1)], index=predicted.index, dtype=object
-            )
+            numbers = predicted[self.stage.getPredictionCol()].fillna(math.inf).to_numpy(np.float64)
+            places = np.minimum(numbers, len(classes) - 1).astype(np.int64)
+            predicted[name] = pd.Series(classes[places], index=predicted.index, dtype=object)
         return predicted
 
 
@@ -74,5 +75,7 @@ def _stage(folder: str) -> TorchModel:
     # With a scheme, because a session may look for a bare path on its own store.
     uri = f"file://{Path(folder).resolve()}"
     name = read_metadata(storage.normalize(uri))["class"].rpartition(".")[2]
+    if name not in _CLASSES:
+        raise ValueError(f"{folder} holds a {name}; give one of {', '.join(_CLASSES)}")
     stage: TorchModel = _CLASSES[name].load(uri)
     return stage

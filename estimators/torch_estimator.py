@@ -248,7 +248,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
                     parallelism=config.parallelism.to_values(),
                     changes=run.changes(),
                 ).to_json()
-                run.finish(finished)
+                run.finish(finished, certify=config.certify)
             model = self._trained_model(spark, run, fit, training, finished)
             # Also cleans a finished run whose earlier driver died before this line.
             last = run.last_config() or config

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 from torch import Tensor, nn
 
-from ringspark.estimators import run_layout, user_code
+from ringspark.estimators import user_code
 from ringspark.estimators.columns.expressions import all_of, make_struct, to_column
 from ringspark.estimators.columns.inputs import (
     BoundInput,
@@ -51,6 +51,7 @@ from ringspark.estimators.inference.predict import (
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
 from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
@@ -218,8 +219,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         run = self.summary.run_uri
         if self._trained().uri.startswith(f"{storage.normalize(run)}/") and not self._trained().is_saved:
             raise ValueError(f"the only weights of this model are in {run!r}; save the model first")
-        storage.remove(storage.join(run, run_layout.OWNER))
-        storage.remove(run, recursive=True)
+        remove_run_of(self.summary)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""

@@ -142,7 +142,7 @@ def _check_session(spark: SparkSession, args: argparse.Namespace, found: _Findin
     import torch
 
     from ringspark.estimators.stages.session import spark_conf
-    from ringspark.pipelines import storage
+    from ringspark.pipelines.folder_removal import remove_folder
     from ringspark.pipelines.spark_paths import is_remote
 
     conf = spark_conf(spark)
@@ -169,7 +169,7 @@ def _check_session(spark: SparkSession, args: argparse.Namespace, found: _Findin
             _train(spark, args, folder, found)
     finally:
         if folder is not None:
-            storage.remove(folder, recursive=True)
+            remove_folder(folder, ".+", _DRIVER_FILE, lambda content: content == folder.encode())
 
 
 def _java_version(spark: SparkSession) -> str:
@@ -228,6 +228,7 @@ def _check_driver_storage(spark: SparkSession, uri: str | None, found: _Findings
     """Returns a new folder in the storage, with a file of the driver; None if that fails."""
     from ringspark.estimators.stages.storage_root import storage_root
     from ringspark.pipelines import storage
+    from ringspark.pipelines.folder_removal import discard
 
     try:
         root = storage_root(spark, uri)
@@ -240,8 +241,7 @@ def _check_driver_storage(spark: SparkSession, uri: str | None, found: _Findings
         storage.write_atomic(storage.join(folder, _DRIVER_FILE), folder.encode())
     except OSError as error:
         found.problem("storage", f"the driver cannot write into {root}: {error}; give another --storage-uri")
-        with contextlib.suppress(OSError):
-            storage.remove(folder, recursive=True)
+        discard(folder, ".+")
         return None
     return folder
 

@@ -19,7 +19,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
+from ringspark.jobs.outputs import mark_output, remove_output
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ def run(args: argparse.Namespace) -> None:
         found = [uri for uri in results if storage.exists(uri)]
         if found and not args.overwrite:
             raise ValueError(f"there are results in {found[0]} already; give --overwrite or another --output")
+        for uri in found:
+            remove_output(uri, "etl", check_removal)
         raw = args.raw or _unpack(root)
         tables = flights.read_tables(spark, raw)
         num_flights, num_dropped = tables["flights"].agg(
@@ -96,11 +100,12 @@ def run(args: argparse.Namespace) -> None:
         day = F.floor((F.unix_timestamp("time_hour") - 5 * 3600) / 86_400)
         # Results of another call would look as if they belonged to these.
         for uri in found:
-            storage.remove(uri, recursive=True)
+            remove_output(uri, "etl")
         is_validation = F.pmod(day, F.lit(13)) == 0
         train = rows.where("split != 'test'").withColumn("is_validation", is_validation)
         for name, part in (("train", train), ("test", rows.where("split = 'test'").drop("split"))):
-            part.write.mode("overwrite").parquet(storage.join(root, name))
+            part.write.parquet(storage.join(root, name))
+            mark_output(storage.join(root, name), "etl")
         if args.shards:
             _write_shards(train, root, args.num_files)
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
@@ -111,13 +116,15 @@ def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
     from ringspark.pipelines import write_shards
 
     features = flights.feature_pipeline().fit(train.where("split = 'train'"))
-    features.write().overwrite().save(storage.join(root, "features"))
+    features.save(storage.join(root, "features"))
+    mark_output(storage.join(root, "features"), "etl")
     encoded: DataFrame = features.transform(train).selectExpr(
         "categorical", "numeric", "label", "split = 'validation' AS is_validation"
     )
     manifest = write_shards(
         encoded, storage.join(root, "shards"), num_files=num_files, validation_col="is_validation"
     )
+    mark_output(storage.join(root, "shards"), "etl")
     print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -105,9 +104,10 @@ class RowSource:
         found = find_table(spark, uri, self.version) if kind == "table" and self.inPlace else None
         if isinstance(found, Listing):
             uris = [found.source.uri]
-        elif kind == "table" or (kind in FORMATS and re.search(r"[*?\[{]", uri)):
-            # Spark finds the files of a table, or of a pattern such as "/data/2024-*".
-            uris = [unquote(file) for file in self.read(spark).inputFiles()]
+        elif kind in ("table", *FORMATS) and not (kind == "delta" and self.inPlace):
+            # Spark finds the files of a table or pattern, such as "/data/2024-*", and those behind links.
+            with suppress(ValueError):  # `read` says it, when the rows are needed
+                uris = [unquote(file) for file in self.read(spark).inputFiles()] or uris
         for each in uris:
             check_apart(spark, output, each, "the rows")
 

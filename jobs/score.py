@@ -10,6 +10,7 @@ Reads `model`, `train`, `test` and `history.json` below `--data`. Writes `predic
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from dataclasses import asdict
@@ -21,8 +22,10 @@ import numpy.typing as npt
 
 from ringspark.jobs import cli, recipes
 from ringspark.jobs.flights import CATEGORICAL, NUMERIC
+from ringspark.jobs.outputs import mark_output, remove_output
 from ringspark.jobs.row_source import check_apart
 from ringspark.pipelines import ShardManifest, open_reader, storage
+from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
@@ -69,12 +72,19 @@ def run(args: argparse.Namespace) -> None:
         for name, job in (("model", "train"), ("test", "etl")):
             if not storage.exists(where[name]):
                 raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
-            check_apart(spark, where["output"], where[name], f"the {name}")
+        inputs = [name for name in ("model", "test", "train", "history") if storage.exists(where[name])]
+        for name, result in itertools.product(inputs, ("output", "report")):
+            check_apart(spark, where[result], where[name], f"the {name}")
+        check_apart(spark, where["report"], where["output"], "the predictions")
+        if storage.exists(where["output"]):
+            remove_output(where["output"], "score", check_removal)
         history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
         model = TorchClassificationModel.load(where["model"])
         test = spark.read.parquet(where["test"])
         started = time.perf_counter()
-        _predict(model, test).write.mode("overwrite").parquet(where["output"])
+        remove_output(where["output"], "score")
+        _predict(model, test).write.parquet(where["output"])
+        mark_output(where["output"], "score")
         seconds = time.perf_counter() - started
         # Read the written predictions; the DataFrame would predict again.
         written = spark.read.parquet(where["output"]).select("label", "probability").toPandas()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 import uuid
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ringspark.jobs import cli
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="option of Spark's reader, such as header=true for CSV; can be repeated",
     )
     parser.add_argument("--output", metavar="URI", required=True, help="Parquet folder for the predictions")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace predictions of an earlier start")
     parser.add_argument(
         "--columns", metavar="A,B", help="columns to write, including predictions; default: all"
     )
@@ -63,33 +64,36 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
+    from ringspark.jobs.outputs import mark_output, remove_output
     from ringspark.pipelines import storage
+    from ringspark.pipelines.folder_removal import check_removal, discard
     from ringspark.pipelines.spark_paths import resolve
 
     storage.refuse_secrets(args.output)
     output = resolve(spark, args.output)
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
+    if storage.exists(output):
+        remove_output(output, "score", check_removal)
     source.check_apart(spark, output)
     given = args.named_model or args.model
-    copied = ""
-    if given.startswith(_OF_MLFLOW):
-        # Executors cannot read the folder into which MLflow downloads on this host.
-        copied = f"{output}.model-{uuid.uuid4().hex[:12]}"
-    else:
-        check_apart(spark, output, given, "the model")
-    try:
-        if copied:
+    with ExitStack() as stack:
+        if given.startswith(_OF_MLFLOW):
+            # Executors cannot read the folder into which MLflow downloads on this host.
+            copied = f"{output}.model-{uuid.uuid4().hex}"
+            stack.callback(discard, copied, ".+")
             _download(given, copied)
-        model = _load_model(copied or resolve(spark, given))
+            given = copied
+        else:
+            check_apart(spark, output, given, "the model")
+        model = _load_model(resolve(spark, given))
         scored = _select(model.transform(source.read(spark)), args.columns)
         started = time.perf_counter()
-        scored.write.mode("overwrite" if args.overwrite else "error").parquet(output)
+        remove_output(output, "score")
+        scored.write.parquet(output)
+        mark_output(output, "score")
         seconds = time.perf_counter() - started
         rows = spark.read.parquet(output).count()
-    finally:
-        if copied:
-            storage.remove(copied, recursive=True)
     print(f"score: predictions in {output}")
     cli.print_rate("score", rows, seconds)
 

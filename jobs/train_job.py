@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Train by a job file and save the model."
 _SPARK_PREFIX = re.compile(r'^Invalid param value given for param "\w+"\. ')
+# The paths below a saved PipelineModel.
+_SAVED = r"metadata/[^/]+|stages/\d+_[^/]+/.+"
 STAGES = ("TorchClassifier", "TorchRegressor", "TorchEstimator")
 
 
@@ -272,6 +274,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     from ringspark.estimators.checked_fit import check_evaluated
     from ringspark.estimators.run.folder import remove_old_run
     from ringspark.pipelines import storage
+    from ringspark.pipelines.folder_removal import check_removal, remove_folder
     from ringspark.pipelines.spark_paths import resolve
 
     output = resolve(spark, job.save.model)
@@ -282,8 +285,13 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     try:
         for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
             source.check_apart(spark, output)
-        if estimator.getRunUri() is not None:
-            check_apart(spark, output, estimator.getRunUri(), "the run")
+        inputs = {"run": estimator.getRunUri(), "teacher": estimator.getTeacher()}
+        inputs["pretrained weights"] = getattr(estimator.getPretrained(), "uri", None)
+        for what, uri in inputs.items():
+            if isinstance(uri, str):
+                check_apart(spark, output, uri, f"the {what}")
+        if storage.exists(output):
+            check_removal(storage.normalize(output), _SAVED)
     except ValueError as error:
         raise file.error(("save", "model"), f"save.model: {error}") from None
     if estimator.getRunUri() is None and resume is not None:
@@ -307,8 +315,9 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     # From here on a failure is not wrong input.
     status = "the training has finished, but its model could not be saved"
     try:
-        writer = PipelineModel([*features, model]).write()
-        (writer.overwrite() if job.save.overwrite else writer).save(output)
+        if job.save.overwrite:
+            remove_folder(storage.normalize(output), _SAVED)
+        PipelineModel([*features, model]).save(output)
         print(f"train: model saved to {output}")
         cli.print_rate("train", model.summary.rows, model.summary.seconds)
         status = f"the model is saved to {output}, but its evaluation failed"

@@ -119,6 +119,13 @@ def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
         return cast("tuple[Any, str]", url_to_fs(uri))
+    except OSError as error:  # HDFS is connected to at once
+        if "libjvm" not in str(error) and "libhdfs" not in str(error):
+            raise
+        raise ValueError(
+            f"storage URI {redact(uri)!r} needs a client of HDFS on driver and workers; pip install "
+            "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow"
+        ) from None
     except (ValueError, ImportError) as error:
         raise ValueError(
             f"storage URI {redact(uri)!r} cannot be reached ({error}); install the fsspec package of that "
@@ -384,6 +391,8 @@ def check_writable(uri: str) -> None:
             # Another writer may have written there meanwhile.
             remove_if_empty(uri)
     except Exception as error:  # a store's client may raise anything when an upload fails
+        if "needs a client" in str(error):
+            raise
         raise ValueError(
             f"storage URI {uri!r} cannot be written ({type(error).__name__}: {error}); "
             "choose a folder that this process may write to"

@@ -374,6 +374,57 @@ def test_a_setting_is_spelled_in_few_places() -> None:
     assert sorted(declared) == sorted(places)
 
 
+# The only file that removes folders, and the file with the call that it makes.
+REMOVERS = {"pipelines/folder_removal.py", "pipelines/storage.py"}
+_REMOVALS = {"rmtree", "removedirs", "delete_dir", "delete_dir_contents", "rm"}
+
+
+def removals(source: str) -> list[str]:
+    """Returns `line: call` for every call that may remove a folder and its content."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        recursive = name in ("remove", "delete") and keywords.get("recursive", "False") != "False"
+        overwrites = ast.unparse(node.func).endswith("write.mode") and "overwrite" in ast.unparse(node)
+        # As a callback, too: `atexit.register(shutil.rmtree, folder)`.
+        passed = [a for a in node.args if isinstance(a, ast.Attribute) and a.attr in {"rmtree", "removedirs"}]
+        if name in _REMOVALS or recursive or overwrites or passed:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_one_function_removes_folders() -> None:
+    """Others call `remove_folder`, which removes only what this package wrote."""
+    found = [
+        f"{path.relative_to(ROOT)}:{call}"
+        for path in itertools.chain.from_iterable(sources(room) for room in ROOMS)
+        if path.relative_to(ROOT).as_posix() not in REMOVERS
+        for call in removals(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "shutil.rmtree(folder)",
+        "rmtree(folder, ignore_errors=True)",
+        "atexit.register(shutil.rmtree, folder)",
+        "os.removedirs(folder)",
+        "fs.rm(path, recursive=True)",
+        "fs.delete(path, recursive=True)",
+        "storage.remove(uri, recursive=is_folder)",
+        "frame.write.mode('overwrite').parquet(uri)",
+    ],
+)
+def test_removal_of_a_folder_is_found(source: str) -> None:
+    assert removals(source)
+    assert not removals("storage.remove(uri)\nos.rmdir(p)\nnames.remove('a')\nfs.delete(p)\ndel x")
+
+
 def test_metrics_by_name_need_no_extra() -> None:
     project = pyproject()["project"]
     assert isinstance(project, dict)

@@ -20,6 +20,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators.columns.feeds import make_inputs, unread_error
+from ringspark.estimators.environment import count_cores
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.training.device_memory import release_gpu
@@ -156,7 +157,7 @@ def run(predictor: Predictor, batches: Iterator[Any]) -> Iterator[pa.Array]:
     module: nn.Module | None = None
     threads = torch.get_num_threads()
     # Tasks share the host, so each uses only its own cores.
-    torch.set_num_threads(context.cpus() if context is not None else threads)
+    torch.set_num_threads(count_cores(context) if context is not None else threads)
     try:
         module = (
             cached_module(predictor) if device == "cpu" else predictor.load(device, cache=_cache_folder())

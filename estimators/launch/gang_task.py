@@ -25,6 +25,7 @@ from ringspark.estimators.collectives import (
 )
 from ringspark.estimators.collectives.network import own_address
 from ringspark.estimators.collectives.rendezvous.server import meeting_ports
+from ringspark.estimators.environment import count_cores
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
@@ -158,7 +159,7 @@ class GangTask:
         status = Status()
         # A task owns only the cores that Spark gave it; torch would take all cores of the host.
         threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, context.cpus()))
+        torch.set_num_threads(count_cores(context))
         task: int = context.partitionId()
         heartbeat = Heartbeat(self.pulse, status, member.rank, member.host, task)
 

@@ -6,6 +6,7 @@ gang's stage, as in xgboost.spark.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def plan_stage(conf: Mapping[str, str], version: str, use_gpu: bool) -> StagePla
             problem=f"Spark {version} cannot give the workers' stage whole GPUs while {TASK_GPUS} "
             f"is {given or 'not set'}; set {TASK_GPUS}=1, or use Spark 4.0 or later"
         )
-    cores, task_cpus = executor_cores(conf), int(conf.get("spark.task.cpus", "1"))
+    cores, task_cpus = executor_cores(conf), math.ceil(cores_per_task(conf))
     # If the number of cores is unknown, a worker takes the cores of any task, but still a whole GPU.
     cpus = min(max(task_cpus, cores // gpus), cores) if cores else task_cpus
     return StagePlan(task_cpus=cpus, gives_gpus=True)
@@ -69,11 +70,11 @@ def slots_of_conf(
     With `task_cpus`, each task also needs a whole GPU; otherwise `spark.task.*` says what a task needs.
     """
     master = conf.get("spark.master", "")
-    cpus = task_cpus or int(conf.get("spark.task.cpus", "1"))
+    cpus = task_cpus or cores_per_task(conf)
     if is_local(conf):
         match = re.fullmatch(r"local\[\s*(\d+)\s*(?:,.*)?\]", master)
         cores: int | None = int(match[1]) if match else 1 if master == "local" else total_cores
-        return None if cores is None else cores // cpus
+        return None if cores is None else int(cores / cpus + 1e-9)
     cores = executor_cores(conf)
     executors: int | None = None
     if match := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,.*\]", master):
@@ -85,14 +86,19 @@ def slots_of_conf(
     elif "spark.cores.max" in conf and cores:
         executors = int(conf["spark.cores.max"]) // cores
     if executors is None or not cores:
-        return None if total_cores is None else total_cores // cpus
-    slots = cores // cpus
+        return None if total_cores is None else int(total_cores / cpus + 1e-9)
+    slots = int(cores / cpus + 1e-9)
     gpus = float(conf.get(EXECUTOR_GPUS, "0"))
     amount = 1.0 if task_cpus else float(conf.get(TASK_GPUS, "0"))
     if gpus and amount:
         # An amount below 1 shares a GPU between as many tasks as fit; otherwise tasks get whole GPUs.
         slots = min(slots, int(gpus // amount) if amount >= 1 else int(gpus) * int(1 / amount + 1e-9))
     return executors * slots
+
+
+def cores_per_task(conf: Mapping[str, str]) -> float:
+    """Returns the cores of a task; since Spark 4.3, it may be a part of one."""
+    return float(conf.get("spark.task.cpus", "1"))
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:

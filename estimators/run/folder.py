@@ -16,10 +16,10 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.launch.owner import read_owner, write_owner
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences, split_changes
 from ringspark.estimators.run.stored_runs import read_store_clock
-from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.training.checkpoint.folders import (
     checkpoints_uri,
     is_committed,
@@ -28,12 +28,14 @@ from ringspark.estimators.training.checkpoint.folders import (
     step_uri,
 )
 from ringspark.estimators.training.checkpoint.reading import read_record
+from ringspark.estimators.training.checkpoint.resume import BIND_FILES
 from ringspark.estimators.training.history import SettingChange
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.memory import PRECISION
 from ringspark.estimators.training.settings.training import EPOCHS, LR_SCHEDULE
 from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, discard, remove_folder
 from ringspark.pipelines.typed_json import OtherFormatError, fit, parse, record, versioned
 
 _logger = logging.getLogger(__name__)
@@ -100,8 +102,7 @@ def remove_old_run(uri: str, resume: bool | None) -> None:
             f"if its driver has ended, start again in {_DEAD_SECONDS:.0f} s, or give --no-resume to remove "
             "the run; else name another folder"
         )
-    storage.remove(storage.join(uri, run_layout.OWNER))  # first: without it no rank writes
-    storage.remove(uri, recursive=True)
+    remove_folder(uri, run_layout.PATHS, run_layout.find_mark(names))
 
 
 def _seconds_since_heartbeat(uri: str) -> float | None:
@@ -151,7 +152,7 @@ class RunFolder:
         if folder._is_mine:
             # Nothing was trained here, so files of a dead driver are useless.
             for name in storage.list_names(folder.uri):
-                storage.remove(storage.join(folder.uri, name), recursive=True)
+                remove_folder(storage.join(folder.uri, name), run_layout.PARTS)
             write_owner(folder.uri, folder.token, 0)
         return folder
 
@@ -274,9 +275,11 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def finish(self, result: str) -> None:
+    def finish(self, result: str, *, certify: bool = False) -> None:
         """Marks the training as finished. The files that `clean` removes are not needed from now on."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
+        if certify:
+            load_object(BIND_FILES)(self.uri)
 
     def clean(self, *, keeps_checkpoints: bool = False, keeps_all: bool = False) -> None:
         """Removes files of a finished training: checkpoints and shards, but not the shards' manifest.
@@ -289,21 +292,21 @@ class RunFolder:
             return
         root = checkpoints_uri(self.uri)
         if not keeps_checkpoints:
-            discard(root)
+            self._discard(run_layout.CHECKPOINTS)
         elif (steps := list_steps(root)) and not keeps_all:
             keep_newest(root, steps[-1], 1)
         for name in (run_layout.HEARTBEAT, run_layout.FIRST_WEIGHTS):
-            discard(storage.join(self.uri, name))
+            self._discard(name)
         # A killed `write_atomic` leaves its temporary file.
         for name in self._own_names():
             if name.startswith((".", f"{run_layout.SHARDS}-")):
-                discard(storage.join(self.uri, name))
+                self._discard(name)
         shards = storage.join(self.uri, run_layout.SHARDS)
         if self.is_given and not keeps_checkpoints:
             for name in storage.list_names(shards):
-                if name != "manifest.json":
-                    discard(storage.join(shards, name))
-        discard(states)
+                if name.startswith(FOLDER_PREFIX):
+                    discard(storage.join(shards, name), FILES)
+        discard(states, "")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -331,18 +334,28 @@ class RunFolder:
                 return ""  # another driver owns the folder now
             if self.is_given and self.has_checkpoint():
                 # A later start writes them again.
-                discard(storage.join(self.uri, run_layout.FIRST_WEIGHTS))
+                self._discard(run_layout.FIRST_WEIGHTS)
                 return f"; its last checkpoint is kept in {self.uri!r}: fit again with resume=True to resume"
-        discard(storage.join(self.uri, run_layout.OWNER))  # first: without it no rank writes
         if not self.is_given:
-            discard(self.uri)
+            self.discard()
             return ""
         with suppress(OSError):
+            storage.remove(storage.join(self.uri, run_layout.OWNER))  # first: without it no rank writes
             for name in self._own_names():
-                discard(storage.join(self.uri, name))
+                self._discard(name)
             if not self._was_there:
                 storage.remove_if_empty(self.uri)
         return ""
+
+    def discard(self) -> None:
+        """Removes the folder unless another driver owns it by now."""
+        with suppress(OSError):
+            owner = read_owner(self.uri)
+            if owner is None or owner.token == self.token:
+                discard(self.uri, run_layout.PATHS, None if owner is None else run_layout.OWNER)
+
+    def _discard(self, name: str) -> None:
+        discard(storage.join(self.uri, name), run_layout.PARTS)
 
     def _own_names(self) -> list[str]:
         names = storage.list_names(self.uri)

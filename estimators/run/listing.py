@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.run.stored_runs import LEAST_HOURS, measure_folder, read_store_clock
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import read_history
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import remove_folder
 
 # The presence of either means that a run was begun here.
 _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
@@ -75,8 +78,18 @@ def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:
             f"{run.uri} has not finished and changed {run.idle_seconds / 60:.0f} minutes ago, so its driver "
             "may be alive; stop it and give --stopped, or wait for an hour without a change"
         )
-    storage.remove(run.uri, recursive=True)
+    remove_folder(run.uri, run_layout.PATHS, run_layout.find_mark(storage.list_names(run.uri)))
     return run
+
+
+def remove_run_of(summary: TrainingSummary, remove: Callable[..., object] = remove_folder) -> None:
+    """Removes the folder of the training with this summary; raises ValueError if it is of another one."""
+
+    def is_same(content: bytes) -> bool:
+        found = TrainingSummary.of_run(content.decode(), summary.run_uri)[0]
+        return repr((found.epochs, found.seconds)) == repr((summary.epochs, summary.seconds))  # NaN differs
+
+    remove(storage.normalize(summary.run_uri), run_layout.PATHS, run_layout.RESULT, is_same)
 
 
 def _is_run(uri: str) -> bool:

@@ -18,12 +18,13 @@ from pyspark.sql import DataFrame
 from ringspark.estimators import run_layout
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import list_data_differences
-from ringspark.estimators.stages.fit_data import FitData, discard
+from ringspark.estimators.stages.fit_data import FitData
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.reuse.cached_shards import rows_key
 from ringspark.pipelines.reuse.source_files import path_states
 from ringspark.pipelines.typed_json import fit, parse
+from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
 
 _logger = logging.getLogger(__name__)
 
@@ -41,14 +42,10 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
         raise run.refusal(["data: shards given to fitOnShards -> a DataFrame"])
     manifest = ShardManifest.load(uri)
     if key is None or key != known.rows_key:
-        for name in storage.list_names(run.uri):
-            if name.startswith(f"{run_layout.SHARDS}-"):
-                discard(storage.join(run.uri, name))  # of a driver that was killed during the comparison
-        again = storage.join(run.uri, f"{run_layout.SHARDS}-{uuid.uuid4().hex[:12]}")
-        try:
-            written = data.write(dataset, again)
-        finally:
-            discard(again)
+        prefix = storage.join(run.uri, f"{run_layout.SHARDS}-")
+        discard_abandoned(prefix)
+        written = data.write(dataset, f"{prefix}{uuid.uuid4().hex[:12]}")
+        discard_shards(written)
         if changed := list_data_differences(manifest, written):
             raise run.refusal(changed[:5])
         if _digests(manifest) != _digests(written):

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import SHARD_PATHS, discard
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object
 
@@ -92,9 +93,12 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
         for run in list_runs(root, read_store_clock(root))
         if (finished or run.state != "finished") and run.idle_seconds > older_than_hours * 3600
     ]
-    for run in old:
-        storage.remove(run.uri, recursive=True)
-    return old
+    return [r for r in old if (discard(r.uri, SHARD_PATHS) if r.state == "shards" else discard_run(r.uri))]
+
+
+def discard_run(uri: str) -> bool:
+    """Removes the folder of a run that the caller knows to be its own; a failure is only logged."""
+    return discard(uri, run_layout.PATHS, run_layout.find_mark(storage.list_names(uri)))
 
 
 def measure_folder(uri: str) -> tuple[int, float | None]:

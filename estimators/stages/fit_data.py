@@ -28,6 +28,7 @@ from ringspark.pipelines.kinds import HashBuckets, TableRow, Vocabulary, kind_fr
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.spark_paths import to_spark_uri
 from ringspark.pipelines.table_files import InPlaceError
+from ringspark.pipelines.writing.commit import discard_shards
 
 _logger = logging.getLogger(__name__)
 
@@ -172,13 +173,5 @@ class _Write:
 
     def discard(self) -> None:
         if self.manifest is not None:
-            uri, self.manifest = self.manifest.uri, None
-            discard(uri)
-
-
-def discard(uri: str) -> None:
-    """Removes a folder. A failure is only logged, so that it replaces neither the model nor another error."""
-    try:
-        storage.remove(uri, recursive=True)
-    except OSError as error:
-        _logger.warning("could not remove %s: %s", uri, error)
+            manifest, self.manifest = self.manifest, None
+            discard_shards(manifest)

@@ -39,6 +39,7 @@ from ringspark.models.descriptions import describe_network
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.program import Program
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import check_removal, discard, remove_folder
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
 
@@ -46,6 +47,10 @@ FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
 OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
+_PATHS = (
+    rf"(?:(?:estimator|best-model|evaluator)/)*(?:{METADATA}/[^/]+|{WEIGHTS_FOLDER}/[^/]+|[\w.-]+\.(?:json|pkl)|"
+    r"[\w.-]+\.safetensors)|evaluator/.+"
+)
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 
 Stage = TypeVar("Stage", bound=Any)
@@ -95,6 +100,8 @@ class StageWriter(MLWriter):
                 f"{path} holds something else than a saved stage ({', '.join(found[:3])}) and is not "
                 "overwritten; give an empty folder"
             )
+        if found:
+            check_removal(uri, _PATHS)
         if self._weights is not None:
             self._weights.check()
         # Written next to the old stage, which may hold the weights to copy and stays until this is complete.
@@ -103,11 +110,9 @@ class StageWriter(MLWriter):
         try:
             self._write(target)
         except BaseException:
-            left = [target]
+            discard(target, _PATHS)
             if was_there and target == uri:  # an empty folder that was there before stays
-                left = [storage.join(uri, name) for name in storage.list_names(uri)]
-            for each in left:
-                storage.remove(each, recursive=True)
+                storage.make_dirs(uri)
             raise
         if found:
             _swap(target, uri)
@@ -284,14 +289,14 @@ def _swap(new: str, old: str) -> None:
                 os.rename(retired, old)
                 raise
         except BaseException:
-            storage.remove(new, recursive=True)
+            discard(new, _PATHS)
             raise
-        storage.remove(retired, recursive=True)
+        remove_folder(retired, _PATHS)
         return
     fs, source = storage.filesystem(new)
     _, target = storage.filesystem(old)
     try:
-        storage.remove(old, recursive=True)
+        remove_folder(old, _PATHS)
         # A copy, because a move that fails halfway may have removed what it had moved.
         fs.copy(source, target, recursive=True)
     except Exception as error:
@@ -299,7 +304,7 @@ def _swap(new: str, old: str) -> None:
             f"{old} could not be replaced ({error}); the new stage is whole in {new}: load it from there, or "
             f"save again"
         ) from error
-    storage.remove(new, recursive=True)
+    remove_folder(new, _PATHS)
 
 
 def _damaged(path: str, error: Exception) -> ValueError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import shutil
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -53,6 +52,6 @@ def _session_folder(master: str) -> str:
 
 @cache
 def _temporary_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="ringspark-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    folder = tempfile.TemporaryDirectory(prefix="ringspark-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return folder.name

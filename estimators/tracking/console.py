@@ -1,4 +1,4 @@
-"""Shows a training on the driver: a bar on a terminal, else plain lines, as for spark-submit or Databricks.
+"""Shows a training on the driver: a bar on a terminal or in a notebook, else plain lines.
 
 training: epoch 2/5, step 1,200/3,000, 183,000 rows/s, 12 min left
 """
@@ -41,7 +41,13 @@ class ConsoleTracker(Tracker):
     def start(self, run: RunStart) -> Listener:
         for change in run.changes:
             tqdm.write(f"training: {change}", file=sys.stderr)
-        return _Bar() if sys.stderr.isatty() else PlainLines(period_seconds=self.period_seconds)
+        return _Bar() if _shows_bars() else PlainLines(period_seconds=self.period_seconds)
+
+
+def _shows_bars() -> bool:
+    """Whether a bar can change its line: on a terminal, or in a notebook, whose output is no terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.stderr.isatty() or hasattr(shell, "kernel")
 
 
 class _Bar(Listener):
@@ -51,7 +57,7 @@ class _Bar(Listener):
 
     def progress(self, progress: TrainingProgress) -> None:
         if self._bar is None:
-            self._bar = tqdm(total=progress.num_steps, unit="step", desc="training", disable=None)
+            self._bar = tqdm(total=progress.num_steps, unit="step", desc="training")
         self._show(progress.step)
         rate = progress.rows / progress.seconds if progress.seconds else 0.0
         self._bar.set_postfix_str(f"epoch {progress.epoch}/{progress.epochs}, {rate:,.0f} rows/s")

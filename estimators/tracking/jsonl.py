@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +31,15 @@ class JsonLinesTracker(Tracker):
 
     name: ClassVar[str] = "jsonl"
     path: str | None = None
+
+    def check(self) -> None:
+        """Raises ValueError if `path`, which may come from a saved stage, is a file of another program."""
+        with suppress(FileNotFoundError), Path(self.path or "").open("rb") as file:
+            line = file.readline()
+            if line and not line.startswith(b'{"run": '):
+                raise ValueError(
+                    f"tracking: path {self.path!r} of 'jsonl' is a file of another program; give a new file"
+                )
 
     def start(self, run: RunStart) -> Listener:
         uri = storage.join(run.run_uri, run_layout.TRACKING, FILE)

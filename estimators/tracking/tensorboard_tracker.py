@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +67,8 @@ class _Events(Listener):
         if self._is_local:
             self._folder = self._target.removeprefix("file://")
         else:
-            self._folder = tempfile.mkdtemp(prefix="ringspark-")
+            self._temporary = tempfile.TemporaryDirectory(prefix="ringspark-", ignore_cleanup_errors=True)
+            self._folder = self._temporary.name
         self._writer: Any = SummaryWriter(self._folder)
         self._epochs: dict[int, EpochRecord] = {}
         self._last_step = -1
@@ -115,7 +115,7 @@ class _Events(Listener):
         self._writer.close()
         self._copy()
         if not self._is_local:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._temporary.cleanup()
 
     def _purge(self, step: int) -> None:
         """Marks a restart: TensorBoard drops the events of this step and later ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,12 @@ class Batch:
     @property
     def num_rows(self) -> int:
         return int(self.labels[0].shape[0])
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors of all attributes."""
+        for value in (getattr(self, each.name) for each in fields(self)):
+            every = value if isinstance(value, tuple) else (value,)
+            yield from (each for each in every if isinstance(each, torch.Tensor))
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into at most `parts` micro-batches, none of them empty."""
@@ -120,8 +126,7 @@ def move_batches(
 def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
-    tensors = (*batch.inputs, *batch.labels, *(() if batch.weight is None else (batch.weight,)))
-    for tensor in tensors:
+    for tensor in batch.tensors():
         # Its memory belongs to the other stream, which must not reuse it before this stream has used it.
         tensor.record_stream(current)
     return batch

@@ -19,6 +19,7 @@ from ringspark.estimators.training.objective.own_metrics import find_metric, is_
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import discard
 
 
 class BestEpoch(Callback):
@@ -126,8 +127,7 @@ class BestCheckpoint(BestEpoch):
         with state.averaged(), calibrated(state.module, state.history[-1]):
             save_together(self.uri, state.module, self._mesh, self._status.tick, **where)
         if self._mesh.writes and last is not None and not self._keeps_worse:
-            with suppress(OSError):
-                storage.remove(last, recursive=True)
+            discard(last, run_layout.PARTS)
 
     def remove_others(self) -> None:
         parent, _, prefix = self._root.rpartition("/")
@@ -135,4 +135,4 @@ class BestCheckpoint(BestEpoch):
         with suppress(OSError):
             for name in storage.list_names(parent):
                 if re.fullmatch(rf"{re.escape(prefix)}-[0-9]+", name) and name != kept:
-                    storage.remove(storage.join(parent, name), recursive=True)
+                    discard(storage.join(parent, name), run_layout.PARTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,7 +27,7 @@ from ringspark.extras.certificate.certificate import check_signature
 from ringspark.extras.certificate.chain import Chain, Link, find_breaks
 from ringspark.extras.certificate.claims import PLACES, digest_manifest, list_claims
 from ringspark.extras.certificate.compare import drop_times
-from ringspark.extras.certificate.recorder import digest_weights
+from ringspark.extras.certificate.recorder import digest_run, digest_weights
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
@@ -127,8 +128,11 @@ def check_claims(
     yield Check(name="data")
     yield _check_code(run, objects)
     if run.end is not None:
-        yield Check(name="files of the final weights", problem=_check_end(run, run.end))
-        yield _check_history(run)
+        weights = Check(name="files of the final weights", problem=_check_end(run, run.end))
+        history = _check_history(run)
+        yield from (weights, history)
+        if not weights.problem and not history.problem:
+            yield _check_files(run, run.end)
 
 
 def _check_checkpoints(run: ClaimedRun) -> Check:
@@ -215,7 +219,25 @@ def _check_end(run: ClaimedRun, end: Link) -> str:
     folder = storage.join(run.uri, end.content["folder"])
     if digest_weights(folder) != end.content["files"]:
         return f"The final weights in {folder} are not the ones in the hash chain."
+    with suppress(FileNotFoundError, ValueError):  # `_check_history` reports a damaged file
+        result = storage.read_bytes(storage.join(run.uri, run_layout.RESULT))
+        named = record(FinishedRun, parse_object(result, allow_nan=True)).result.checkpoint_uri
+        if named.rpartition("/")[2] != end.content["folder"]:
+            return f"{run_layout.RESULT} names other final weights than the hash chain: {named}."
     return ""
+
+
+def _check_files(run: ClaimedRun, end: Link) -> Check:
+    known = end.content.get("run")
+    if known is None:
+        return Check(name="files of the run", is_done=False, note="the driver ended before it recorded them")
+    try:
+        found = digest_run(run.uri, end.content["folder"])
+    except OSError as error:
+        return Check(name="files of the run", problem=f"A file of the run cannot be read: {error}.")
+    changed = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
+    problem = f"{changed[0]} is not the file in the hash chain." if changed else ""
+    return Check(name="files of the run", problem=problem)
 
 
 def _check_history(run: ClaimedRun) -> Check:

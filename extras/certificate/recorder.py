@@ -8,13 +8,20 @@ from collections.abc import Sequence
 
 import torch
 
+from ringspark.estimators import run_layout
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, step_uri
-from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, read_info
+from ringspark.estimators.training.checkpoint.weights import COMMIT, CheckpointInfo, read_info
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.certificate.chain import Chain, Link, chain_uri, read_chain, reseal, write_chain
 from ringspark.extras.certificate.claims import list_claims
 from ringspark.pipelines import ShardManifest, storage
+
+_FILES = {
+    *(run_layout.IDENTITY, run_layout.CONFIG, run_layout.CHANGES, run_layout.PARALLELISM, run_layout.PRIVACY),
+    *(run_layout.ENVIRONMENT, run_layout.TABLE, run_layout.SOURCE, run_layout.DATA, run_layout.HISTORY),
+    *(run_layout.PROGRESS, run_layout.RESULT),
+}
 
 
 class Recorder:
@@ -75,12 +82,31 @@ def _list_before(links: Sequence[Link], step: int) -> list[Link]:
 
 def digest_weights(uri: str) -> dict[str, str]:
     """Returns the SHA-256 of each file of tensors in the folder `uri`."""
-    found = {}
-    for name in sorted(storage.list_names(uri)):
-        if name.endswith(".safetensors") and not name.startswith("."):
-            digest = hashlib.sha256()
-            with storage.open_file(storage.join(uri, name)) as file:
-                while block := file.read(tensor_file.BLOCK_BYTES):
-                    digest.update(block)
-            found[name] = digest.hexdigest()
-    return found
+    names = [name for name in storage.list_names(uri) if not name.startswith(".")]
+    return {name: _digest(storage.join(uri, name)) for name in names if name.endswith(".safetensors")}
+
+
+def bind_files(run_uri: str) -> None:
+    """Adds the SHA-256 of the run's files to the end of the chain. Runs on the driver, at the end."""
+    *links, end = read_chain(run_uri).links
+    if end.kind == "end":
+        content = end.content | {"run": digest_run(run_uri, end.content["folder"])}
+        write_chain(run_uri, Chain(links=tuple(links)).add("end", end.step, content))
+
+
+def digest_run(run_uri: str, weights: str) -> dict[str, str]:
+    """Returns the SHA-256 of each file that a resume, a report or a load reads, and the chain has not yet."""
+    folders = (run_layout.STEPS, run_layout.TIMELINE)
+    names = [name for name in storage.list_names(run_uri) if name in _FILES]
+    names += [
+        f"{each}/{name}" for each in folders for name in storage.list_names(storage.join(run_uri, each))
+    ]
+    return {name: _digest(storage.join(run_uri, name)) for name in (*names, f"{weights}/{COMMIT}")}
+
+
+def _digest(uri: str) -> str:
+    digest = hashlib.sha256()
+    with storage.open_file(uri) as file:
+        while block := file.read(tensor_file.BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

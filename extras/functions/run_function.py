@@ -18,7 +18,6 @@ from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.stages.fit_data import discard
 from ringspark.estimators.stages.storage_root import storage_root
 from ringspark.estimators.training.settings.declaration import Setting
 from ringspark.estimators.training.settings.recovery import MAX_RESTARTS, TIMEOUT_SECONDS
@@ -26,6 +25,7 @@ from ringspark.estimators.training.settings.workers import NUM_WORKERS, USE_GPU
 from ringspark.extras.functions.function_rank import Call, Script
 from ringspark.extras.functions.function_task import FunctionTask
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import discard
 from ringspark.pipelines.spark_paths import resolve
 
 
@@ -116,9 +116,11 @@ def run(
     try:
         results = supervisor.run()
     finally:
-        # The owner file first, because ranks stop writing when it is gone.
-        discard(storage.join(folder.uri, run_layout.OWNER))
-        discard(folder.uri if runUri is None else storage.join(folder.uri, run_layout.HEARTBEAT))
+        if runUri is None:
+            folder.discard()
+        else:  # the owner file first, because ranks stop writing when it is gone
+            discard(storage.join(folder.uri, run_layout.OWNER), run_layout.PARTS)
+            discard(storage.join(folder.uri, run_layout.HEARTBEAT), run_layout.PARTS)
     return [cloudpickle.loads(base64.b64decode(text)) for text in results]
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.stages.persistence import DESCRIPTION
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, samples
 from ringspark.estimators.training.feed import Batch, zeros
+from ringspark.estimators.training.finetuning.pretrained import find_files
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.precision import LossScaler
@@ -22,6 +24,7 @@ from ringspark.extras.privacy.poisson_reader import plan_poisson
 from ringspark.extras.privacy.row_gradients import RowGradients
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.kinds import Kind, Padded, Vocabulary
+from ringspark.pipelines.typed_json import parse_object
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
@@ -129,15 +132,24 @@ def check_private_training(
 
 
 def _refuse_private_weights(uri: str) -> None:
-    """Raises ValueError if the folder `uri` lies in a run with a ledger, whose steps would not count."""
-    folder = uri.rstrip("/")
-    for _ in range(3):  # checkpoints/step-N in the run's folder is the deepest
-        if storage.exists(storage.join(folder, run_layout.PRIVACY)):
-            raise ValueError(
-                f"pretrained {storage.redact(uri)!r} holds weights of a private training, whose steps would "
-                "not count; set initialModel to its model, which adds them"
-            )
-        folder = folder.rpartition("/")[0]
+    """Raises ValueError for weights of a private run or of its saved model, whose steps would not count."""
+    for file in find_files(uri):
+        folder = file
+        for _ in range(3):  # checkpoints/step-N in the run's folder is the deepest
+            folder = folder.rpartition("/")[0]
+            if storage.exists(storage.join(folder, run_layout.PRIVACY)) or _is_private_model(folder):
+                raise ValueError(
+                    f"pretrained {storage.redact(uri)!r} holds weights of a private training, whose steps "
+                    "would not count; set initialModel to its model, which adds them"
+                )
+
+
+def _is_private_model(folder: str) -> bool:
+    try:
+        described = parse_object(storage.read_bytes(storage.join(folder, DESCRIPTION)), allow_nan=True)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return bool((described.get("summary") or {}).get("privacy"))
 
 
 def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head], module: nn.Module) -> None:
@@ -161,6 +173,14 @@ def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head
             f"privacy needs the gradient of each row, but model {name} cannot run a single row: "
             f"{type(error).__name__}: {error}; use layers that need no other rows"
         ) from error
+    if (leaf := rows.find_other_leaf(batch)) is not None:
+        named = [repr(key) for key, p in module.named_parameters() if p is leaf]
+        what = named[0] if named else f"of shape {tuple(leaf.shape)}"
+        raise ValueError(
+            f"privacy needs the gradient of each row, but forward of model {name} reads the weights {what} "
+            "from a list, a closure or another object; read them as attributes of the module, such as "
+            "self.layer"
+        )
     if rows.changed_buffers:
         raise ValueError(
             "privacy bounds gradients only, but the rows also change the buffer "

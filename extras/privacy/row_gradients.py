@@ -109,6 +109,23 @@ class RowGradients:
         stacked = [torch.stack(own) for own in zip(*rows, strict=True)]
         return dict(zip(self.parameters, stacked, strict=True))
 
+    def find_other_leaf(self, batch: Batch) -> torch.Tensor | None:
+        """Returns a weight that the loss of a row reads past the named parameters, so has no row gradient."""
+        given = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+        inputs, labels = (tuple(each[0] for each in values) for values in (batch.inputs, batch.labels))
+        known, seen = {id(p) for p in given.values()}, set()
+        waiting = [self._loss(given, inputs, labels, None).grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf: torch.Tensor | None = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                return leaf
+            waiting += [each for each, _ in node.next_functions]
+        return None
+
     def _try_together(self, batch: Batch) -> bool:
         """Returns whether `vmap` can run the network, tried on rows of zeros."""
         empty = Batch(

@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.run.stored_runs import discard_run
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, copy_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective
@@ -151,7 +151,7 @@ class PopulationLoop:
         self._rounds.append([ended[member.number] for member in members])
         self._save_rounds()
         for key in [key for key in self._folders if key[0] < number]:
-            discard(self._folders.pop(key))
+            discard_run(self._folders.pop(key))
 
     def _end(self, error: BaseException) -> None:
         with self._lock:
@@ -221,19 +221,18 @@ class PopulationLoop:
         if self._run_uri is None:
             for key, uri in self._folders.items():
                 if key != kept:
-                    discard(uri)
+                    discard_run(uri)
             return
         assert kept is not None
+        self._search_folder.check_owner()
         for name in storage.list_names(self._run_uri):
             if not name.startswith(f"{ROUND}-"):
                 continue
             folder = storage.join(self._run_uri, name)
-            if name != f"{ROUND}-{kept[0]}":
-                discard(folder)
-                continue
             for member in storage.list_names(folder):
-                if member != f"member-{kept[1]}":
-                    discard(storage.join(folder, member))
+                if (name, member) != (f"{ROUND}-{kept[0]}", f"member-{kept[1]}"):
+                    discard_run(storage.join(folder, member))
+            storage.remove_if_empty(folder)
 
     def _read_rounds(self) -> list[list[Trained]]:
         if self._run_uri is None:

@@ -16,10 +16,11 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from ringspark.estimators.run.identity import list_data_differences
-from ringspark.estimators.stages.fit_data import FitData, discard
+from ringspark.estimators.stages.fit_data import FitData
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.reuse.cached_shards import rows_key
+from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
 from ringspark.pipelines.writing.row_counts import check_split
 
 # In the folder of a search: the keys of its rows, and its rows.
@@ -54,7 +55,7 @@ class TrialData:
     def close(self) -> None:
         if self._run_uri is None:
             for manifest in self._written.values():
-                discard(manifest.uri)
+                discard_shards(manifest)
 
     def _kept(self, data: FitData, run_uri: str) -> ShardManifest:
         settings = asdict(data)
@@ -64,19 +65,16 @@ class TrialData:
         uri = storage.join(run_uri, f"{SHARDS}-{digest}")
         key = rows_key(self._dataset, **settings)
         if not storage.exists(storage.join(uri, MANIFEST_NAME)):
-            discard(uri)  # from a driver that was killed while it wrote
             manifest = data.write(self._dataset, uri)
             self._note(run_uri, digest, key)
             return manifest
         manifest = ShardManifest.load(uri)
         if key is None or self._keys(run_uri).get(digest) != key:
-            again = f"{uri}-again"
-            discard(again)
-            try:
-                changed = list_data_differences(manifest, data.write(self._dataset, again))
-            finally:
-                discard(again)
-            if changed:
+            discard_abandoned(f"{uri}-")
+            # Another driver of this search may compare its rows, too.
+            again = data.write(self._dataset, f"{uri}-{uuid.uuid4().hex[:12]}")
+            discard_shards(again)
+            if changed := list_data_differences(manifest, again):
                 raise ValueError(
                     f"cannot resume the search in {run_uri!r}, because its data differ: "
                     f"{'; '.join(changed[:5])}; fit the same rows, or set another runUri"

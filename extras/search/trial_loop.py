@@ -18,7 +18,9 @@ from pyspark.sql import SparkSession
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.run.listing import remove_run_of
+from ringspark.estimators.run.stored_runs import discard_run
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import EpochRecord, read_history
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.search.objective import Objective
@@ -30,6 +32,7 @@ from ringspark.extras.search.trial_data import TrialData
 from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS
 from ringspark.models.process_state import ignore_warnings
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import discard
 
 TRIALS = "trials"
 # Attribute of a trial: epoch -> whether the pruner ended it there.
@@ -113,21 +116,28 @@ class TrialLoop:
         self._has_all = threading.Event()
         study.stop = self._has_all.set
         self._errors: list[BaseException] = []
-        self._best: tuple[int, Any, str] | None = None
+        self._best: tuple[int, Any] | None = None
+        self._trained: list[TrainingSummary] = []
         # Started by an earlier driver, but not ended.
         self._unfinished = [t for t in study.get_trials(deepcopy=False) if not t.state.is_finished()]
 
     def run(self, num_trials: int, parallelism: int) -> None:
         self._folder.claim()
-        run_in_threads(
-            self._spark,
-            lambda: self._work(num_trials),
-            min(parallelism, num_trials),
-            watch=self._watch,
-            end=self._end,
-        )
-        if self._errors:
-            raise self._errors[0]
+        try:
+            run_in_threads(
+                self._spark,
+                lambda: self._work(num_trials),
+                min(parallelism, num_trials),
+                watch=self._watch,
+                end=self._end,
+            )
+            if self._errors:
+                raise self._errors[0]
+        except BaseException:
+            if self._run_uri is None:  # else a later fit resumes the trials
+                for summary in self._trained:
+                    remove_run_of(summary, discard)
+            raise
 
     def best(self) -> tuple[Any, dict[str, Any]]:
         """Returns the best trial's model and values.
@@ -143,12 +153,13 @@ class TrialLoop:
         values = self._space.values(trial)
         if self._best is None or self._best[0] != number:
             assert self._run_uri is not None
-            self._best = (number, *self._train(trial, values, None))
+            self._best = (number, self._train(trial, values, None))
         if self._run_uri is not None:  # it may hold folders of a killed driver
+            self._folder.check_owner()
             folder = storage.join(self._run_uri, TRIALS)
             for name in storage.list_names(folder):
                 if name != str(number):
-                    discard(storage.join(folder, name))
+                    discard_run(storage.join(folder, name))
         return self._best[1], values
 
     def _watch(self) -> None:
@@ -198,9 +209,9 @@ class TrialLoop:
     def _run_trial(self, trial: Any, values: dict[str, Any]) -> None:
         started = time.monotonic()
         running: list[RunningTrial] = []
-        model, uri, value, reason = None, "", math.nan, ""
+        model, value, reason = None, math.nan, ""
         try:
-            model, uri = self._train(trial, values, running)
+            model = self._train(trial, values, running)
             running[0].report(model.summary.epochs)
             if not running[0].is_pruned:
                 value = self._objective.of_trial(model)
@@ -220,14 +231,12 @@ class TrialLoop:
         with self._lock:
             self._tell(trial, value, "" if is_pruned else reason, is_pruned)
             if is_pruned or reason:
-                if uri:
-                    discard(uri)
+                if model is not None:
+                    remove_run_of(model.summary, discard)
             else:
-                self._keep_best(trial.number, model, uri)
+                self._keep_best(trial.number, model)
 
-    def _train(
-        self, trial: Any, values: dict[str, Any], running: list[RunningTrial] | None
-    ) -> tuple[Any, str]:
+    def _train(self, trial: Any, values: dict[str, Any], running: list[RunningTrial] | None) -> Any:
         estimator = self._space.applied(values)
         if self._run_uri is None:
             run = RunFolder.new(estimator._storage_root(self._spark))
@@ -244,7 +253,9 @@ class TrialLoop:
                     self._running[trial.number] = watched
             return fit.config
 
-        return train_in(run, estimator, self._dataset, self._data, begin), run.uri
+        model = train_in(run, estimator, self._dataset, self._data, begin)
+        self._trained.append(model.summary)
+        return model
 
     def _tell(self, trial: Any, value: float, reason: str, is_pruned: bool) -> None:
         self._folder.check_owner()
@@ -258,13 +269,13 @@ class TrialLoop:
         else:
             self._study.tell(trial, value)
 
-    def _keep_best(self, number: int, model: Any, uri: str) -> None:
+    def _keep_best(self, number: int, model: Any) -> None:
         if self._best_number() != number:
-            discard(uri)
+            remove_run_of(model.summary, discard)
             return
-        last, self._best = self._best, (number, model, uri)
+        last, self._best = self._best, (number, model)
         if last is not None:
-            discard(last[2])
+            remove_run_of(last[1].summary, discard)
 
     def _best_number(self) -> int | None:
         """Returns the number of the best trial so far; the lowest number if several are equally good."""

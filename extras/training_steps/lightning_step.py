@@ -6,6 +6,7 @@ the gradients add up to the gradient of the mean over all rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.training_steps.step import Step
 
+_PREFIX = {True: re.compile(r"^train(ing)?[_/]"), False: re.compile(r"^val(id|idation)?[_/]")}
 # Methods of a LightningModule that a Trainer calls in training, and the adapter does not.
 _NOT_CALLED = (
     "backward",
@@ -205,6 +207,8 @@ class _Trainer:
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Adds the mean over this rank's rows to the history; Lightning's options have no effect."""
+        # The history adds "train_" or "validation_".
+        name = _PREFIX[self.training].sub("", name)
         if name == "loss":
             return  # the history has it
         value = torch.as_tensor(value, device=self._step.labels[0].device).float()

@@ -15,7 +15,7 @@ from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.memory.columns import shard_columns
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.stages.fit_data import SharedShards, discard
+from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
@@ -167,5 +167,5 @@ def _try_training(trial: Any, sample: DataFrame, manifest: ShardManifest, parts:
             raise
         return lost[0].sentence
     finally:
-        discard(run.uri)
+        run.discard()
     return ""

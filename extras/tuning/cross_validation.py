@@ -10,10 +10,12 @@ import pandas as pd
 from pyspark.sql import DataFrame
 
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.run.listing import remove_run_of
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.torch_estimator import REFUSE_MANY
 from ringspark.estimators.torch_model import TorchModel
 from ringspark.pipelines.columns import check_frame
+from ringspark.pipelines.folder_removal import discard
 
 _FOLD, _SECONDS = "fold", "seconds"
 
@@ -65,7 +67,7 @@ def _row(
 ) -> dict[str, float]:
     begun = time.monotonic()
     # A Pipeline may hold models that were fitted before; their folders stay.
-    known = set(_runs_of(estimator))
+    known = {summary.run_uri for summary in _summaries_of(estimator)}
     model = estimator.fit(train)
     try:
         predicted = model.transform(validation)
@@ -75,14 +77,15 @@ def _row(
         if len(evaluators) > 1:
             predicted.unpersist()
     finally:
-        for run_uri in set(_runs_of(model)) - known:
-            discard(run_uri)
+        for summary in _summaries_of(model):
+            if summary.run_uri not in known:
+                remove_run_of(summary, discard)
     return {_FOLD: number, **metrics, _SECONDS: time.monotonic() - begun}
 
 
-def _runs_of(whole: Any) -> list[str]:
+def _summaries_of(whole: Any) -> list[TrainingSummary]:
     models = [stage for stage in _stages(whole) if isinstance(stage, TorchModel)]
-    return [model.summary.run_uri for model in models if model.hasSummary]
+    return [model.summary for model in models if model.hasSummary]
 
 
 def _stages(whole: Any) -> list[Any]:

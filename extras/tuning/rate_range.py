@@ -14,11 +14,12 @@ import numpy as np
 import pandas as pd
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.stages.fit_data import discard
+from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines.columns import check_frame
+from ringspark.pipelines.folder_removal import discard
 
 # Relative to the lowest loss: a mean loss above 1 + 3 times it is divergence, below 1 + 1 times it is still
 # stable.
@@ -122,7 +123,7 @@ def lr_range_test(
     try:
         records = read_steps(model.summary.run_uri)
     finally:
-        discard(model.summary.run_uri)
+        remove_run_of(model.summary, discard)
     has_diverged = model.summary.stop_reason == _REASON
     return rate_range([r.learning_rate for r in records], [r.train_loss for r in records], has_diverged)
 

@@ -7,6 +7,7 @@ values of partition columns. In-place training reads such a scan like any other.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from ringspark.pipelines.spark_paths import to_spark_uri
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+# Setting of a session that finds columns by field IDs: the number of its readers, and the value before.
+_READERS = "ringspark.fieldIds.readers"
+_lock = threading.Lock()
 _ZONED = ("UTC", "Etc/UTC", "GMT", "Z")
 
 
@@ -58,12 +62,22 @@ def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
     if listing.file_schema is None or not any(FIELD_ID in field.metadata for field in listing.file_schema):
         yield
         return
-    before = spark.conf.get(READS_FIELD_IDS)
-    spark.conf.set(READS_FIELD_IDS, "true")
+    _count_readers(spark, 1)
     try:
         yield
     finally:
-        spark.conf.set(READS_FIELD_IDS, str(before))
+        _count_readers(spark, -1)
+
+
+def _count_readers(spark: SparkSession, change: int) -> None:
+    """Counts the readers of a session in its conf, because several threads may fit in one session."""
+    with _lock:
+        known = spark.conf.get(_READERS, None) or f"0 {spark.conf.get(READS_FIELD_IDS)}"
+        readers, before = int(known.split()[0]) + change, known.split()[1]
+        spark.conf.set(READS_FIELD_IDS, "true" if readers else before)
+        spark.conf.set(_READERS, f"{readers} {before}")
+        if not readers:
+            spark.conf.unset(_READERS)
 
 
 def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import SHARD_PATHS, remove_folder
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.typed_json import parse_object, record
 
@@ -136,7 +137,7 @@ def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardMani
 
 def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
     folder = folder_of(root, key)
-    storage.remove(storage.join(folder, run), recursive=True)
+    remove_folder(storage.join(folder, run), SHARD_PATHS)
     if storage.list_names(folder) == [MARKER_NAME]:
         _remove(folder)
 
@@ -197,5 +198,5 @@ def _remove(folder: str) -> None:
     order = {ENTRY_NAME: 0, MARKER_NAME: 2}
     ours = filter(_is_ours, storage.list_names(folder))
     for name in sorted(ours, key=lambda name: order.get(name, 1)):
-        storage.remove(storage.join(folder, name), recursive=True)
+        remove_folder(storage.join(folder, name), SHARD_PATHS)
     storage.remove_if_empty(folder)

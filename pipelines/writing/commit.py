@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ringspark.pipelines import storage
+from ringspark.pipelines import folder_removal, storage
+from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, SHARD_PATHS
 from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
 
-FOLDER_PREFIX = "_shards-"
 # Temporary files of `storage.write_atomic` and `storage.check_writable` whose process was killed.
 _TEMPORARY_PREFIXES = (f".{MANIFEST_NAME}.", ".ringspark-probe-", "..ringspark-probe-")
 # A writer that has not changed its folder for this long counts as dead.
@@ -104,6 +104,24 @@ def discard(uri: str, folder: str, is_new: bool) -> None:
         storage.remove_if_empty(uri)
 
 
+def discard_shards(manifest: ShardManifest) -> None:
+    """Removes the files of one write, but neither shards nor files that others put into its folder."""
+    uri, names = storage.normalize(manifest.uri), {file.path.split("/")[0] for file in manifest.files}
+    with suppress(OSError, ValueError):
+        if ShardManifest.load(uri).files == manifest.files:
+            storage.remove(storage.join(uri, MANIFEST_NAME))
+    _remove(uri, sorted(name for name in names if name.startswith(FOLDER_PREFIX)))
+    storage.remove_if_empty(uri)
+
+
+def discard_abandoned(prefix: str) -> None:
+    """Removes the shards in all folders `prefix`... that a killed writer left; others may be in use."""
+    parent, _, start = prefix.rpartition("/")
+    for name in storage.list_names(parent):
+        if name.startswith(start) and _is_abandoned(parent, name):
+            folder_removal.discard(storage.join(parent, name), SHARD_PATHS)
+
+
 def _is_abandoned(uri: str, name: str) -> bool:
     with suppress(OSError):
         newest = storage.newest_change(storage.join(uri, name))
@@ -113,7 +131,4 @@ def _is_abandoned(uri: str, name: str) -> bool:
 
 def _remove(uri: str, names: Sequence[str]) -> None:
     for name in names:  # best effort: an error here must not hide the first one
-        try:
-            storage.remove(storage.join(uri, name), recursive=True)
-        except OSError as error:
-            _logger.warning("could not remove %r from %r: %s", name, uri, error)
+        folder_removal.discard(storage.join(uri, name), FILES)

@@ -27,6 +27,7 @@ from ringspark.pipelines.columns import (
     quote,
 )
 from ringspark.pipelines.fixed_rows import fix_rows
+from ringspark.pipelines.folder_removal import FOLDER_PREFIX
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
@@ -34,7 +35,7 @@ from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
-from ringspark.pipelines.writing.commit import FOLDER_PREFIX, clean, commit, discard, previous_folders
+from ringspark.pipelines.writing.commit import clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, copy_files, plan_even_files
 from ringspark.pipelines.writing.references import REFERENCE_SQL, REFERENCES, RowReferences
 from ringspark.pipelines.writing.row_counts import check_copies, check_rows, check_tasks

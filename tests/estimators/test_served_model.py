@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators import TorchModel
-from ringspark.estimators.served_model import ServedModel
+from ringspark.estimators import TorchClassificationModel, TorchModel
+from ringspark.estimators.served_model import ServedModel, load_stage
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.pipelines import Array, Column, Padded, Scalar
 from ringspark.pipelines.kinds import Kind
@@ -30,12 +32,31 @@ class Echo(nn.Module):
         return x.reshape(len(x), -1)
 
 
+class Sign(Echo):
+    """Returns the sign of its input; NaN for 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.abs()
+
+
 def _served(folder: Path, kind: Kind, width: int) -> ServedModel:
     save_checkpoint(str(folder / "checkpoint"), Echo())
     model = TorchModel(model=Echo(), featuresCol="x", predictionCols=["y"])
     columns = (Column(name="x", kind=kind),)
     model._set_trained(str(folder / "checkpoint"), [(width,)], None, columns=columns, input_columns=["x"])
     return ServedModel(model)
+
+
+def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
+    save_checkpoint(str(tmp_path / "checkpoint"), Sign())
+    model = TorchClassificationModel(model=Sign(), featuresCol="x")
+    columns = (Column(name="x", kind=Array(dtype="float32", shape=(2,))),)
+    model._set_trained(str(tmp_path / "checkpoint"), [(2,)], None, columns=columns, input_columns=["x"])
+    model._labels = ("no", "yes")
+    rows = pd.DataFrame({"x": [[-3.0, 1.0], [1.0, -1.0], [0.0, 1.0], [2.0, -0.5]]})
+    found = ServedModel(model).predict(rows)
+    assert found[model.getPredictedLabelCol()].tolist() == ["yes", "no", None, "no"]
+    assert math.isnan(found["prediction"][2])
 
 
 @pytest.mark.parametrize(
@@ -73,3 +94,17 @@ def test_numbers_that_the_training_could_not_hold_are_refused(
     served = _served(tmp_path, kind, 1 if kind is IDS else 2)
     with pytest.raises(ValueError, match=f"column 'x' .*{told}"):
         served.predict(pd.DataFrame({"x": values}))
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
+@pytest.mark.parametrize("named", ["../other", "{folder}/other", "link"])
+def test_a_stage_outside_of_a_logged_model_is_refused(tmp_path: Path, named: str) -> None:
+    pytest.importorskip("mlflow")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "link").symlink_to(tmp_path / "other")
+    flavors = {"flavors": {"ringspark": {"stage": named.format(folder=tmp_path)}}}
+    (tmp_path / "model" / "MLmodel").write_text(json.dumps(flavors))
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        load_stage((tmp_path / "model").as_uri())

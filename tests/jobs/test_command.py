@@ -18,8 +18,10 @@ from written_shards import written
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs import command
+from ringspark.jobs.outputs import mark_output, remove_output
 from ringspark.jobs.row_source import RowSource
 from ringspark.jobs.score_rows import _select
+from ringspark.pipelines.folder_removal import check_removal
 
 JOB = """stage: TorchRegressor
 data:
@@ -210,6 +212,50 @@ def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"would be written over the rows in .*rows"):
             RowSource(parquet=str(tmp_path / rows)).check_apart(spark, str(tmp_path / output))
     RowSource(parquet=str(tmp_path / "link/rows")).check_apart(spark, str(tmp_path / "disk/predictions"))
+    # A folder inside the table may be a link, too.
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "day=1").symlink_to(tmp_path / "disk" / "rows")
+    with pytest.raises(ValueError, match=r"would be written over the rows in .*day=1"):
+        RowSource(parquet=str(tmp_path / "table")).check_apart(spark, str(tmp_path / "disk"))
+
+
+@pytest.mark.spark
+def test_a_job_replaces_only_what_it_wrote(spark: Any, tmp_path: Path) -> None:
+    output = tmp_path / "predictions"
+    spark.range(3).write.parquet(str(output))
+    with pytest.raises(ValueError, match=r"no '_ringspark.json' in it shows that this run or job made it"):
+        remove_output(str(output), "score")
+    mark_output(str(output), "score")
+    (output / "notes.txt").write_text("")
+    with pytest.raises(ValueError, match=r"holds 'notes.txt', which ringspark did not write there"):
+        remove_output(str(output), "score")
+    (output / "notes.txt").unlink()
+    with pytest.raises(ValueError, match=r"no '_ringspark.json' in it shows that this run or job made it"):
+        remove_output(str(output), "etl", check_removal)
+    assert spark.read.parquet(str(output)).count() == 3
+    remove_output(str(output), "score")
+    assert not output.exists()
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("input_of", ["pretrained", "teacher", "nobody"])
+def test_a_saved_job_does_not_write_over_its_inputs(
+    spark: Any, tmp_path: Path, input_of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "kept"
+    output.mkdir()
+    (output / "thesis.tex").write_text("")
+    spark.range(64).write.parquet(str(tmp_path / "rows"))
+    setting = {"pretrained": f"  pretrained: {{uri: {output}/a}}\n", "teacher": f"  teacher: {output}\n"}
+    changed = f"{setting.get(input_of, '')}save:\n  overwrite: true\n  model: {output}"
+    assert command.main(["train", str(_job(tmp_path, f"save:\n  model: {tmp_path}/model", changed))]) == 2
+    message = {
+        "pretrained": "would be written over the pretrained weights",
+        "teacher": "would be written over the teacher",
+        "nobody": "is kept, because it holds 'thesis.tex'",
+    }
+    assert message[input_of] in capsys.readouterr().err
+    assert (output / "thesis.tex").exists()
 
 
 @pytest.mark.spark

@@ -4,6 +4,8 @@ import asyncio
 import errno
 import os
 import resource
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,6 +154,25 @@ def test_check_writable_says_why_not(tmp_path: Path) -> None:
         storage.check_writable(str(tmp_path / "file" / "below"))
     with pytest.raises(ValueError, match="storage URI 'nope://x' cannot be written"):
         storage.check_writable("nope://x")
+
+
+def test_hdfs_without_a_client_says_what_to_install() -> None:
+    """In a process of its own: the first attempt to load the library has another message than later ones."""
+    code = """
+from ringspark.pipelines import storage
+for call in (storage.exists, storage.check_writable, storage.list_names):
+    try:
+        call("hdfs://host:8020/rows")
+    except ValueError as error:
+        print(error)
+"""
+    environment = {"PATH": "/usr/bin:/bin", "JAVA_HOME": "/nowhere"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    sentence = (
+        "storage URI 'hdfs://host:8020/rows' needs a client of HDFS on driver and workers; pip install "
+        "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow\n"
+    )
+    assert (done.stdout, done.stderr) == (3 * sentence, "")
 
 
 def test_what_a_client_raises_becomes_an_oserror() -> None:

@@ -18,6 +18,7 @@ from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.weights import COMMIT, replacing
 from ringspark.pipelines import storage
+from ringspark.pipelines.folder_removal import remove_folder
 from ringspark.pipelines.typed_json import OtherFormatError
 
 _NAME = re.compile(r"step-([0-9]{10})")
@@ -114,4 +115,4 @@ def _remove(root: str, step: int) -> None:
         return
     # Removed first, so that an interrupted removal leaves no checkpoint.
     storage.remove(storage.join(uri, COMMIT))
-    storage.remove(uri, recursive=True)
+    remove_folder(uri, run_layout.PARTS)

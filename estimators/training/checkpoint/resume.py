@@ -38,6 +38,7 @@ from ringspark.pipelines import ShardManifest
 
 # Writes the hash chain of a training with `certify`.
 RECORDER = "ringspark.extras.certificate.recorder:Recorder"
+BIND_FILES = "ringspark.extras.certificate.recorder:bind_files"
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
 # A checkpoint is left out if the write before it takes longer than this share of `timeout_seconds`.

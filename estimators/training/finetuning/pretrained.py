@@ -41,14 +41,14 @@ def check_pretrained(setting: Pretrained, module: nn.Module, *, is_initial: bool
     Runs on the driver and reads no tensors. `is_initial`: the checkpoint has the weights of `initialModel`.
     """
     found: Shapes = {}
-    for uri in _files(setting.uri):
+    for uri in find_files(setting.uri):
         found |= _read_shapes(uri)
     _choose(setting, found, module, is_initial)
 
 
 def load_pretrained(setting: Pretrained, module: nn.Module, tick: Callable[[], None]) -> None:
     """Copies the checkpoint's tensors into the module. Raises like `check_pretrained`. Runs on rank 0."""
-    headers = {uri: _read_shapes(uri) for uri in _files(setting.uri)}
+    headers = {uri: _read_shapes(uri) for uri in find_files(setting.uri)}
     names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
     state = module.state_dict()
     for uri, header in headers.items():
@@ -68,7 +68,7 @@ def open_pretrained(
     Reads a parameter when it is needed, and copies buffers into the module at once. Raises like
     `check_pretrained`. Runs on rank 0, for a module with deferred initialization.
     """
-    headers = {uri: _read_shapes(uri) for uri in _files(setting.uri)}
+    headers = {uri: _read_shapes(uri) for uri in find_files(setting.uri)}
     names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
     opened = _OpenedFiles()
     for uri, header in headers.items():
@@ -169,7 +169,8 @@ def _few(names: list[str]) -> str:
     return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
 
 
-def _files(uri: str) -> list[str]:
+def find_files(uri: str) -> list[str]:
+    """Returns the safetensors files behind the setting `pretrained`."""
     # Hugging Face's cache holds links to its files.
     return [os.path.realpath(found) if storage.is_local(found) else found for found in _find_files(uri)]
 

@@ -118,6 +118,9 @@ SLOTS: list[tuple[dict[str, str], int | None, int | None]] = [
     (_conf("local[3]"), None, 3),
     (_conf("local[ 2 , 4 ]"), None, 2),
     (_conf("local[4]", task_cpus=2), None, 2),
+    (_conf("local[4]") | {"spark.task.cpus": "0.5"}, None, 8),  # since Spark 4.3
+    (_conf("local-cluster[2,3,1024]") | {"spark.task.cpus": "1.5"}, None, 4),
+    (_conf(STANDALONE, 1) | {"spark.task.cpus": "0.1"}, 3, 30),
     (_conf("local[*]"), None, None),
     (_conf("local[*]"), 16, 16),
     (_conf("local-cluster[2,3,1024]"), None, 6),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,8 +15,9 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
 from ringspark.estimators.tracking.base import RunEnd, RunStart
+from ringspark.estimators.tracking.console import ConsoleTracker, PlainLines
 from ringspark.estimators.tracking.registry import TRACKERS, make_trackers
-from ringspark.estimators.training.history import EpochRecord
+from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.settings.choices import TrackerName
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.models import ModelSpec
@@ -72,6 +75,30 @@ def test_a_mistyped_option_is_one_sentence(name: str) -> None:
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make_trackers([options], shows_progress=False)
+
+
+@pytest.mark.parametrize("content", ["export PATH=/bin\n", '{"version": 1}\n', "\0\n"])
+def test_lines_are_not_appended_to_a_file_of_another_program(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "settings"
+    file.write_text(content)
+    options = [{"name": "jsonl", "path": str(file)}]
+    with pytest.raises(ValueError, match="is a file of another program; give a new file"):
+        make_trackers(options, shows_progress=False)
+    for ours in ("", '{"run": "a", "event": "start"}\n'):
+        file.write_text(ours)
+        make_trackers(options, shows_progress=False)
+
+
+def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunStart(name="r", run_uri="u")
+    assert isinstance(ConsoleTracker().start(run), PlainLines)
+    # IPython's kernel keeps its shell there; its standard error is no terminal.
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    listener = ConsoleTracker().start(run)
+    listener.progress(TrainingProgress(epoch=1, epochs=2, step=3, num_steps=10, rows=30, seconds=0.1))
+    listener.end(RunEnd(status="failed"))
+    assert "3/10" in capsys.readouterr().err
 
 
 def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 from torch import nn
 
-from ringspark.estimators.training.feed import to_tensor
+from ringspark.estimators.training.feed import Batch, to_tensor
 
 
 def test_rows_give_the_same_bits_wherever_they_lie_in_memory() -> None:
@@ -19,3 +21,12 @@ def test_rows_give_the_same_bits_wherever_they_lie_in_memory() -> None:
         column[:] = rows
         found.add(network(to_tensor(column, torch.device("cpu"))).detach().numpy().tobytes())
     assert len(found) == 1, f"{len(found)} results of the same rows"
+
+
+def test_every_tensor_of_a_batch_is_recorded_on_the_computing_stream() -> None:
+    one = {name: torch.zeros(2) for name in ("weight", "teacher")}
+    batch = Batch(inputs=(torch.zeros(2), torch.ones(2)), labels=(torch.zeros(2),), **one)
+    held = [value for each in fields(batch) for value in (getattr(batch, each.name),) if value != ()]
+    tensors = [tensor for value in held for tensor in (value if isinstance(value, tuple) else (value,))]
+    assert len(tensors) == 5
+    assert {id(tensor) for tensor in batch.tensors()} == {id(tensor) for tensor in tensors}

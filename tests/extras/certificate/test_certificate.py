@@ -122,6 +122,25 @@ def test_a_weight_edited_without_new_hashes_is_found_without_a_replay(copy: Path
     assert "has another SHA-256" in verify_run(copy, intervals=1).problems[0]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["result.json", "config.json", "data.json", "environment.json", "checkpoint/checkpoint.json"],
+)
+def test_a_changed_file_that_others_read_is_found_without_a_replay(copy: Path, name: str) -> None:
+    text = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
+    if name == "result.json":  # other weights, which a resume or a load would take
+        shutil.copytree(copy / "checkpoint", copy / "best-1")
+        text["result"]["checkpoint_uri"] = str(copy / "best-1")
+    else:
+        text["forged"] = 1
+    (copy / name).write_text(json.dumps(text))
+    (problem,) = verify_run(copy, intervals=1).problems
+    if name == "result.json":
+        assert problem.startswith("result.json names other final weights than the hash chain: ")
+    else:
+        assert problem == f"{name} is not the file in the hash chain."
+
+
 def test_final_weights_that_do_not_follow_from_the_training_are_found(copy: Path) -> None:
     path = copy / "checkpoint" / WEIGHTS
     data = bytearray(path.read_bytes())

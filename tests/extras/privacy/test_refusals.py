@@ -14,15 +14,26 @@ from private_shards import ROWS, WIDTH, columns, network, objects, privacy, priv
 from pyspark.ml.evaluation import RegressionEvaluator
 from torch import nn
 
-from ringspark.estimators import LocalSGD, Mesh, PowerSGD, Privacy, TorchClassifier, TorchRegressor, Zero
+from ringspark.estimators import (
+    LocalSGD,
+    Mesh,
+    PowerSGD,
+    Privacy,
+    TorchClassifier,
+    TorchRegressionModel,
+    TorchRegressor,
+    Zero,
+)
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.search import OptunaSearch, Uniform
+from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.losses import NETWORK_LOSS
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.tuning import cross_validate
 from ringspark.extras.privacy.check import check_private_fit
+from ringspark.models import ModelSpec
 from ringspark.models.reports import add_loss
 from ringspark.pipelines import HashBuckets, Padded, ShardManifest, Vocabulary
 
@@ -144,6 +155,32 @@ class Pairs(nn.Module):
         return self.layer(x.view(-1, 2, WIDTH).flip(1).reshape(-1, WIDTH))
 
 
+class Listed(nn.Module):
+    """Reads the weights of a layer from a list, from a closure, or partly as an attribute."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 1)
+        self.way, weight = way, self.layer.weight
+        self.weights, self.call = [weight], lambda x: x @ weight.T
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "list":
+            return self.head(x @ self.weights[0].T)
+        return self.head(self.call(x) + (self.layer(x) if self.way == "both" else 0))
+
+
+class Hidden(nn.Module):
+    """Has weights that are no parameters of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.others = nn.Linear(WIDTH, 3), [nn.Linear(3, 1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.others[0](self.layer(x))
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -156,6 +193,14 @@ class Pairs(nn.Module):
         (Limited(), "changes the weights 'ids.weight' of single rows, as an Embedding with max_norm"),
         (Reports(), "add losses by add_loss; leave add_loss out"),
         (Pairs(), "model Pairs cannot run a single row"),
+        *(
+            (
+                Listed(way),
+                r"forward .* reads the weights ('layer\.weight'|of shape \(4, 6\)) from a list, a closure",
+            )
+            for way in ("list", "closure", "both")
+        ),
+        (Hidden(), r"reads the weights of shape \((1, 3|1,)\) from a list"),
     ],
 )
 def test_networks_that_mix_or_keep_rows_are_refused(
@@ -190,6 +235,22 @@ def test_pretrained_weights_of_a_private_run_are_refused(make_shards: MakeShards
     config = private_config(manifest, tmp_path / "run", epochs=1)
     weights = train_here(config, objects()).checkpoint_uri
     more = replace(config, run_uri=str(tmp_path / "more"), pretrained=Pretrained(uri=weights))
+    with pytest.raises(ValueError, match=r"weights of a private training, .* set initialModel to its model"):
+        check_training(more, objects(), manifest)
+
+
+@pytest.mark.parametrize("named", ["model", "model/weights/model.safetensors", "link", "file"])
+def test_pretrained_weights_of_a_saved_private_model_are_refused(
+    make_shards: MakeShards, tmp_path: Path, named: str
+) -> None:
+    manifest = make_shards(columns())
+    result = train_here(private_config(manifest, tmp_path / "run", epochs=1), objects())
+    model = TorchRegressionModel(model=ModelSpec("linear", {"in_features": WIDTH, "out_features": 1}))
+    model._set_trained(result.checkpoint_uri, [()], TrainingSummary.of(result), input_columns=["x"])
+    model.save(str(tmp_path / "model"))
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "file").symlink_to(tmp_path / "model" / "weights")
+    more = private_config(manifest, tmp_path / "more", pretrained=Pretrained(uri=str(tmp_path / named)))
     with pytest.raises(ValueError, match=r"weights of a private training, .* set initialModel to its model"):
         check_training(more, objects(), manifest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ringspark.estimators import Callback, TorchClassifier, TrainingState, table
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.stages import fit_data
 from ringspark.extras.search import Choice, IntRange, OptunaSearch, PopulationSearch, SearchModel, Uniform
+from ringspark.extras.search.trial_data import KEYS, TrialData
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
 
@@ -315,6 +317,43 @@ def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_pa
     hopeless = search.copy({search.space: lambda trial: {trainer.learningRate: 1e30}, search.numTrials: 2})
     with pytest.raises(RuntimeError, match="none of the search's trials has finished; the last one failed: "):
         hopeless.fit(table)
+
+
+class Breaks(BinaryClassificationEvaluator):
+    """Fails at the second trial."""
+
+    calls = 0
+
+    def _evaluate(self, dataset: Any) -> float:
+        Breaks.calls += 1
+        if Breaks.calls == 2:
+            raise RuntimeError("on purpose")
+        return 0.5
+
+
+def test_a_search_that_fails_leaves_no_folders(table: Any, tmp_path: Path) -> None:
+    search = OptunaSearch(
+        estimator=estimator(tmp_path, epochs=1), space=SPACE, numTrials=3, evaluator=Breaks(), parallelism=1
+    )
+    with pytest.raises(RuntimeError, match="on purpose"):
+        search.fit(table)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_two_drivers_of_a_search_keep_each_other_s_rows(table: Any, tmp_path: Path) -> None:
+    data = CheckedFit.of(estimator(tmp_path), table).data
+    run = tmp_path / "run"
+    run.mkdir()
+    digest = Path(TrialData(table, str(run)).manifest(data).uri).name
+    (run / KEYS).unlink()  # so that the rows are compared
+    # Another driver compares its rows, or writes the rows of another fit.
+    shutil.copytree(run / digest, run / f"{digest}-0123456789ab")
+    TrialData(table, str(run)).manifest(data)
+    assert sorted(path.name for path in run.iterdir()) == [KEYS, digest, f"{digest}-0123456789ab"]
+    (run / digest / "manifest.json").unlink()
+    (written,) = (run / digest).iterdir()
+    TrialData(table, str(run)).manifest(data)
+    assert written.exists()
 
 
 @pytest.mark.slow

@@ -75,11 +75,17 @@ class Regression(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        return {"loss": F.mse_loss(self(x), y)}
+        loss = F.mse_loss(self(x), y)
+        # Lightning's own examples put these words before a name, as the history does.
+        for name in ("train_mse", "train_loss", "train/far"):
+            self.log(name, loss)
+        return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         self.log("distance", (self(x) - y).abs().mean())
+        for name in ("val_mse", "validation/far", "val_loss"):
+            self.log(name, F.mse_loss(self(x), y))
         return F.mse_loss(self(x), y)
 
     def configure_optimizers(self) -> Any:
@@ -157,6 +163,8 @@ def test_the_loss_of_held_out_rows_is_what_validation_step_returns(
         outputs = module(x)
     (record,) = result.history
     assert record.validation_loss == pytest.approx(float(F.mse_loss(outputs, y)), rel=1e-5)
+    names = {"train_mse", "train_far", "validation_distance", "validation_mse", "validation_far"}
+    assert record.metrics.keys() == names
     assert record.metrics["validation_distance"] == pytest.approx(float((outputs - y).abs().mean()), rel=1e-5)
 
 

@@ -1,0 +1,33 @@
+"""A session's setting of field IDs while several fits read tables in it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from pyspark.sql.types import LongType, StructField, StructType
+
+from ringspark.pipelines.external.file_scan import FIELD_ID, READS_FIELD_IDS
+from ringspark.pipelines.external.listing import Listing
+from ringspark.pipelines.external.table_frame import reads_field_ids
+from ringspark.pipelines.table_files import TableSource
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_the_last_of_two_readers_restores_the_setting(spark: Any, first_ends_first: bool) -> None:
+    schema = StructType([StructField("id", LongType(), metadata={FIELD_ID: 1})])
+    source = TableSource(uri="u", format="delta", version=1)
+    listing = Listing(source=source, schema=schema, files=(), folder_columns={}, file_schema=schema)
+    before = spark.conf.get(READS_FIELD_IDS)
+    settings = set(spark.conf.getAll)
+    readers = [ExitStack(), ExitStack()]
+    for reader in readers:
+        reader.enter_context(reads_field_ids(spark, listing))
+    for reader in readers if first_ends_first else readers[::-1]:
+        assert spark.conf.get(READS_FIELD_IDS) == "true"
+        reader.close()
+    assert spark.conf.get(READS_FIELD_IDS) == before
+    assert set(spark.conf.getAll) - settings <= {READS_FIELD_IDS}
