@@ -136,8 +136,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         reads the first start's version. This is `fit` with data="inPlace".
         """
         spark = active_session()
-        pinned = self._pinned(spark) if version is None else None
-        return self._fit_listing(spark, list_delta(spark, uri, version if pinned is None else pinned.version))
+        return self._fit_listing(spark, list_delta(spark, uri, self._version(spark, version)))
 
     def fitOnTable(self, name: str, version: int | str | None = None) -> M:
         """Trains on a table of a catalog, such as "catalog.schema.table", without a copy of its files.
@@ -147,7 +146,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         the ID of a snapshot or a time.
         """
         spark = active_session()
-        found = find_table(spark, name, version, self._pinned(spark))
+        found = find_table(spark, name, self._version(spark, version))
         if isinstance(found, Listing):
             return self._fit_listing(spark, found)
         return self.copy({self.data: "inPlace"})._fit(found)
@@ -173,9 +172,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         with reads_field_ids(spark, listing):
             return estimator._fit(read_listing(spark, listing))
 
-    def _pinned(self, spark: SparkSession) -> TableSource | None:
-        """Returns the table that the run began with; None if there is no such run."""
-        return pinned_source(self._run_uri(spark))
+    def _version(self, spark: SparkSession, given: int | str | None) -> int | str | TableSource | None:
+        """Returns the version to read: the given one, else the one that the run began with."""
+        return pinned_source(self._run_uri(spark)) if given is None else given
 
     def _train(self, prepared: PreparedFit, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = prepared.dataset.sparkSession, self._run_folder(fit.data.root)

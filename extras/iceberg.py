@@ -43,16 +43,15 @@ _OTHER_TYPES |= dict.fromkeys(("time", "timestamp_ns", "timestamptz_ns"))
 def list_iceberg(
     spark: SparkSession,
     parts: Sequence[str],
-    version: int | str | None = None,
-    pinned: TableSource | None = None,
+    version: int | str | TableSource | None = None,
     metadata: str | None = None,
 ) -> Listing | None:
     """Lists the files of a snapshot; returns None if pyiceberg's catalog `parts[0]` has no such table.
 
     Args:
         version: ID of a snapshot, or a time in Spark's time zone, which means the current snapshot at that
-            time. The columns then have the snapshot's names. None is the newest snapshot, with today's names.
-        pinned: If `version` is None, the snapshot and the names that an earlier listing had.
+            time; the columns then have the snapshot's names. An earlier listing's source means its snapshot
+            and names. None is the newest snapshot, with the names of today.
         metadata: URI of the table's metadata file, to use if pyiceberg has no such catalog.
 
     Raises:
@@ -63,21 +62,22 @@ def list_iceberg(
     table, name = _load(parts, metadata), ".".join(parts)
     if table is None:
         return None
-    has_version, schema_id = version is not None, None
-    if not has_version and pinned is not None:
-        version, schema_id = pinned.version, pinned.schema_id
+    has_id = version is None or isinstance(version, TableSource)
+    schema_id = None
+    if isinstance(version, TableSource):
+        version, schema_id = version.version, version.schema_id
     snapshot = table.current_snapshot() if version is None else _find_snapshot(spark, table, name, version)
     if snapshot is None:
         raise ValueError(f"Iceberg table {name!r} has no rows yet; write some first")
     scan = table.scan(snapshot_id=snapshot.snapshot_id)
-    columns = scan.projection() if has_version else table.schemas().get(schema_id, table.schema())
+    columns = table.schemas().get(schema_id, table.schema()) if has_id else scan.projection()
     tasks, root = _plan(scan, name), storage.normalize(table.location())
     paths = {storage.normalize(task.file.file_path): task for task in tasks}
     if not paths:
         raise ValueError(
             f"Iceberg table {name!r} has no rows in snapshot {snapshot.snapshot_id}; pass another snapshot"
         )
-    _check_files(table, name, root, columns, paths)
+    _check_files(name, root, paths)
     try:
         states = path_states(sorted(paths))
     except FileNotFoundError as error:
@@ -85,6 +85,7 @@ def list_iceberg(
             f"Iceberg table {name!r} lacks a file of its snapshot {snapshot.snapshot_id} ({error}), perhaps "
             "because the snapshot has expired; pass a newer one"
         ) from None
+    _check_ids(name, columns, paths)
     schema, file_schema = (
         StructType.fromJson(_spark_type(columns.as_struct(), name_of)) for name_of in (_name, _name_by_id)
     )
@@ -150,8 +151,8 @@ def _plan(scan: Any, name: str) -> list[Any]:
         ) from None
 
 
-def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str, Any]) -> None:
-    """Raises ValueError if values are not in the files, or a file is not in the table's folder."""
+def _check_files(name: str, root: str, paths: dict[str, Any]) -> None:
+    """Raises ValueError if a file is not in the table's folder, or is no Parquet file."""
     if outside := [path for path in paths if not path.startswith(f"{root}/")]:
         raise ValueError(
             f"Iceberg table {name!r} has the file {outside[0]!r} outside of its folder {root!r}; use fit(df)"
@@ -161,13 +162,14 @@ def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str,
         raise ValueError(
             f"Iceberg table {name!r} has files in the format {min(formats)}, not Parquet; use fit(df)"
         )
+
+
+def _check_ids(name: str, schema: Any, paths: Iterable[str]) -> None:
+    """Raises ValueError if Spark would read null, because a file lacks a field ID."""
     defaults = dict(_find_defaults(schema.fields))
-    has_mapping = "schema.name-mapping.default" in table.properties
-    if not defaults and not has_mapping:
-        return
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ringspark-footer") as pool:
         for path, ids in zip(paths, pool.map(_read_ids, paths), strict=True):
-            if has_mapping and None in ids:
+            if None in ids:
                 raise ValueError(
                     f"Iceberg table {name!r} has the file {path!r} without field IDs; "
                     "rewrite the table's files, or use fit(df)"
@@ -191,16 +193,17 @@ def _find_defaults(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[in
 
 
 def _read_ids(path: str) -> set[int | None]:
-    """Returns the field IDs in a file, at every depth; None is among them if a column has none."""
+    """Returns the field IDs in a file, at every depth; None is among them if a field lacks one."""
     with storage.store_errors(path), storage.open_file(path) as source:
-        schema = pq.read_schema(source)
+        waiting = [(field, True) for field in pq.read_schema(source)]
     found: set[int | None] = set()
-    waiting, is_column = list(schema), True
     while waiting:
-        ids = [(field.metadata or {}).get(b"PARQUET:field_id") for field in waiting]
-        found |= {int(each) if each else None for each in ids if each or is_column}
-        waiting = [field.type.field(i) for field in waiting for i in range(field.type.num_fields)]
-        is_column = False
+        field, needs_id = waiting.pop()
+        field_id = (field.metadata or {}).get(b"PARQUET:field_id")
+        if field_id is not None or needs_id:
+            found.add(None if field_id is None else int(field_id))
+        kind = field.type
+        waiting += [(kind.field(index), pa.types.is_struct(kind)) for index in range(kind.num_fields)]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.external.delta import list_delta
@@ -19,7 +19,7 @@ _DETAILS = "# Detailed Table Information"
 
 
 def find_table(
-    spark: SparkSession, name: str, version: int | str | None = None, pinned: TableSource | None = None
+    spark: SparkSession, name: str, version: int | str | TableSource | None = None
 ) -> Listing | DataFrame:
     """Lists the files of a Delta or Iceberg table, by one version; returns a DataFrame of a Parquet table.
 
@@ -27,8 +27,8 @@ def find_table(
 
     Args:
         name: Name of the table, such as "catalog.schema.table".
-        version: As for `list_delta`; for an Iceberg table, the ID of a snapshot or a time.
-        pinned: An earlier listing's source. If `version` is None, the result has its version and names.
+        version: As for `list_delta`; for an Iceberg table, the ID of a snapshot or a time. A source of an
+            earlier listing means the same version with the same names.
 
     Raises:
         ValueError: No catalog has the table, or it is a view, or its format or version cannot be read.
@@ -37,9 +37,15 @@ def find_table(
     if not parts or "" in parts:
         raise ValueError(f"a table needs a name such as 'catalog.schema.table', got {name!r}")
     details = _describe(spark, parts)
-    if details is None or details.get("provider") == "iceberg":
-        return _list_iceberg(spark, name, parts, version, details, pinned)
-    version = pinned.version if version is None and pinned is not None else version
+    # In Hive's metastore, other writers of Iceberg leave only the property.
+    properties = (details or {}).get("table properties", "")
+    if details is None or details.get("provider") == "iceberg" or "table_type=iceberg" in properties.lower():
+        # A metastore names the file that describes the table.
+        metadata = re.search(r"\bmetadata_location=([^,\]]+)", properties)
+        found = f"{name!r} is an Iceberg table" if details else f"Spark's catalogs have no table {name!r}"
+        return _list_iceberg(spark, found, parts, version, metadata and metadata[1])
+    if isinstance(version, TableSource):
+        version = version.version
     provider, kind = details.get("provider", ""), details.get("type", "view").lower()
     if kind not in ("managed", "external"):
         raise ValueError(
@@ -92,15 +98,7 @@ def _quote(parts: list[str]) -> str:
     return ".".join(map(quote, parts))
 
 
-def _list_iceberg(
-    spark: SparkSession,
-    name: str,
-    parts: list[str],
-    version: int | str | None,
-    details: dict[str, str] | None,
-    pinned: TableSource | None,
-) -> Listing:
-    found = f"Spark's catalogs have no table {name!r}" if details is None else f"{name!r} is an Iceberg table"
+def _list_iceberg(spark: SparkSession, found: str, parts: list[str], *of_table: Any) -> Listing:
     try:
         import pyiceberg  # noqa: F401
     except ImportError:
@@ -108,11 +106,7 @@ def _list_iceberg(
             f"{found}, and Iceberg tables need the package pyiceberg; check the name, or pip install "
             "'ringspark[iceberg]'"
         ) from None
-    # A metastore names the file that describes the table.
-    metadata = re.search(r"\bmetadata_location=([^,\]]+)", (details or {}).get("table properties", ""))
-    listing: Listing | None = import_module(_ICEBERG).list_iceberg(
-        spark, parts, version, pinned, metadata and metadata[1]
-    )
+    listing: Listing | None = import_module(_ICEBERG).list_iceberg(spark, parts, *of_table)
     if listing is None:
         raise ValueError(
             f"{found}, and pyiceberg finds no Iceberg table of this name; check the name, and pyiceberg's "

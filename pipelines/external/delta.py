@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -17,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.delta_log import copy_log, find_version, restore_types
 from ringspark.pipelines.external.file_scan import FIELD_ID, MAPPED_ID, PHYSICAL
 from ringspark.pipelines.external.listing import Int64Array, Listing
 from ringspark.pipelines.reuse.source_files import path_states
@@ -26,28 +26,32 @@ from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import StructField, StructType
 
 # Reader features that this module handles. The variant type does not change columns of other types.
 _FEATURES = {
     "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview",
     "v2Checkpoint", "vacuumProtocolCheck", "variantType", "variantType-preview",
 }  # fmt: skip
+_LOG = "ringspark.extras.external_tables.delta_log"
 _MAPPING = "delta.columnMapping.mode"
 
 
-def list_delta(spark: SparkSession, uri: str, version: int | str | None = None) -> Listing:
+def list_delta(spark: SparkSession, uri: str, version: int | str | TableSource | None = None) -> Listing:
     """Lists the files of a version of a Delta table.
 
     Args:
         version: Number of the version, or a time such as "2026-11-27 12:00:00" in Spark's time zone, which
-            means the newest version at that time. None is the newest version.
+            means the newest version at that time. An earlier listing's source means its version. None is the
+            newest version.
 
     Raises:
         ValueError: The table or the version does not exist, a file was removed, the table has a feature that
             cannot be read exactly, or `deltalake` is not installed.
     """
     root = storage.normalize(resolve(spark, uri))
+    if isinstance(version, TableSource):
+        version = version.version
     with ExitStack() as stack:
         return _list_table(spark, root, _open_table(spark, root, version, stack))
 
@@ -72,18 +76,18 @@ def _list_table(spark: SparkSession, root: str, table: Any) -> Listing:
         ) from None
     if not names:
         raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}; pass another")
-    schema = StructType.fromJson(restore_types(json.loads(table.schema().to_json())))
+    fields = json.loads(table.schema().to_json())
+    if "ringspark.type" in str(fields):
+        fields = import_module(_LOG).restore_types(fields)
+    schema = StructType.fromJson(fields)
     folders, settings = table.metadata().partition_columns, table.metadata().configuration
-    values = {name: actions.column(f"partition.{name}").combine_chunks() for name in folders}
     return Listing(
         source=TableSource(uri=root, format="delta", version=table.version()),
         schema=schema,
         files=tuple((name, size, marks) for name, (_, size, marks) in zip(names, states, strict=True)),
         folder_columns={
-            name: _parse_times(spark, texts)
-            if schema[name].dataType.typeName() == "timestamp" and not pa.types.is_timestamp(texts.type)
-            else texts
-            for name, texts in values.items()
+            name: _partition_values(spark, schema[name], actions.column(f"partition.{name}").combine_chunks())
+            for name in folders
         },
         deleted=_deleted_rows(root, table, names),
         file_schema=_file_schema(schema, folders, settings.get(_MAPPING, "none")),
@@ -98,15 +102,16 @@ def _open_table(spark: SparkSession, root: str, version: int | str | None, stack
         raise ValueError("Delta tables need the package deltalake; pip install 'ringspark[delta]'") from None
     if storage.is_local(root) and not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
-    number = find_version(root, parse_time(spark, version)) if isinstance(version, str) else version
+    number = version
+    if isinstance(version, str):
+        number = import_module(_LOG).find_version(root, parse_time(spark, version))
 
     def open_copy() -> Any:
-        return DeltaTable(stack.enter_context(copy_log(root)), version=number)
+        return DeltaTable(stack.enter_context(import_module(_LOG).copy_log(root)), version=number)
 
     try:
-        if (
-            storage.is_local(root) and unquote(root) != root
-        ):  # deltalake would open the folder `unquote(root)`
+        # deltalake would open the folder `unquote(root)`.
+        if storage.is_local(root) and unquote(root) != root:
             return open_copy()
         try:
             table = DeltaTable(root, version=number)
@@ -138,12 +143,14 @@ def parse_time(spark: SparkSession, text: str) -> datetime:
     return datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=row[0])
 
 
-def _parse_times(spark: SparkSession, texts: Any) -> Any:
-    """Returns the timestamps of texts in a log; without an offset, Spark reads them in its time zone."""
-    rows = [(text,) for text in texts.unique().drop_null().to_pylist()]
+def _partition_values(spark: SparkSession, field: StructField, values: Any) -> Any:
+    """Returns the values of a partition column; Spark parses timestamps that are texts."""
+    if field.dataType.typeName() != "timestamp" or pa.types.is_timestamp(values.type):
+        return values
+    rows = [(text,) for text in values.unique().drop_null().to_pylist()]
     frame = spark.createDataFrame(rows, "text string")
     moments: dict[str, int] = dict(frame.selectExpr("text", "unix_micros(cast(text AS timestamp))").collect())
-    return pa.array([moments.get(text) for text in texts.to_pylist()], pa.timestamp("us", "UTC"))
+    return pa.array([moments.get(text) for text in values.to_pylist()], pa.timestamp("us", "UTC"))
 
 
 def _check_features(root: str, table: Any) -> None:

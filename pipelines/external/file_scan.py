@@ -107,30 +107,24 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
 
 def _fields_in_files(data_type: Any, by_ids: bool) -> dict[str, FileColumn]:
     """Returns the fields of a struct in the files, as its metadata says; {} if they have the same names."""
-    found = {}
-    for field in data_type.fields if data_type.typeName() == "struct" else ():
-        known, ids = field.metadata, (field.metadata.get(FIELD_ID), field.metadata.get(MAPPED_ID))
-        found[field.name] = FileColumn(
-            name=known.get(PHYSICAL, field.name),
-            field_id=next((each for each in ids if each is not None), None) if by_ids else None,
+    found = {
+        field.name: FileColumn(
+            name=field.metadata.get(PHYSICAL, field.name),
+            field_id=field.metadata.get(FIELD_ID, field.metadata.get(MAPPED_ID)) if by_ids else None,
             fields=_fields_in_files(field.dataType, by_ids),
         )
+        for field in getattr(data_type, "fields", ())
+    }
     plain = all(each == FileColumn(name=name) for name, each in found.items())
     return {} if plain else found
 
 
 def _follow(expression: str, above: str, relation: str, *, renames: bool) -> FileColumn | None:
-    """Returns the file's column that an expression only renames or casts; None if it computes something.
-
-    `renames` is whether a cast to a struct only renames fields.
-    """
+    """Returns the file's column that an expression only renames or casts; None if it computes something."""
     casts: list[str] = []
     while True:
-        if renames and (rename := _RENAME.fullmatch(expression)):
-            expression = rename[1]
-            continue
-        if cast := _CAST.fullmatch(expression):
-            casts.append(cast[2])
+        if cast := _CAST.fullmatch(expression) or (renames and _RENAME.fullmatch(expression)):
+            casts += cast.groups()[1:]
             expression = cast[1]
             continue
         attribute = _ATTRIBUTE.fullmatch(expression)

@@ -271,12 +271,9 @@ def _rename(values: Any, stored: Any, fields: Mapping[str, FileColumn]) -> Any:
     parts = []
     for column in fields.values():
         found = _find_names(column, list(stored.type))
+        parts.append(pa.nulls(len(values), pa.float64()))
         if len(found) == 1:
-            index = stored.type.get_field_index(found[0])
-            part = pc.struct_field(values, found)
-            parts.append(_rename(part, stored.type.field(index), column.fields))
-        else:
-            parts.append(pa.nulls(len(values), pa.float64()))
+            parts[-1] = _rename(pc.struct_field(values, found), stored.type.field(found[0]), column.fields)
     return pa.StructArray.from_arrays(parts, names=list(fields), mask=values.is_null())
 
 

@@ -47,8 +47,7 @@ def read_listing(spark: SparkSession, listing: Listing) -> DataFrame:
     for field, in_file in zip(fields, stored.fields, strict=True):
         column = F.col(quote(in_file.name))
         same = field.dataType.simpleString() == in_file.dataType.simpleString()
-        # A cast renames fields of structs.
-        columns[field.name] = column if same else column.cast(field.dataType)
+        columns[field.name] = column if same else column.cast(field.dataType)  # renames fields of structs
         metadata[field.name] = in_file.metadata
     for name, values in listing.folder_columns.items():
         columns[name] = _value(files, values)(path).cast(listing.schema[name].dataType)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import datetime, time, timezone
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,20 @@ def test_default_values_are_refused_if_a_file_lacks_them(spark: Any, catalog: An
         find_table(spark, NAME)
 
 
+def test_types_that_spark_does_not_read_are_left_out(
+    spark: Any, catalog: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    noon = pa.array([time(12)], pa.time64("us"))
+    place = pa.StructArray.from_arrays([noon, pa.array([1])], names=["at", "x"])
+    times = pa.ListArray.from_arrays([0, 1], noon)
+    rows = pa.table({"id": [7], "noon": noon, "place": place, "times": times})
+    catalog.create_table("db.sales", rows.schema).append(rows)
+    assert _read(spark) == [{"id": 7, "place": {"x": 1}}]
+    assert (
+        "Spark does not read the types of ['noon', 'times'] in Iceberg table 'lake.db.sales'" in caplog.text
+    )
+
+
 def test_what_pyiceberg_cannot_parse_is_refused_in_one_sentence(spark: Any, catalog: Any) -> None:
     table = catalog.create_table("db.sales", _rows(0, 1).schema)
     table.append(_rows(0, 9))
@@ -246,8 +260,11 @@ def test_an_iceberg_entry_of_sparks_catalog_names_its_metadata(spark: Any, catal
     table = catalog.create_table("db.sales", _rows(0, 1).schema)
     table.append(_rows(0, 9))
     folder, properties = Path(table.location()), {"metadata_location": table.metadata_location}
-    with catalog_entry(spark, "of_hive", "iceberg", folder, properties):
-        assert find_table(spark, "default.of_hive") == find_table(spark, NAME)
+    with catalog_entry(spark, "of_spark", "iceberg", folder, properties):
+        assert find_table(spark, "default.of_spark") == find_table(spark, NAME)
+    properties["table_type"] = "ICEBERG"
+    with catalog_entry(spark, "of_hive", "json", folder, properties):
+        assert find_table(spark, "of_hive") == find_table(spark, NAME)
     with (
         catalog_entry(spark, "of_none", "ICEBERG", folder),
         pytest.raises(ValueError, match=r"'of_none' is an Iceberg table, and pyiceberg finds no"),
@@ -272,6 +289,8 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     assert find_table(spark, NAME, "2100-01-01") == find_table(spark, NAME)
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     table.add_files([_without_ids(file)])
+    refuses("has the file .*other.parquet' without field IDs")
+    edit_metadata(table, lambda metadata: metadata["properties"].clear())
     refuses("has the file .*other.parquet' without field IDs")
     table.overwrite(_rows(0, 9))
     (file,) = [task.file.file_path for task in table.scan().plan_files()]

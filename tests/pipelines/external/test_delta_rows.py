@@ -132,6 +132,7 @@ def test_partition_values_of_all_types_and_characters(spark: Any, tmp_path: Path
         spark.conf.set("spark.sql.session.timeZone", zone)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_timestamps_of_partitions_are_those_that_spark_reads(
     spark: Any, tmp_path: Path, has_checkpoint: bool
@@ -161,6 +162,7 @@ def test_timestamps_of_partitions_are_those_that_spark_reads(
         spark.conf.set("spark.sql.session.timeZone", zone)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_checkpoint: bool) -> None:
     indices, numbers = pa.list_(pa.int32()), pa.list_(pa.float64())
@@ -217,6 +219,7 @@ def test_a_table_of_sparks_catalog_needs_no_connector(spark: Any, tmp_path: Path
             assert find_table(spark, name) == list_delta(spark, str(tmp_path / "a bü"))
 
 
+@pytest.mark.extras
 def test_a_folder_is_not_taken_for_another_one(spark: Any, tmp_path: Path) -> None:
     _write(tmp_path / "a b", rows=3)
     (tmp_path / "a b").rename(tmp_path / "a%20b")
@@ -226,6 +229,7 @@ def test_a_folder_is_not_taken_for_another_one(spark: Any, tmp_path: Path) -> No
         assert len(_read(spark, tmp_path / name)) == rows
 
 
+@pytest.mark.extras
 def test_a_time_means_the_newest_version_at_that_time(spark: Any, tmp_path: Path) -> None:
     zone = spark.conf.get("spark.sql.session.timeZone")
     first = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
@@ -254,6 +258,25 @@ def test_a_time_means_the_newest_version_at_that_time(spark: Any, tmp_path: Path
             list_delta(spark, str(tmp_path), "newest")
     finally:
         spark.conf.set("spark.sql.session.timeZone", zone)
+
+
+@pytest.mark.extras
+def test_a_time_in_a_commit_precedes_the_time_of_its_file(spark: Any, tmp_path: Path) -> None:
+    for version in range(3):
+        _write(tmp_path, rows=1, first=version)
+        log = tmp_path / "_delta_log" / f"{version:020}.json"
+        first, *rest = log.read_text().splitlines()
+        commit = json.loads(first)
+        if version:  # the table got the feature in version 1
+            commit["commitInfo"]["inCommitTimestamp"] = 1_800_000_000_000 + version
+        log.write_text("\n".join([json.dumps(commit), *rest]))
+        os.utime(log, (version, version))
+    for text, version in (
+        ("1970-01-01T00:00:09Z", 0),
+        ("2027-01-15T08:00:00.001Z", 1),
+        ("2027-01-15T08:00:00.002Z", 2),
+    ):
+        assert list_delta(spark, str(tmp_path), text).source.version == version
 
 
 def test_what_is_not_read_exactly_is_refused(spark: Any, tmp_path: Path) -> None:
