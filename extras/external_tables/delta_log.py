@@ -35,12 +35,11 @@ def find_version(root: str, moment: datetime) -> int | None:
     As in Delta, the time of a commit is in the commit, or is the time of its file. It is in milliseconds, and
     later than the time of the commit before. Raises ValueError if all versions are newer.
     """
-    names = [
-        name for name in storage.list_names(storage.join(root, _LOG)) if re.fullmatch(r"\d{20}\.json", name)
-    ]
+    log = storage.join(root, _LOG)
+    names = [name for name in storage.list_names(log) if re.fullmatch(r"\d{20}\.json", name)]
     if not names:
         return None
-    paths = [storage.join(root, _LOG, name) for name in names]
+    paths = [storage.join(log, name) for name in names]
     time_of = _time_of_file if _time_in_commit(paths[-1]) is None else _time_of_commit
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ringspark-log") as pool:
         times = list(pool.map(time_of, paths))
@@ -48,12 +47,11 @@ def find_version(root: str, moment: datetime) -> int | None:
     for name, time in zip(names, times, strict=True):
         last = max(time, last + 1)
         if start + timedelta(milliseconds=last) <= moment:
-            found = int(name.partition(".")[0])
+            found = int(name[:20])
     if found is None:
-        oldest = start + timedelta(milliseconds=times[0])
         raise ValueError(
             f"Delta table {root!r} has no version as old as {moment}; its oldest is {int(names[0][:20])}, of "
-            f"{oldest}; pass a later time"
+            f"{start + timedelta(milliseconds=times[0])}; pass a later time"
         )
     return found
 
@@ -81,22 +79,25 @@ def copy_log(root: str) -> Iterator[str]:
     The folder also has the deletion vectors of a local table.
     """
     with tempfile.TemporaryDirectory(prefix="ringspark-delta-") as folder:
-        for part in ("", "_sidecars"):
+        sizes: dict[str, int] = {}
+        # Checkpoints name the sizes of their sidecars.
+        for part in ("_sidecars", ""):
             source, target = storage.join(root, _LOG, part).rstrip("/"), os.path.join(folder, _LOG, part)
             os.makedirs(target, exist_ok=True)
             for name in storage.list_names(source):
                 if name.endswith((".json", ".parquet")):
-                    _copy_file(storage.join(source, name), os.path.join(target, name))
+                    _copy_file(storage.join(source, name), os.path.join(target, name), sizes)
+                    sizes[name] = os.path.getsize(os.path.join(target, name))
         for name in storage.list_names(root) if storage.is_local(root) else ():
             if name != _LOG and not name.endswith(".parquet"):
                 os.symlink(storage.join(root, name), os.path.join(folder, name))
         yield folder
 
 
-def _copy_file(source: str, target: str) -> None:
+def _copy_file(source: str, target: str, sizes: dict[str, int]) -> None:
     data = storage.read_bytes(source)
     if source.endswith(".json"):
-        lines = [_simplify(json.loads(line)) for line in data.splitlines() if line.strip()]
+        lines = [_simplify(json.loads(line), sizes) for line in data.splitlines() if line.strip()]
         with open(target, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         return
@@ -104,9 +105,9 @@ def _copy_file(source: str, target: str) -> None:
     table = pq.read_table(pa.BufferReader(data))
     for name in table.column_names:
         values = table.column(name).combine_chunks()
-        if name == "metaData":
-            rows = [{name: row} for row in values.to_pylist()]
-            values = pa.array([_simplify(row)[name] for row in rows], values.type)
+        if name in ("metaData", "sidecar"):
+            rows = [_simplify({name: row}, sizes)[name] for row in values.to_pylist()]
+            values = pa.array(rows, values.type)
         elif name == "add":
             # The parsed values have the types of the schema.
             kept = [field for field in values.type if not field.name.endswith("_parsed")]
@@ -117,44 +118,34 @@ def _copy_file(source: str, target: str) -> None:
     pq.write_table(pa.table(columns), target)
 
 
-def _simplify(action: dict[str, Any]) -> dict[str, Any]:
+def _simplify(action: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    if sidecar := action.get("sidecar"):
+        sidecar["sizeInBytes"] = sizes.get(sidecar["path"], sidecar["sizeInBytes"])
     if metadata := action.get("metaData"):
         schema = json.loads(metadata["schemaString"])
         for field in schema["fields"]:
-            if field["name"] in metadata["partitionColumns"] and field["type"] == "timestamp":
-                _keep_type(field, "string")
-        metadata["schemaString"] = json.dumps(_replace_classes(schema))
+            is_time = field["type"] == "timestamp" and field["name"] in metadata["partitionColumns"]
+            if is_time or '"type": "udt"' in json.dumps(field["type"]):
+                field["metadata"] = {**field["metadata"], _TYPE: json.dumps(field["type"])}
+                field["type"] = "string"
+        metadata["schemaString"] = json.dumps(schema)
     return action
 
 
+def restore_types(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a copied log with the real types."""
+    for field in schema["fields"]:
+        if real := field["metadata"].pop(_TYPE, None):
+            field["type"] = _replace_classes(json.loads(real))
+    return schema
+
+
 def _replace_classes(node: Any) -> Any:
-    """Returns a part of a schema with the SQL types of user-defined types."""
+    """Returns a part of a schema in which unknown classes have their SQL types."""
     if isinstance(node, list):
         return [_replace_classes(each) for each in node]
-    if not isinstance(node, dict):
+    if not isinstance(node, dict) or node.get("pyClass") in _KNOWN_CLASSES:
         return node
     if node.get("type") == "udt":
-        return node["sqlType"]
-    if isinstance(node.get("type"), dict) and node["type"].get("type") == "udt" and "name" in node:
-        _keep_type(node, node["type"]["sqlType"])
+        return _replace_classes(node["sqlType"])
     return {key: _replace_classes(value) for key, value in node.items()}
-
-
-def _keep_type(field: dict[str, Any], new: Any) -> None:
-    real = field["type"]
-    if new == "string" or real.get("pyClass") in _KNOWN_CLASSES:
-        field["metadata"] = {**field.get("metadata", {}), _TYPE: json.dumps(real)}
-    field["type"] = new
-
-
-def restore_types(node: Any) -> Any:
-    """Returns a part of a schema from a copied log with the real types."""
-    if isinstance(node, list):
-        return [restore_types(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    metadata = node.get("metadata", {})
-    if _TYPE in metadata:
-        rest = {key: value for key, value in metadata.items() if key != _TYPE}
-        return node | {"type": json.loads(metadata[_TYPE]), "metadata": rest}
-    return {key: restore_types(value) for key, value in node.items()}

@@ -37,11 +37,9 @@ def find_table(
     if not parts or "" in parts:
         raise ValueError(f"a table needs a name such as 'catalog.schema.table', got {name!r}")
     details = _describe(spark, parts)
-    # In Hive's metastore, other writers of Iceberg leave only the property.
-    properties = (details or {}).get("table properties", "")
-    if details is None or details.get("provider") == "iceberg" or "table_type=iceberg" in properties.lower():
-        # A metastore names the file that describes the table.
-        metadata = re.search(r"\bmetadata_location=([^,\]]+)", properties)
+    # Other writers of Iceberg leave only this property in a metastore.
+    metadata = re.search(r"\bmetadata_location=([^,\]]+)", (details or {}).get("table properties", ""))
+    if details is None or details.get("provider") == "iceberg" or metadata:
         found = f"{name!r} is an Iceberg table" if details else f"Spark's catalogs have no table {name!r}"
         return _list_iceberg(spark, found, parts, version, metadata and metadata[1])
     if isinstance(version, TableSource):

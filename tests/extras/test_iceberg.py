@@ -262,7 +262,6 @@ def test_an_iceberg_entry_of_sparks_catalog_names_its_metadata(spark: Any, catal
     folder, properties = Path(table.location()), {"metadata_location": table.metadata_location}
     with catalog_entry(spark, "of_spark", "iceberg", folder, properties):
         assert find_table(spark, "default.of_spark") == find_table(spark, NAME)
-    properties["table_type"] = "ICEBERG"
     with catalog_entry(spark, "of_hive", "json", folder, properties):
         assert find_table(spark, "of_hive") == find_table(spark, NAME)
     with (

@@ -177,34 +177,45 @@ def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_ch
     delete_delta_rows(tmp_path, "u", {_paths(tmp_path)[0]: (encode_vector([0]), 1)})
     log = tmp_path / "_delta_log"
 
-    def to_udt(schema: str) -> str:
-        """Returns the schema that Spark writes for vectors, and one for a class that is not installed."""
-        found = json.loads(schema)
-        for field, name in zip(found["fields"][1:], ("pyspark.ml.linalg.VectorUDT", "a.b.UDT"), strict=True):
-            field["type"] = {"type": "udt", "class": name, "pyClass": name, "sqlType": field["type"]}
-        return json.dumps(found)
+    def edit(action: dict[str, Any]) -> dict[str, Any]:
+        """Returns what Spark writes for a renamed vector, and for a class that is not installed."""
+        if protocol := action.get("protocol"):
+            for side in ("readerFeatures", "writerFeatures"):
+                protocol[side] = ["deletionVectors", "columnMapping"]
+            protocol |= {"minReaderVersion": 3, "minWriterVersion": 7}
+        if metadata := action.get("metaData"):
+            schema = json.loads(metadata["schemaString"])
+            for number, field in enumerate(schema["fields"]):
+                field["metadata"] = {f"{mapping}.id": number, f"{mapping}.physicalName": field["name"]}
+            for field, name in zip(
+                schema["fields"][1:], ("pyspark.ml.linalg.VectorUDT", "a.b.C"), strict=True
+            ):
+                field["type"] = {"type": "udt", "class": name, "pyClass": name, "sqlType": field["type"]}
+            schema["fields"][1]["name"] = "features"
+            metadata["schemaString"] = json.dumps(schema)
+            metadata["configuration"] = {f"{mapping}.mode": "name", f"{mapping}.maxColumnId": "2"}
+        return action
 
+    mapping = "delta.columnMapping"
     if has_checkpoint:
         deltalake.DeltaTable(str(tmp_path)).create_checkpoint()
         (log / f"{3:020}.json").write_text('{"commitInfo":{}}')
         for version in range(2):
             (log / f"{version:020}.json").unlink()
     for path in log.glob("*.json"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            if "metaData" in line:
-                line["metaData"]["schemaString"] = to_udt(line["metaData"]["schemaString"])
+        lines = [edit(json.loads(line)) for line in path.read_text().splitlines()]
         path.write_text("\n".join(map(json.dumps, lines)))
     for path in log.glob("*.parquet"):
         actions = pq.read_table(path)
-        rows = actions.to_pylist()
-        for row in rows:
-            if row["metaData"]:
-                row["metaData"]["schemaString"] = to_udt(row["metaData"]["schemaString"])
+        rows = [edit(row) for row in actions.to_pylist()]
         pq.write_table(pa.Table.from_pylist(rows, actions.schema), path)
     listing = list_delta(spark, str(tmp_path))
     assert listing.source.version == 2 + has_checkpoint
-    assert [field.dataType.simpleString()[:6] for field in listing.schema] == ["bigint", "vector", "struct"]
+    assert [(field.name, field.dataType.simpleString()[:6]) for field in listing.schema] == [
+        ("id", "bigint"),
+        ("features", "vector"),
+        ("other", "struct"),
+    ]
     found = {row[0]: row[1].toArray().tolist() for row in read_listing(spark, listing).collect()}
     gone = {0, 5} - found.keys()
     assert len(gone) == 1
