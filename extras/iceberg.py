@@ -65,7 +65,7 @@ def list_iceberg(
     has_id = version is None or isinstance(version, TableSource)
     schema_id = None
     if isinstance(version, TableSource):
-        version, schema_id = version.version, version.schema_id
+        schema_id, version = version.schema_id, version.version
     snapshot = table.current_snapshot() if version is None else _find_snapshot(spark, table, name, version)
     if snapshot is None:
         raise ValueError(f"Iceberg table {name!r} has no rows yet; write some first")

@@ -102,9 +102,10 @@ def _open_table(spark: SparkSession, root: str, version: int | str | None, stack
         raise ValueError("Delta tables need the package deltalake; pip install 'ringspark[delta]'") from None
     if storage.is_local(root) and not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
-    number = version
     if isinstance(version, str):
-        number = import_module(_LOG).find_version(root, parse_time(spark, version))
+        number: int | None = import_module(_LOG).find_version(root, parse_time(spark, version))
+    else:
+        number = version
 
     def open_copy() -> Any:
         return DeltaTable(stack.enter_context(import_module(_LOG).copy_log(root)), version=number)
