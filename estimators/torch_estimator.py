@@ -172,10 +172,9 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         with reads_field_ids(spark, listing):
             return estimator._fit(read_listing(spark, listing))
 
-    def _version(self, spark: SparkSession, given: int | str | None) -> int | str | None:
+    def _version(self, spark: SparkSession, given: int | str | None) -> int | str | TableSource | None:
         """Returns the version to read: the given one, else the one that the run began with."""
-        known = pinned_source(self._run_uri(spark)) if given is None else None
-        return given if known is None else known.version
+        return pinned_source(self._run_uri(spark)) if given is None else given
 
     def _train(self, prepared: PreparedFit, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = prepared.dataset.sparkSession, self._run_folder(fit.data.root)

@@ -1,14 +1,17 @@
 """Lists the files of a snapshot of an Iceberg table, using the package `pyiceberg`.
 
 The listing has the rows that position delete files and deletion vectors delete. Columns are found by the
-field IDs in the files, so a renamed column keeps its values. Tables with equality deletes, or with default
-values that are not in the files, are refused.
+field IDs in the files, so a renamed column keeps its values. Tables with equality deletes, or with files that
+lack a column with a default value, are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,41 +28,56 @@ from ringspark.pipelines.table_files import TableSource
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_logger = logging.getLogger(__name__)
 _THREADS = 16
 _SAME_TYPES = ("boolean", "long", "float", "double", "date", "string")
-_OTHER_TYPES = {"int": "integer", "timestamp": "timestamp_ntz", "timestamptz": "timestamp"}
+_OTHER_TYPES: dict[str, str | None] = {
+    "int": "integer",
+    "timestamp": "timestamp_ntz",
+    "timestamptz": "timestamp",
+    "unknown": "void",
+}
+_OTHER_TYPES |= dict.fromkeys(("time", "timestamp_ns", "timestamptz_ns"))
 
 
 def list_iceberg(
-    spark: SparkSession, parts: Sequence[str], version: int | str | None = None
+    spark: SparkSession,
+    parts: Sequence[str],
+    version: int | str | TableSource | None = None,
+    metadata: str | None = None,
 ) -> Listing | None:
     """Lists the files of a snapshot; returns None if pyiceberg's catalog `parts[0]` has no such table.
 
     Args:
         version: ID of a snapshot, or a time in Spark's time zone, which means the current snapshot at that
-            time. None is the newest snapshot.
+            time; the columns then have the snapshot's names. An earlier listing's source means its snapshot
+            and names. None is the newest snapshot, with the names of today.
+        metadata: URI of the table's metadata file, to use if pyiceberg has no such catalog.
 
     Raises:
         ValueError: The snapshot does not exist or cannot be read exactly.
     """
     from pyspark.sql.types import StructType
 
-    table = _load(parts)
+    table, name = _load(parts, metadata), ".".join(parts)
     if table is None:
         return None
-    name, current = ".".join(parts), table.current_snapshot()
-    snapshot = current if version is None else _find_snapshot(spark, table, name, version)
+    has_id = version is None or isinstance(version, TableSource)
+    schema_id = None
+    if isinstance(version, TableSource):
+        schema_id, version = version.schema_id, version.version
+    snapshot = table.current_snapshot() if version is None else _find_snapshot(spark, table, name, version)
     if snapshot is None:
         raise ValueError(f"Iceberg table {name!r} has no rows yet; write some first")
-    # A column may have been renamed since the newest snapshot.
-    scan = table.scan(snapshot_id=None if snapshot == current else snapshot.snapshot_id)
+    scan = table.scan(snapshot_id=snapshot.snapshot_id)
+    columns = table.schemas().get(schema_id, table.schema()) if has_id else scan.projection()
     tasks, root = _plan(scan, name), storage.normalize(table.location())
     paths = {storage.normalize(task.file.file_path): task for task in tasks}
     if not paths:
         raise ValueError(
             f"Iceberg table {name!r} has no rows in snapshot {snapshot.snapshot_id}; pass another snapshot"
         )
-    _check_files(table, name, root, scan.projection(), paths)
+    _check_files(name, root, paths)
     try:
         states = path_states(sorted(paths))
     except FileNotFoundError as error:
@@ -67,35 +85,46 @@ def list_iceberg(
             f"Iceberg table {name!r} lacks a file of its snapshot {snapshot.snapshot_id} ({error}), perhaps "
             "because the snapshot has expired; pass a newer one"
         ) from None
-    fields = [_spark_field(field) for field in scan.projection().fields]
-    # Spark takes the type of a column from the wrong one if a file has another column of its name.
-    stored = [field | {"name": f"parquet field {field['metadata'][FIELD_ID]}"} for field in fields]
+    _check_ids(name, columns, paths)
+    schema, file_schema = (
+        StructType.fromJson(_spark_type(columns.as_struct(), name_of)) for name_of in (_name, _name_by_id)
+    )
+    if left_out := [field.name for field in columns.fields if field.name not in schema.names]:
+        _logger.warning("Spark does not read the types of %s in Iceberg table %r", left_out, name)
     prefix = f"{root}/"
     return Listing(
-        source=TableSource(uri=root, format="iceberg", version=snapshot.snapshot_id),
-        schema=StructType.fromJson({"type": "struct", "fields": [_without_ids(field) for field in fields]}),
+        source=TableSource(
+            uri=root, format="iceberg", version=snapshot.snapshot_id, schema_id=columns.schema_id
+        ),
+        schema=schema,
         files=tuple((path.removeprefix(prefix), size, marks) for path, size, marks in states),
         folder_columns={},
         deleted={path.removeprefix(prefix): rows for path, rows in _deleted_rows(table, name, paths).items()},
-        file_schema=StructType.fromJson({"type": "struct", "fields": stored}),
+        file_schema=file_schema,
     )
 
 
-def _load(parts: Sequence[str]) -> Any:
+def _load(parts: Sequence[str], metadata: str | None) -> Any:
     """Returns pyiceberg's table, or None."""
     from pyiceberg.catalog import load_catalog
     from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+    from pyiceberg.table import StaticTable
 
-    if len(parts) < 3:
-        return None
+    catalog = None
+    with suppress(ValueError):  # the configuration lacks the catalog
+        catalog = load_catalog(parts[0]) if len(parts) > 2 else None
     try:
-        catalog = load_catalog(parts[0])
-    except ValueError:  # the configuration lacks the catalog
-        return None
-    try:
-        return catalog.load_table(tuple(parts[1:]))
-    except (NoSuchTableError, NoSuchNamespaceError):
-        return None
+        if catalog is not None:
+            with suppress(NoSuchTableError, NoSuchNamespaceError):
+                return catalog.load_table(tuple(parts[1:]))
+        return None if metadata is None else StaticTable.from_metadata(metadata)
+    except Exception as error:  # pyiceberg raises many classes
+        known = re.search(r"Unsupported field type: '[^']*'", str(error))
+        reason = known[0] if known else next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"pyiceberg cannot read Iceberg table {'.'.join(parts)!r} ({reason}); drop a column of an "
+            "unsupported type, or use fit(df)"
+        ) from error
 
 
 def _find_snapshot(spark: SparkSession, table: Any, name: str, version: int | str) -> Any:
@@ -122,8 +151,8 @@ def _plan(scan: Any, name: str) -> list[Any]:
         ) from None
 
 
-def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str, Any]) -> None:
-    """Raises ValueError if values are not in the files, or a file is not in the table's folder."""
+def _check_files(name: str, root: str, paths: dict[str, Any]) -> None:
+    """Raises ValueError if a file is not in the table's folder, or is no Parquet file."""
     if outside := [path for path in paths if not path.startswith(f"{root}/")]:
         raise ValueError(
             f"Iceberg table {name!r} has the file {outside[0]!r} outside of its folder {root!r}; use fit(df)"
@@ -133,24 +162,49 @@ def _check_files(table: Any, name: str, root: str, schema: Any, paths: dict[str,
         raise ValueError(
             f"Iceberg table {name!r} has files in the format {min(formats)}, not Parquet; use fit(df)"
         )
-    if defaults := [field.name for field in schema.fields if field.initial_default is not None]:
-        raise ValueError(
-            f"column {defaults[0]!r} of Iceberg table {name!r} has a default value in older files; rewrite "
-            "the files, or use fit(df)"
-        )
-    if "schema.name-mapping.default" in table.properties:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ringspark-footer") as pool:
-            for path, has_ids in zip(paths, pool.map(_has_ids, paths), strict=True):
-                if not has_ids:
-                    raise ValueError(
-                        f"Iceberg table {name!r} has the file {path!r} without field IDs; "
-                        "rewrite the table's files, or use fit(df)"
-                    )
 
 
-def _has_ids(path: str) -> bool:
+def _check_ids(name: str, schema: Any, paths: Iterable[str]) -> None:
+    """Raises ValueError if Spark would read null, because a file lacks a field ID."""
+    defaults = dict(_find_defaults(schema.fields))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ringspark-footer") as pool:
+        for path, ids in zip(paths, pool.map(_read_ids, paths), strict=True):
+            if None in ids:
+                raise ValueError(
+                    f"Iceberg table {name!r} has the file {path!r} without field IDs; "
+                    "rewrite the table's files, or use fit(df)"
+                )
+            if lacking := [field for field_id, field in defaults.items() if field_id not in ids]:
+                raise ValueError(
+                    f"column {lacking[0]!r} of Iceberg table {name!r} has a default value, because the file "
+                    f"{path!r} lacks it; rewrite the table's files, or use fit(df)"
+                )
+
+
+def _find_defaults(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[int, str]]:
+    """Yields the ID and the name of each field, at every depth, whose value files may lack."""
+    for field in fields:
+        if field.initial_default is not None:
+            yield field.field_id, prefix + field.name
+        kind = field.field_type
+        parts = [getattr(kind, f"{part}_field", None) for part in ("element", "key", "value")]
+        inside = kind.fields if kind.is_struct else filter(None, parts)
+        yield from _find_defaults(inside, f"{prefix}{field.name}.")
+
+
+def _read_ids(path: str) -> set[int | None]:
+    """Returns the field IDs in a file, at every depth; None is among them if a field lacks one."""
     with storage.store_errors(path), storage.open_file(path) as source:
-        return all(b"PARQUET:field_id" in (field.metadata or {}) for field in pq.read_schema(source))
+        waiting = [(field, True) for field in pq.read_schema(source)]
+    found: set[int | None] = set()
+    while waiting:
+        field, needs_id = waiting.pop()
+        field_id = (field.metadata or {}).get(b"PARQUET:field_id")
+        if field_id is not None or needs_id:
+            found.add(None if field_id is None else int(field_id))
+        kind = field.type
+        waiting += [(kind.field(index), pa.types.is_struct(kind)) for index in range(kind.num_fields)]
+    return found
 
 
 def _deleted_rows(table: Any, name: str, paths: dict[str, Any]) -> dict[str, Int64Array]:
@@ -186,30 +240,35 @@ def _read_deletes(table: Any, name: str, file: Any) -> dict[str, Int64Array]:
     return {path: rows[numbers == number] for number, path in enumerate(paths.dictionary.to_pylist())}
 
 
-def _spark_field(field: Any) -> dict[str, Any]:
-    metadata = {FIELD_ID: field.field_id}
-    return {"name": field.name, "type": _spark_type(field.field_type), "nullable": True, "metadata": metadata}
+def _name(field: Any) -> str:
+    return str(field.name)
 
 
-def _spark_type(iceberg_type: Any) -> Any:
-    """Returns Spark's type as JSON; types that Spark lacks become "binary", which few column types accept."""
+def _name_by_id(field: Any) -> str:
+    # Spark takes the type of a field from the wrong one if a file has another field of its name.
+    return f"parquet field {field.field_id}"
+
+
+def _spark_type(iceberg_type: Any, name: Callable[[Any], str]) -> Any:
+    """Returns Spark's type as JSON, or None if Spark does not read it, or nothing in it, from Parquet.
+
+    Types that Spark lacks become "binary", which few column types accept.
+    """
     if iceberg_type.is_struct:
-        return {"type": "struct", "fields": [_spark_field(field) for field in iceberg_type.fields]}
+        fields = [
+            {"name": name(field), "type": kind, "nullable": True, "metadata": {FIELD_ID: field.field_id}}
+            for field in iceberg_type.fields
+            if (kind := _spark_type(field.field_type, name)) is not None
+        ]
+        return {"type": "struct", "fields": fields} if fields else None
     text = str(iceberg_type)
     if text.startswith("list<"):
-        element = _spark_type(iceberg_type.element_type)
-        return {"type": "array", "elementType": element, "containsNull": True}
+        element = _spark_type(iceberg_type.element_type, name)
+        return element and {"type": "array", "elementType": element, "containsNull": True}
     if text.startswith("map<"):
-        key, value = _spark_type(iceberg_type.key_type), _spark_type(iceberg_type.value_type)
-        return {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": True}
+        key, value = (_spark_type(each, name) for each in (iceberg_type.key_type, iceberg_type.value_type))
+        found = {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": True}
+        return found if key and value else None
     if text.startswith("decimal"):
         return text.replace(" ", "")
     return text if text in _SAME_TYPES else _OTHER_TYPES.get(text, "binary")
-
-
-def _without_ids(node: Any) -> Any:
-    if isinstance(node, list):
-        return [_without_ids(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    return {key: {} if key == "metadata" else _without_ids(value) for key, value in node.items()}

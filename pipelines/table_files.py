@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.reuse.source_files import FileState, path_states
+from ringspark.pipelines.typed_json import added
 
 TABLE_REMEDY = "do not change a table while it is read; train again, or train on shards from write_shards"
 
@@ -33,11 +34,15 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """The external table that a manifest describes; `version` is set for Delta and Iceberg."""
+    """The external table that a manifest describes; `version` is set for Delta and Iceberg.
+
+    `schema_id` is the schema of an Iceberg table whose names the columns have.
+    """
 
     uri: str
     format: str = "parquet"
     version: int | None = None
+    schema_id: int | None = added(None)
 
 
 class InPlaceError(ValueError):
@@ -52,12 +57,14 @@ class RowsDifferError(InPlaceError):
 class FileColumn:
     """Name of a column in a table's files, and the Spark types to which its values are cast, in order.
 
-    A column with a field ID may have another name in each file.
+    A column with a field ID may have another name in each file. `fields` has the fields of a struct, by their
+    names in Spark; it is empty if the files have the same names.
     """
 
     name: str
     casts: tuple[str, ...] = ()
     field_id: int | None = None
+    fields: dict[str, FileColumn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

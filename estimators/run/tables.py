@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.run.folder import RunFolder
@@ -22,7 +22,8 @@ def pinned_source(run_uri: str | None) -> TableSource | None:
 def check_pinned(run_uri: str | None, source: TableSource) -> None:
     """Raises RunRefusedError if a run began with another table, or another version of the table."""
     known = pinned_source(run_uri)
-    if run_uri is not None and known is not None and known != source:
+    # If an explicit version has other names, the checks of the columns say so.
+    if run_uri is not None and known is not None and replace(known, schema_id=source.schema_id) != source:
         before, now = (f"{table.uri!r} version {table.version}" for table in (known, source))
         raise RunFolder(run_uri, is_given=True).refusal([f"data: the table {before} -> {now}"])
 

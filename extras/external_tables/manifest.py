@@ -160,7 +160,6 @@ def _columns(
     found = columns_from_spark(StructType([listing.schema[name] for name in names]), chosen)
     for column in found:
         _check_kind(column.name, column.kind)
-        _check_zone(spark, listing, column)
     return found
 
 
@@ -169,20 +168,6 @@ def _check_kind(name: str, kind: Kind) -> None:
         raise ValueError(
             f"column {name!r} has type {kind.tag}, which is computed when rows are written, but an external "
             "table is read in place; use fit(df), or write_shards"
-        )
-
-
-def _check_zone(spark: SparkSession, listing: Listing, column: Column) -> None:
-    """Raises ValueError if a Delta table is partitioned by timestamps and Spark's time zone is not UTC.
-
-    `deltalake` reads the timestamps in a Delta log as UTC, but Spark reads them in the session's time zone.
-    """
-    zone = str(spark.conf.get("spark.sql.session.timeZone"))
-    is_partition = listing.source.format == "delta" and column.name in listing.folder_columns
-    if is_partition and column.source == "timestamp" and zone not in ("UTC", "Etc/UTC", "GMT", "Z"):
-        raise ValueError(
-            f"the table is partitioned by the timestamp {column.name!r}, which Spark reads in the time zone "
-            f"{zone}; set spark.sql.session.timeZone to UTC, or train on the table by fit(df)"
         )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -16,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.file_scan import FIELD_ID
+from ringspark.pipelines.external.file_scan import FIELD_ID, MAPPED_ID, PHYSICAL
 from ringspark.pipelines.external.listing import Int64Array, Listing
 from ringspark.pipelines.reuse.source_files import path_states
 from ringspark.pipelines.spark_paths import resolve
@@ -24,31 +26,39 @@ from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import StructField, StructType
 
 # Reader features that this module handles. The variant type does not change columns of other types.
 _FEATURES = {
     "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview",
     "v2Checkpoint", "vacuumProtocolCheck", "variantType", "variantType-preview",
 }  # fmt: skip
-_MAPPING, _PHYSICAL, _ID = (f"delta.columnMapping.{key}" for key in ("mode", "physicalName", "id"))
+_LOG = "ringspark.extras.external_tables.delta_log"
+_MAPPING = "delta.columnMapping.mode"
 
 
-def list_delta(spark: SparkSession, uri: str, version: int | str | None = None) -> Listing:
+def list_delta(spark: SparkSession, uri: str, version: int | str | TableSource | None = None) -> Listing:
     """Lists the files of a version of a Delta table.
 
     Args:
         version: Number of the version, or a time such as "2026-11-27 12:00:00" in Spark's time zone, which
-            means the newest version at that time. None is the newest version.
+            means the newest version at that time. An earlier listing's source means its version. None is the
+            newest version.
 
     Raises:
         ValueError: The table or the version does not exist, a file was removed, the table has a feature that
             cannot be read exactly, or `deltalake` is not installed.
     """
+    root = storage.normalize(resolve(spark, uri))
+    if isinstance(version, TableSource):
+        version = version.version
+    with ExitStack() as stack:
+        return _list_table(spark, root, _open_table(spark, root, version, stack))
+
+
+def _list_table(spark: SparkSession, root: str, table: Any) -> Listing:
     from pyspark.sql.types import StructType
 
-    root = storage.normalize(resolve(spark, uri))
-    table = _open_table(spark, root, version)
     _check_features(root, table)
     actions = pa.table(table.get_add_actions(flatten=True)).sort_by("path")
     names = [unquote(name) for name in actions.column("path").to_pylist()]
@@ -66,30 +76,53 @@ def list_delta(spark: SparkSession, uri: str, version: int | str | None = None) 
         ) from None
     if not names:
         raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}; pass another")
-    schema = StructType.fromJson(json.loads(table.schema().to_json()))
+    fields = json.loads(table.schema().to_json())
+    if "ringspark.type" in str(fields):
+        fields = import_module(_LOG).restore_types(fields)
+    schema = StructType.fromJson(fields)
     folders, settings = table.metadata().partition_columns, table.metadata().configuration
     return Listing(
         source=TableSource(uri=root, format="delta", version=table.version()),
         schema=schema,
         files=tuple((name, size, marks) for name, (_, size, marks) in zip(names, states, strict=True)),
-        folder_columns={name: actions.column(f"partition.{name}").combine_chunks() for name in folders},
+        folder_columns={
+            name: _partition_values(spark, schema[name], actions.column(f"partition.{name}").combine_chunks())
+            for name in folders
+        },
         deleted=_deleted_rows(root, table, names),
         file_schema=_file_schema(schema, folders, settings.get(_MAPPING, "none")),
     )
 
 
-def _open_table(spark: SparkSession, root: str, version: int | str | None) -> Any:
+def _open_table(spark: SparkSession, root: str, version: int | str | None, stack: ExitStack) -> Any:
+    """Returns the table of `deltalake`; a copy of its log lasts as long as `stack`."""
     try:
         from deltalake import DeltaTable
     except ImportError:
         raise ValueError("Delta tables need the package deltalake; pip install 'ringspark[delta]'") from None
     if storage.is_local(root) and not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
-    moment = parse_time(spark, version) if isinstance(version, str) else None
+    if isinstance(version, str):
+        number: int | None = import_module(_LOG).find_version(root, parse_time(spark, version))
+    else:
+        number = version
+
+    def open_copy() -> Any:
+        return DeltaTable(stack.enter_context(import_module(_LOG).copy_log(root)), version=number)
+
     try:
-        table = DeltaTable(root, version=None if isinstance(version, str) else version)
-        if moment is not None:
-            table.load_as_version(moment)
+        # deltalake would open the folder `unquote(root)`.
+        if storage.is_local(root) and unquote(root) != root:
+            return open_copy()
+        try:
+            table = DeltaTable(root, version=number)
+        except Exception as error:
+            if "Unsupported Delta table type" not in str(error):
+                raise
+            return open_copy()
+        types = {field.name: str(field.type) for field in table.schema().fields}
+        times = [name for name in table.metadata().partition_columns if '"timestamp"' in types[name]]
+        return open_copy() if times and spark.conf.get("spark.sql.session.timeZone") != "UTC" else table
     except Exception as error:  # deltalake raises many classes
         which = "" if version is None else f" of version {version}"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -97,9 +130,6 @@ def _open_table(spark: SparkSession, root: str, version: int | str | None) -> An
             f"{root!r} cannot be read as a Delta table{which} ({reason}); pass the folder that holds "
             "_delta_log, and a version of its history"
         ) from error
-    if moment is not None:
-        _check_time(root, table, moment)
-    return table
 
 
 def parse_time(spark: SparkSession, text: str) -> datetime:
@@ -114,23 +144,14 @@ def parse_time(spark: SparkSession, text: str) -> datetime:
     return datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=row[0])
 
 
-def _check_time(root: str, table: Any, moment: datetime) -> None:
-    """Raises ValueError if all versions are newer than the time; `deltalake` would return the oldest.
-
-    The time of a commit is the time of its log file, unless the table has in-commit timestamps.
-    """
-    if table.metadata().configuration.get("delta.enableInCommitTimestamps") == "true":
-        raise ValueError(
-            f"Delta table {root!r} has in-commit timestamps, which ringspark does not read; pass the "
-            "number of a version"
-        )
-    log = storage.join(root, "_delta_log", f"{table.version():020}.json")
-    committed = storage.newest_change(log) if storage.exists(log) else None
-    if committed is not None and committed > moment.timestamp():
-        raise ValueError(
-            f"Delta table {root!r} has no version as old as {moment}; its oldest is {table.version()}, of "
-            f"{datetime.fromtimestamp(committed, timezone.utc)}; pass a later time"
-        )
+def _partition_values(spark: SparkSession, field: StructField, values: Any) -> Any:
+    """Returns the values of a partition column; Spark parses timestamps that are texts."""
+    if field.dataType.typeName() != "timestamp" or pa.types.is_timestamp(values.type):
+        return values
+    rows = [(text,) for text in values.unique().drop_null().to_pylist()]
+    frame = spark.createDataFrame(rows, "text string")
+    moments: dict[str, int] = dict(frame.selectExpr("text", "unix_micros(cast(text AS timestamp))").collect())
+    return pa.array([moments.get(text) for text in values.to_pylist()], pa.timestamp("us", "UTC"))
 
 
 def _check_features(root: str, table: Any) -> None:
@@ -175,13 +196,13 @@ def _file_schema(schema: StructType, folders: Sequence[str], mode: str) -> Struc
     def rename(node: Any) -> Any:
         if isinstance(node, list):
             return [rename(each) for each in node]
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or node.get("type") == "udt":
             return node
         metadata = node.get("metadata", {})
         node = {key: rename(value) for key, value in node.items() if key != "metadata"}
         if "name" in node:
-            ids = {FIELD_ID: metadata[_ID]} if mode == "id" else {}
-            node |= {"name": metadata.get(_PHYSICAL, node["name"]), "metadata": ids}
+            ids = {FIELD_ID: metadata[MAPPED_ID]} if mode == "id" else {}
+            node |= {"name": metadata.get(PHYSICAL, node["name"]), "metadata": ids}
         return node
 
     files = type(schema)([field for field in schema.fields if field.name not in folders])

@@ -32,8 +32,13 @@ _OPERATORS = ("Project", "Filter", "Relation", "ArrowEvalPython", "BatchEvalPyth
 _MARK = "ringspark_column_"
 FIELD_ID, READS_FIELD_IDS = "parquet.field.id", "spark.sql.parquet.fieldId.read.enabled"
 """Spark's metadata key of a field ID, and the setting by which Spark reads columns by field IDs."""
+PHYSICAL, MAPPED_ID = "delta.columnMapping.physicalName", "delta.columnMapping.id"
+"""Delta's metadata keys of a column's name and field ID in the files."""
 _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[(.*)\] parquet$")
 _ATTRIBUTE = re.compile(r"[^()\[\]#]+#(\d+)L?")
+# A cast that only renames the fields of a struct.
+_RENAME = re.compile(r"cast\((.*) as struct<.*>\)")
+_NAMED = r"(?:\[|, )((?:cast\([^\[,]+? as struct<(?:(?! AS ).)*>\)|[^\[,]+?)) AS [^()\[\]]*?#{}L?(?:,|\])"
 _CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boolean)\)")
 
 
@@ -90,19 +95,36 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
         # The mark ends the expression; the start is a bracket, or the mark of the column before it.
         before = rf"{_MARK}{index - 1}#\d+L?, " if index else r"^Project \["
         expression = re.search(rf"{before}(.*?) AS {_MARK}{index}#", above, re.MULTILINE)
-        column = expression and _follow(expression[1], above, relation[1])
+        field = df.schema[name]
+        field_id = field.metadata.get(FIELD_ID) if has_ids else None
+        fields = _fields_in_files(field.dataType, field_id is not None)
+        column = expression and _follow(expression[1], above, relation[1], renames=bool(fields))
         if column and column.name in stored:
-            field_id = df.schema[name].metadata.get(FIELD_ID) if has_ids else None
-            found[name] = column if field_id is None else replace(column, name=name, field_id=field_id)
+            known = replace(column, fields=fields)
+            found[name] = known if field_id is None else replace(known, name=name, field_id=field_id)
     return FileScan(columns=found, num_bytes=size_range(cost)[0])
 
 
-def _follow(expression: str, above: str, relation: str) -> FileColumn | None:
+def _fields_in_files(data_type: Any, by_ids: bool) -> dict[str, FileColumn]:
+    """Returns the fields of a struct in the files, as its metadata says; {} if they have the same names."""
+    found = {
+        field.name: FileColumn(
+            name=field.metadata.get(PHYSICAL, field.name),
+            field_id=field.metadata.get(FIELD_ID, field.metadata.get(MAPPED_ID)) if by_ids else None,
+            fields=_fields_in_files(field.dataType, by_ids),
+        )
+        for field in getattr(data_type, "fields", ())
+    }
+    plain = all(each == FileColumn(name=name) for name, each in found.items())
+    return {} if plain else found
+
+
+def _follow(expression: str, above: str, relation: str, *, renames: bool) -> FileColumn | None:
     """Returns the file's column that an expression only renames or casts; None if it computes something."""
     casts: list[str] = []
     while True:
-        if cast := _CAST.fullmatch(expression):
-            casts.append(cast[2])
+        if cast := _CAST.fullmatch(expression) or (renames and _RENAME.fullmatch(expression)):
+            casts += cast.groups()[1:]
             expression = cast[1]
             continue
         attribute = _ATTRIBUTE.fullmatch(expression)
@@ -111,7 +133,7 @@ def _follow(expression: str, above: str, relation: str) -> FileColumn | None:
         if re.search(rf"(?:^|,){re.escape(expression)}(?:,|$)", relation):
             return FileColumn(name=expression.rpartition("#")[0], casts=tuple(reversed(casts)))
         # Spark gives an attribute of the scan the name of the column, and a renamed column a new number.
-        named = re.search(rf"(?:\[|, )([^\[,]+?) AS [^()\[\]]*?#{attribute[1]}L?(?:,|\])", above)
+        named = re.search(_NAMED.format(attribute[1]), above)
         if named is None:
             return None
         expression = named[1]

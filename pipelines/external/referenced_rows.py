@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
@@ -147,6 +148,9 @@ class _TableFile:
             )
             metadata, schema = self._file.metadata, self._file.schema_arrow
             self._names = [_find_name(column, schema, path) for column in wanted]
+            self._fields = [
+                (schema.field(name), column.fields) for name, column in zip(self._names, wanted, strict=True)
+            ]
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
             leaves = find_leaves(metadata)
@@ -189,7 +193,8 @@ class _TableFile:
         if whole:
             parts.append(self._read_whole(whole))
         table = pa.concat_tables(parts)
-        return [one_chunk(table.column(name)) for name in self._names]
+        columns = [one_chunk(table.column(name)) for name in self._names]
+        return [_rename(values, *each) for values, each in zip(columns, self._fields, strict=True)]
 
     def _by_group(self, rows: Int64Array) -> Iterator[tuple[int, Int64Array]]:
         """Yields row groups and the rows in each, in the order of `rows`."""
@@ -244,16 +249,32 @@ def _take(table: Any, rows: Int64Array) -> Any:
 
 
 def _find_name(column: FileColumn, schema: Any, path: str) -> str:
-    """Returns the name of a column in a file; Spark may read names without regard to case."""
-    if column.field_id is not None:
-        wanted = str(column.field_id).encode()
-        found = [field.name for field in schema if (field.metadata or {}).get(b"PARQUET:field_id") == wanted]
-    else:
-        low, names = column.name.lower(), schema.names
-        found = [name for name in names if name == column.name] or [n for n in names if n.lower() == low]
+    found = _find_names(column, list(schema))
     if len(found) != 1:
         raise RowsDifferError(f"{path!r} has {len(found)} columns {column.name!r}, and one is needed")
-    return str(found[0])
+    return found[0]
+
+
+def _find_names(column: FileColumn, fields: Sequence[Any]) -> list[str]:
+    """Returns the names of a column in a file; Spark may read names without regard to case."""
+    if column.field_id is not None:
+        wanted = str(column.field_id).encode()
+        return [field.name for field in fields if (field.metadata or {}).get(b"PARQUET:field_id") == wanted]
+    low, names = column.name.lower(), [field.name for field in fields]
+    return [name for name in names if name == column.name] or [n for n in names if n.lower() == low]
+
+
+def _rename(values: Any, stored: Any, fields: Mapping[str, FileColumn]) -> Any:
+    """Returns a struct with the names of `fields`; a field that the file lacks is null, as in Spark."""
+    if not fields or not pa.types.is_struct(values.type):
+        return values
+    parts = []
+    for column in fields.values():
+        found = _find_names(column, list(stored.type))
+        parts.append(pa.nulls(len(values), pa.float64()))
+        if len(found) == 1:
+            parts[-1] = _rename(pc.struct_field(values, found), stored.type.field(found[0]), column.fields)
+    return pa.StructArray.from_arrays(parts, names=list(fields), mask=values.is_null())
 
 
 def _depth(data_type: Any) -> int:

@@ -26,10 +26,11 @@ from ringspark.pipelines.spark_paths import to_spark_uri
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Setting of a session that finds columns by field IDs: the number of its readers, and the value before.
+# Setting of a session that finds columns by field IDs: the number of its readers, and the values before.
 _READERS = "ringspark.fieldIds.readers"
 _lock = threading.Lock()
-_ZONED = ("UTC", "Etc/UTC", "GMT", "Z")
+# If Spark reads only some fields of a struct, it drops their IDs.
+_BY_IDS = {READS_FIELD_IDS: "true", "spark.sql.optimizer.nestedSchemaPruning.enabled": "false"}
 
 
 def read_listing(spark: SparkSession, listing: Listing) -> DataFrame:
@@ -45,15 +46,17 @@ def read_listing(spark: SparkSession, listing: Listing) -> DataFrame:
     if listing.deleted:
         deleted = {storage.join(root, name): rows for name, rows in listing.deleted.items()}
         frame = frame.where(_keeps(deleted)(path, F.col("_metadata.row_index")))
-    columns = {}
+    columns: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for field, in_file in zip(fields, stored.fields, strict=True):
         column = F.col(quote(in_file.name))
         same = field.dataType.simpleString() == in_file.dataType.simpleString()
         columns[field.name] = column if same else column.cast(field.dataType)  # renames fields of structs
+        metadata[field.name] = in_file.metadata
     for name, values in listing.folder_columns.items():
-        problem = _zone_problem(spark, name, values)
-        columns[name] = _value(files, values, problem)(path).cast(listing.schema[name].dataType)
-    return frame.select(*(columns[name].alias(name) for name in listing.schema.names))
+        columns[name] = _value(files, values)(path).cast(listing.schema[name].dataType)
+    names = listing.schema.names
+    return frame.select(*(columns[name].alias(name, metadata=metadata.get(name, {})) for name in names))
 
 
 @contextmanager
@@ -72,26 +75,15 @@ def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
 def _count_readers(spark: SparkSession, change: int) -> None:
     """Counts the readers of a session in its conf, because several threads may fit in one session."""
     with _lock:
-        known = spark.conf.get(_READERS, None) or f"0 {spark.conf.get(READS_FIELD_IDS)}"
-        readers, before = int(known.split()[0]) + change, known.split()[1]
-        spark.conf.set(READS_FIELD_IDS, "true" if readers else before)
-        spark.conf.set(_READERS, f"{readers} {before}")
-        if not readers:
+        known = spark.conf.get(_READERS, None) or " ".join(["0", *(str(spark.conf.get(name)) for name in _BY_IDS)])
+        count, *before = known.split()
+        readers = int(count) + change
+        for (name, value), old in zip(_BY_IDS.items(), before, strict=True):
+            spark.conf.set(name, value if readers else old)
+        if readers:
+            spark.conf.set(_READERS, " ".join([str(readers), *before]))
+        else:
             spark.conf.unset(_READERS)
-
-
-def _zone_problem(spark: SparkSession, name: str, values: Any) -> str:
-    """Returns what is wrong with timestamps of a partition column; "" if nothing is.
-
-    `deltalake` reads the timestamps in a Delta log as UTC, but Spark reads them in the session's time zone.
-    """
-    zone = str(spark.conf.get("spark.sql.session.timeZone"))
-    if not pa.types.is_timestamp(values.type) or values.type.tz is None or zone in _ZONED:
-        return ""
-    return (
-        f"the table is partitioned by the timestamp {name!r}, which Spark reads in the time zone {zone}; set "
-        "spark.sql.session.timeZone to UTC"
-    )
 
 
 def _keeps(deleted: Mapping[str, Int64Array]) -> Any:
@@ -114,15 +106,13 @@ def _keeps(deleted: Mapping[str, Int64Array]) -> Any:
     return make(keeps, "boolean")
 
 
-def _value(files: Sequence[str], values: Any, problem: str) -> Any:
+def _value(files: Sequence[str], values: Any) -> Any:
     """Returns the Spark function file -> text of the file's value in a partition column."""
     from pyspark.sql.pandas.functions import pandas_udf
 
-    texts = dict(zip(files, values.cast(pa.string()).to_pylist(), strict=True)) if not problem else {}
+    texts = dict(zip(files, values.cast(pa.string()).to_pylist(), strict=True))
 
     def value(uris: pd.Series) -> pd.Series:
-        if problem:
-            raise OSError(problem)  # reaches the driver as one sentence
         return uris.map({uri: texts[_plain(uri)] for uri in uris.unique()})
 
     make: Any = pandas_udf

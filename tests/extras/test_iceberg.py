@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, time, timezone
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
-from lake_tables import delete_iceberg_rows
+from lake_tables import catalog_entry, delete_iceberg_rows, edit_metadata
 
 from ringspark.estimators import TorchRegressor
 from ringspark.models import ModelSpec
-from ringspark.pipelines import write_shards
+from ringspark.pipelines import open_reader, write_shards
 from ringspark.pipelines.external.catalog import find_table
+from ringspark.pipelines.external.file_scan import find_scan
 from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 
@@ -152,6 +154,123 @@ def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tm
         _linear(tmp_path / "runs", labelCol="size").fitOnTable(NAME)
 
 
+def test_fields_of_structs_are_found_by_their_ids(spark: Any, catalog: Any, tmp_path: Path) -> None:
+    old = [{"u": i, "in": {"v": -i}} for i in range(2)]
+    new = [{"in": i, "v": {"u": -i}} for i in range(2, 4)]
+    before, after = pa.table({"id": [0, 1], "st": old}), pa.table({"id": [2, 3], "st": new})
+    table = catalog.create_table("db.sales", before.schema)
+    table.append(before)
+    for name, renamed in (("st.u", "w"), ("st.in.v", "u"), ("st.in", "v"), ("st.w", "in")):
+        with table.update_schema() as update:
+            update.rename_column(name, renamed)
+    table.append(after)
+    assert _read(spark) == _scan(table)
+    listing = find_table(spark, NAME)
+    assert isinstance(listing, Listing)
+    with reads_field_ids(spark, listing):
+        frame = read_listing(spark, listing)
+        # Spark reads single fields of a struct without the others.
+        found = frame.selectExpr("id", "st.in", "st.v.u").collect()
+        assert sorted(map(tuple, found)) == [(i, i, -i) for i in range(4)]
+        scan = find_scan(frame, ["id", "st"])
+        assert scan.columns.keys() == {"id", "st"}
+        # The write compares each row of the files with Spark's.
+        shards = write_shards(frame, str(tmp_path / "shards"), references=scan)
+    (batch,) = open_reader(shards, batch_size=4).batches(1)
+    assert sorted(batch["st"].tolist()) == [[i, -i] for i in range(4)]
+
+
+def test_an_explicit_version_has_the_names_of_its_snapshot(spark: Any, catalog: Any, tmp_path: Path) -> None:
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    table.append(_rows(0, 60))
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    with table.update_schema() as update:
+        update.rename_column("size", "extent")
+    assert _read(spark)[0].keys() >= {"extent"}
+    moment = datetime.fromtimestamp(snapshot.timestamp_ms / 1000, timezone.utc)
+    for version in (snapshot.snapshot_id, moment.isoformat(timespec="milliseconds")):
+        assert _read(spark, version)[0].keys() >= {"size"}
+    # A run without a version begins with the names of this moment, and keeps them.
+    run = {"runUri": str(tmp_path / "run"), "storageUri": None, "epochs": 1}
+    first = _linear(tmp_path, **run).fitOnTable(NAME)
+    with table.update_schema() as update:
+        update.rename_column("extent", "area")
+    resumed = _linear(tmp_path, **run, resume=True).fitOnTable(NAME)
+    assert _weights(resumed) == _weights(first)
+
+
+def test_default_values_are_refused_if_a_file_lacks_them(spark: Any, catalog: Any) -> None:
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    table.append(_rows(0, 9))
+
+    def add_defaults(metadata: dict[str, Any]) -> None:
+        metadata["format-version"] = 3
+        metadata["next-row-id"] = 0
+        for field in metadata["schemas"][-1]["fields"]:
+            if field["name"] == "id":
+                field |= {"initial-default": 5, "write-default": 5}
+
+    edit_metadata(table, add_defaults)
+    assert len(_read(spark)) == 9  # each file holds the column
+
+    def add_fields(metadata: dict[str, Any]) -> None:
+        for field in metadata["schemas"][-1]["fields"]:
+            if field["name"] == "place":
+                field["type"]["fields"].append(
+                    {"id": 99, "name": "z", "required": False, "type": "int", "initial-default": 5}
+                )
+
+    edit_metadata(table, add_fields)
+    with pytest.raises(ValueError, match=r"'place.z' of .* has a default value, .* '.*parquet' lacks it"):
+        find_table(spark, NAME)
+
+
+def test_types_that_spark_does_not_read_are_left_out(
+    spark: Any, catalog: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    noon = pa.array([time(12)], pa.time64("us"))
+    place = pa.StructArray.from_arrays([noon, pa.array([1])], names=["at", "x"])
+    times = pa.ListArray.from_arrays([0, 1], noon)
+    rows = pa.table({"id": [7], "noon": noon, "place": place, "times": times})
+    catalog.create_table("db.sales", rows.schema).append(rows)
+    assert _read(spark) == [{"id": 7, "place": {"x": 1}}]
+    assert (
+        "Spark does not read the types of ['noon', 'times'] in Iceberg table 'lake.db.sales'" in caplog.text
+    )
+
+
+def test_what_pyiceberg_cannot_parse_is_refused_in_one_sentence(spark: Any, catalog: Any) -> None:
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    table.append(_rows(0, 9))
+
+    def add_variant(metadata: dict[str, Any]) -> None:
+        metadata["schemas"][-1]["fields"].append(
+            {"id": 99, "name": "v", "required": False, "type": "variant"}
+        )
+
+    edit_metadata(table, add_variant)
+    with pytest.raises(ValueError, match=r"'lake.db.sales' .* 'variant'.* use fit\(df\)") as caught:
+        find_table(spark, NAME)
+    assert type(caught.value) is ValueError
+    assert "\n" not in str(caught.value)
+
+
+def test_an_iceberg_entry_of_sparks_catalog_names_its_metadata(spark: Any, catalog: Any) -> None:
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    table.append(_rows(0, 9))
+    folder, properties = Path(table.location()), {"metadata_location": table.metadata_location}
+    with catalog_entry(spark, "of_spark", "iceberg", folder, properties):
+        assert find_table(spark, "default.of_spark") == find_table(spark, NAME)
+    with catalog_entry(spark, "of_hive", "json", folder, properties):
+        assert find_table(spark, "of_hive") == find_table(spark, NAME)
+    with (
+        catalog_entry(spark, "of_none", "ICEBERG", folder),
+        pytest.raises(ValueError, match=r"'of_none' is an Iceberg table, and pyiceberg finds no"),
+    ):
+        find_table(spark, "of_none")
+
+
 def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path: Path) -> None:
     def refuses(sentence: str, name: str = NAME, version: int | str | None = None) -> None:
         with pytest.raises(ValueError, match=sentence):
@@ -169,6 +288,8 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     assert find_table(spark, NAME, "2100-01-01") == find_table(spark, NAME)
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     table.add_files([_without_ids(file)])
+    refuses("has the file .*other.parquet' without field IDs")
+    edit_metadata(table, lambda metadata: metadata["properties"].clear())
     refuses("has the file .*other.parquet' without field IDs")
     table.overwrite(_rows(0, 9))
     (file,) = [task.file.file_path for task in table.scan().plan_files()]

@@ -1,4 +1,4 @@
-"""Writes what deltalake and pyiceberg can read but not write: deletion vectors and position deletes."""
+"""Writes what deltalake and pyiceberg cannot: deletion vectors, position deletes, a catalog's entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import struct
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,41 @@ def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality:
             producer.append_data_file(file)
         producer.commit()
     table.refresh()
+
+
+def edit_metadata(table: Any, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the newest metadata file of an Iceberg table, as another writer would have written it."""
+    path = Path(table.metadata_location.removeprefix("file://"))
+    metadata = json.loads(path.read_text())
+    change(metadata)
+    path.write_text(json.dumps(metadata))
+
+
+@contextmanager
+def catalog_entry(
+    spark: Any, name: str, provider: str, location: Path, properties: dict[str, str] | None = None
+) -> Iterator[None]:
+    """Context with an entry in Spark's catalog, as Spark makes it if it has the connector of `provider`."""
+    uri = str(location).replace("%", "%25")
+    spark.sql(f"CREATE TABLE {name} (id BIGINT) USING parquet LOCATION '{uri}'")
+    for key, value in (properties or {}).items():
+        spark.sql(f"ALTER TABLE {name} SET TBLPROPERTIES ('{key}' = '{value}')")
+    state, jvm = spark._jsparkSession.sessionState(), spark._jvm
+    table = state.catalog().getTableMetadata(state.sqlParser().parseTableIdentifier(name))
+    names = [table.productElementName(index) for index in range(table.productArity())]
+    values = spark.sparkContext._gateway.new_array(jvm.java.lang.Object, len(names))
+    constructor = table.getClass().getConstructors()[0]
+    for index, kind in enumerate(constructor.getParameterTypes()):
+        value = table.productElement(index)
+        if names[index] == "provider":
+            value = jvm.scala.Some(provider)
+        if kind.getName() == "long":  # py4j would pass an Integer
+            jvm.java.lang.reflect.Array.set(values, index, jvm.java.lang.Long.valueOf(str(value)))
+        else:
+            values[index] = value
+    state.catalog().externalCatalog().alterTable(constructor.newInstance(values))
+    try:
+        yield
+    finally:
+        # SQL asks for the connector.
+        state.catalog().externalCatalog().dropTable("default", name, True, False)

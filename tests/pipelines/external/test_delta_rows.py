@@ -11,9 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lake_tables import OF_SPARK, delete_delta_rows, encode_vector
+from lake_tables import OF_SPARK, catalog_entry, delete_delta_rows, encode_vector
 
+from ringspark.pipelines import write_shards
+from ringspark.pipelines.external.catalog import find_table
 from ringspark.pipelines.external.delta import list_delta
+from ringspark.pipelines.external.file_scan import find_scan
 from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 
 deltalake = pytest.importorskip("deltalake")
@@ -89,6 +92,14 @@ def test_columns_keep_their_values_under_new_names(spark: Any, tmp_path: Path, m
             table = pq.read_table(path, partitioning=None)
             pq.write_table(table.rename_columns([f"old {n}" for n in range(table.num_columns)]), path)
         assert _read(spark, tmp_path) == found
+    listing = list_delta(spark, str(tmp_path))
+    with reads_field_ids(spark, listing):
+        frame = read_listing(spark, listing).select("size")
+        assert {row[0] for row in frame.selectExpr("size.z").collect()} == {row["size"]["z"] for row in found}
+        scan = find_scan(frame, ["size"])
+        assert scan.columns.keys() == {"size"}
+        # The write compares each row of the files with Spark's.
+        write_shards(frame, str(tmp_path / "shards"), references=scan)
 
 
 def test_partition_values_of_all_types_and_characters(spark: Any, tmp_path: Path) -> None:
@@ -117,40 +128,166 @@ def test_partition_values_of_all_types_and_characters(spark: Any, tmp_path: Path
         empty = table.slice(0, 1).set_column(1, "word", pa.array([""]))
         deltalake.write_deltalake(str(tmp_path), empty, mode="overwrite", partition_by=names[1:])
         assert [row["word"] for row in _read(spark, tmp_path)] == [None]
-        # deltalake reads these timestamps as UTC, and Spark in the time zone of the session.
-        spark.conf.set("spark.sql.session.timeZone", "America/New_York")
-        listing = list_delta(spark, str(tmp_path))
-        assert read_listing(spark, listing).select("id", "clock").count() == 1
-        with pytest.raises(Exception, match=r"by the timestamp 'time', .* America/New_York; set spark.sql"):
-            read_listing(spark, listing).select("time").collect()
     finally:
         spark.conf.set("spark.sql.session.timeZone", zone)
 
 
+@pytest.mark.extras
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_timestamps_of_partitions_are_those_that_spark_reads(
+    spark: Any, tmp_path: Path, has_checkpoint: bool
+) -> None:
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    hours = [hour * 3_600_000_000 for hour in range(4)]
+    times = pa.array(hours, pa.timestamp("us", "UTC"))
+    deltalake.write_deltalake(str(tmp_path), pa.table({"id": range(4), "time": times}), partition_by=["time"])
+    log = tmp_path / "_delta_log" / f"{0:020}.json"
+    text = log.read_text()
+    texts = ["1970-01-01T00:00:00.000001Z", "1970-01-01 00:00:00", "1970-01-01 00:00:00+05:00", None]
+    for hour, value in enumerate(texts):
+        text = text.replace(f'"time":"1970-01-01 0{hour}:00:00.000000"', f'"time":{json.dumps(value)}')
+    log.write_text(text)
+    if has_checkpoint:
+        deltalake.DeltaTable(str(tmp_path)).create_checkpoint()
+        (log.parent / f"{1:020}.json").write_text('{"commitInfo":{}}')
+        log.unlink()
+    try:
+        for name, local in (("Asia/Kolkata", -5.5), ("UTC", 0)):
+            spark.conf.set("spark.sql.session.timeZone", name)
+            frame = read_listing(spark, list_delta(spark, str(tmp_path)))
+            found = sorted(map(tuple, frame.selectExpr("id", "unix_micros(time)").collect()))
+            hour = 3_600_000_000
+            assert found == [(0, 1), (1, local * hour), (2, -5 * hour), (3, None)]
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_checkpoint: bool) -> None:
+    indices, numbers = pa.list_(pa.int32()), pa.list_(pa.float64())
+    fields = [("type", pa.int8()), ("size", pa.int32()), ("indices", indices), ("values", numbers)]
+    kind = pa.struct([pa.field(name, each) for name, each in fields])
+    dense = [{"type": 1, "size": None, "indices": None, "values": [i / 3, 1.0]} for i in range(5)]
+    sparse = [{"type": 0, "size": 2, "indices": [1], "values": [float(i)]} for i in range(5)]
+    for version, vectors in enumerate((dense, sparse)):
+        ids = range(5 * version, 5 * version + 5)
+        table = pa.table({"id": ids, "vec": pa.array(vectors, kind), "other": pa.array(vectors, kind)})
+        deltalake.write_deltalake(str(tmp_path), table, mode="append")
+    delete_delta_rows(tmp_path, "u", {_paths(tmp_path)[0]: (encode_vector([0]), 1)})
+    log = tmp_path / "_delta_log"
+
+    def edit(action: dict[str, Any]) -> dict[str, Any]:
+        """Returns what Spark writes for a renamed vector, and for a class that is not installed."""
+        if protocol := action.get("protocol"):
+            for side in ("readerFeatures", "writerFeatures"):
+                protocol[side] = ["deletionVectors", "columnMapping"]
+            protocol |= {"minReaderVersion": 3, "minWriterVersion": 7}
+        if metadata := action.get("metaData"):
+            schema = json.loads(metadata["schemaString"])
+            for number, field in enumerate(schema["fields"]):
+                field["metadata"] = {f"{mapping}.id": number, f"{mapping}.physicalName": field["name"]}
+            for field, name in zip(
+                schema["fields"][1:], ("pyspark.ml.linalg.VectorUDT", "a.b.C"), strict=True
+            ):
+                field["type"] = {"type": "udt", "class": name, "pyClass": name, "sqlType": field["type"]}
+            schema["fields"][1]["name"] = "features"
+            metadata["schemaString"] = json.dumps(schema)
+            metadata["configuration"] = {f"{mapping}.mode": "name", f"{mapping}.maxColumnId": "2"}
+        return action
+
+    mapping = "delta.columnMapping"
+    if has_checkpoint:
+        deltalake.DeltaTable(str(tmp_path)).create_checkpoint()
+        (log / f"{3:020}.json").write_text('{"commitInfo":{}}')
+        for version in range(2):
+            (log / f"{version:020}.json").unlink()
+    for path in log.glob("*.json"):
+        lines = [edit(json.loads(line)) for line in path.read_text().splitlines()]
+        path.write_text("\n".join(map(json.dumps, lines)))
+    for path in log.glob("*.parquet"):
+        actions = pq.read_table(path)
+        rows = [edit(row) for row in actions.to_pylist()]
+        pq.write_table(pa.Table.from_pylist(rows, actions.schema), path)
+    listing = list_delta(spark, str(tmp_path))
+    assert listing.source.version == 2 + has_checkpoint
+    assert [(field.name, field.dataType.simpleString()[:6]) for field in listing.schema] == [
+        ("id", "bigint"),
+        ("features", "vector"),
+        ("other", "struct"),
+    ]
+    found = {row[0]: row[1].toArray().tolist() for row in read_listing(spark, listing).collect()}
+    gone = {0, 5} - found.keys()
+    assert len(gone) == 1
+    expected = {i: [i / 3, 1.0] for i in range(5)} | {i + 5: [0.0, float(i)] for i in range(5)}
+    assert found == {i: values for i, values in expected.items() if i not in gone}
+
+
+def test_a_table_of_sparks_catalog_needs_no_connector(spark: Any, tmp_path: Path) -> None:
+    with catalog_entry(spark, "of_delta", "delta", tmp_path / "a bü"):
+        _write(tmp_path / "a bü")
+        for name in ("of_delta", "Default.of_delta", "spark_catalog.default.`OF_delta`"):
+            assert find_table(spark, name) == list_delta(spark, str(tmp_path / "a bü"))
+
+
+@pytest.mark.extras
+def test_a_folder_is_not_taken_for_another_one(spark: Any, tmp_path: Path) -> None:
+    _write(tmp_path / "a b", rows=3)
+    (tmp_path / "a b").rename(tmp_path / "a%20b")
+    _write(tmp_path / "a b", rows=6)
+    # deltalake would read "a b" both times.
+    for name, rows in (("a%20b", 3), ("a b", 6)):
+        assert len(_read(spark, tmp_path / name)) == rows
+
+
+@pytest.mark.extras
 def test_a_time_means_the_newest_version_at_that_time(spark: Any, tmp_path: Path) -> None:
     zone = spark.conf.get("spark.sql.session.timeZone")
     first = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
-    for version in range(3):
+    # The last file is older than the file before it. Delta counts milliseconds, and file systems less.
+    for version, hours in enumerate((0, 1, 3, 2)):
         _write(tmp_path, rows=1, first=version)
-        moment = (first + timedelta(hours=version)).timestamp()
-        os.utime(tmp_path / "_delta_log" / f"{version:020}.json", (moment, moment))
+        moment = int((first + timedelta(hours=hours)).timestamp()) * 10**9 + 123_999_999
+        os.utime(tmp_path / "_delta_log" / f"{version:020}.json", ns=(moment, moment))
     try:
         spark.conf.set("spark.sql.session.timeZone", "Europe/Zurich")
         for text, version in (
-            ("2026-05-01 14:00:00", 0),
-            ("2026-05-01T14:59:59.999Z", 2),
-            ("2026-05-01 15:00", 1),
-            ("2100-01-01", 2),
+            ("2026-05-01 14:00:00.123", 0),
+            ("2026-05-01T13:00:00.122Z", 0),
+            ("2026-05-01T13:00:00.123Z", 1),
+            ("2026-05-01 17:00:00.122", 1),
+            ("2026-05-01 17:00:00.123", 2),
+            ("2026-05-01 17:00:00.124", 3),
+            ("2100-01-01", 3),
         ):
             assert list_delta(spark, str(tmp_path), text).source.version == version
         with pytest.raises(
             ValueError, match=r"no version as old as .*; its oldest is 0, of 2026-05-01 12:00"
         ):
-            list_delta(spark, str(tmp_path), "2026-05-01 13:59:59")
+            list_delta(spark, str(tmp_path), "2026-05-01 14:00:00.122")
         with pytest.raises(ValueError, match=r"a number or a time such as .*, got 'newest'"):
             list_delta(spark, str(tmp_path), "newest")
     finally:
         spark.conf.set("spark.sql.session.timeZone", zone)
+
+
+@pytest.mark.extras
+def test_a_time_in_a_commit_precedes_the_time_of_its_file(spark: Any, tmp_path: Path) -> None:
+    for version in range(3):
+        _write(tmp_path, rows=1, first=version)
+        log = tmp_path / "_delta_log" / f"{version:020}.json"
+        first, *rest = log.read_text().splitlines()
+        commit = json.loads(first)
+        if version:  # the table got the feature in version 1
+            commit["commitInfo"]["inCommitTimestamp"] = 1_800_000_000_000 + version
+        log.write_text("\n".join([json.dumps(commit), *rest]))
+        os.utime(log, (version, version))
+    for text, version in (
+        ("1970-01-01T00:00:09Z", 0),
+        ("2027-01-15T08:00:00.001Z", 1),
+        ("2027-01-15T08:00:00.002Z", 2),
+    ):
+        assert list_delta(spark, str(tmp_path), text).source.version == version
 
 
 def test_what_is_not_read_exactly_is_refused(spark: Any, tmp_path: Path) -> None:
