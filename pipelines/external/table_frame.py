@@ -75,8 +75,8 @@ def reads_field_ids(spark: SparkSession, listing: Listing) -> Iterator[None]:
 def _count_readers(spark: SparkSession, change: int) -> None:
     """Counts the readers of a session in its conf, because several threads may fit in one session."""
     with _lock:
-        known = spark.conf.get(_READERS, None) or " ".join(["0", *(str(spark.conf.get(name)) for name in _BY_IDS)])
-        count, *before = known.split()
+        known = spark.conf.get(_READERS, None)
+        count, *before = known.split() if known else ["0", *(str(spark.conf.get(name)) for name in _BY_IDS)]
         readers = int(count) + change
         for (name, value), old in zip(_BY_IDS.items(), before, strict=True):
             spark.conf.set(name, value if readers else old)

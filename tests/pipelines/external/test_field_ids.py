@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
-from ringspark.pipelines.external.file_scan import FIELD_ID, READS_FIELD_IDS
+from ringspark.pipelines.external.file_scan import FIELD_ID
 from ringspark.pipelines.external.listing import Listing
-from ringspark.pipelines.external.table_frame import reads_field_ids
+from ringspark.pipelines.external.table_frame import _BY_IDS, reads_field_ids
 from ringspark.pipelines.table_files import TableSource
 
 pytestmark = pytest.mark.spark
@@ -21,13 +21,13 @@ def test_the_last_of_two_readers_restores_the_setting(spark: Any, first_ends_fir
     schema = StructType([StructField("id", LongType(), metadata={FIELD_ID: 1})])
     source = TableSource(uri="u", format="delta", version=1)
     listing = Listing(source=source, schema=schema, files=(), folder_columns={}, file_schema=schema)
-    before = spark.conf.get(READS_FIELD_IDS)
+    before = {name: spark.conf.get(name) for name in _BY_IDS}
     settings = set(spark.conf.getAll)
     readers = [ExitStack(), ExitStack()]
     for reader in readers:
         reader.enter_context(reads_field_ids(spark, listing))
     for reader in readers if first_ends_first else readers[::-1]:
-        assert spark.conf.get(READS_FIELD_IDS) == "true"
+        assert {name: spark.conf.get(name) for name in _BY_IDS} == _BY_IDS
         reader.close()
-    assert spark.conf.get(READS_FIELD_IDS) == before
-    assert set(spark.conf.getAll) - settings <= {READS_FIELD_IDS}
+    assert {name: spark.conf.get(name) for name in _BY_IDS} == before
+    assert set(spark.conf.getAll) - settings <= set(_BY_IDS)
