@@ -148,6 +148,9 @@ class Levels:
 
 
 class ConnectedMember:
+    # A copied network belongs to the same rank, so it uses the same collective.
+    belongs_to_rank = True
+
     @staticmethod
     def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> Rendezvous:
         return RendezvousServer(member.host, member.size, secret, ports)

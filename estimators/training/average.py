@@ -23,9 +23,16 @@ class Average:
     def __init__(self, network: nn.Module, decay: float | None) -> None:
         self._network = network
         self._decay = decay
-        trained = {n: p for n, p in network.named_parameters() if p.requires_grad and decay is not None}
-        self._parameters = list(trained.values())
-        self.values: State = {name: _at_least_fp32(p.detach()).clone() for name, p in trained.items()}
+        self._parameters: list[nn.Parameter] = []
+        self.values: State = {}
+        self.add_new()
+
+    def add_new(self) -> None:
+        """Starts the average of the parameters that are trained by now."""
+        for name, parameter in self._network.named_parameters():
+            if parameter.requires_grad and self._decay is not None and name not in self.values:
+                self._parameters.append(parameter)
+                self.values[name] = _at_least_fp32(parameter.detach()).clone()
 
     @torch.no_grad()
     def update(self) -> None:

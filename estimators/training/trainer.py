@@ -8,6 +8,7 @@ rows' loss divided by the global weight, and the ranks' gradients are summed.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -140,6 +141,8 @@ class Trainer:
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
             read = self._observed.steps(self._on_device(reader, batches), state)
             for step, batch in enumerate(read, first):
+                if step < first + 2 or train_state.callbacks.has_step_end:
+                    self._hold_new_parameters()
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 train_state.rates.set(state.step)
                 global_rows = plan.global_rows(step)
@@ -175,6 +178,19 @@ class Trainer:
                             raise _PauseError
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
+
+    def _hold_new_parameters(self) -> None:
+        """Trains layers that a callback or `forward` has thawed, as torch does, and names what it cannot."""
+        names = self._sync.hold_new_parameters()
+        self._train_state.average.add_new()
+        if names and self._mesh.writes:
+            warnings.warn(
+                f"parameters {names[:10]} require a gradient since step {self._state.step}, but no optimizer "
+                "holds them, so they are not trained; create them in the network's constructor, and thaw "
+                "layers before fit or with sync=AllReduce()",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _record_step(self, rows: int) -> None:
         """Records the mean loss of all ranks' rows since the last record.

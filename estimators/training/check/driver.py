@@ -15,6 +15,7 @@ from itertools import count
 import torch
 from torch import nn
 
+from ringspark.estimators import user_code
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import check_name
@@ -38,6 +39,7 @@ from ringspark.estimators.training.check.data import (
 )
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
+from ringspark.estimators.training.check.same_network import check_copy
 from ringspark.estimators.training.check.schema import (
     check_network,
     check_schema,
@@ -139,11 +141,14 @@ def check_training(
         check_names(config, objects)
     config = expand_arguments(config, manifest)
     check_columns(config, manifest)
+    given, objects = objects, _copy_objects(objects)
     if check_memory is not None:
         check_memory(config)
     splits: list[Split] = [split for split in _SPLITS if manifest.select(split).num_rows]
     if heads is None:
         heads = check_schema(config, objects, manifest.columns, splits)
+    if given.module is not None:
+        check_copy(config, given, objects.module, manifest)
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
     num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
@@ -177,7 +182,7 @@ def check_training(
     elif config.task == "regression":
         check_regression(heads[0], manifest, type(module).__name__, shapes[0])
     if config.training_step is None:
-        check_losses(config.task, heads, outputs, labels)
+        check_losses(config.task, heads, outputs, labels, module)
     if config.differentiates_twice:
         batch = Batch(inputs=inputs, labels=labels, weight=None)
         load_object(CHECK_NETWORK_LOSSES)(config, heads, module, batch)
@@ -189,11 +194,18 @@ def check_training(
         load_object(CHECK_PRIVATE_TRAINING)(config, objects, manifest, heads, module, num_steps)
     return CheckedTraining(
         config=config,
-        objects=objects,
+        objects=given,
         manifest=manifest,
         heads=heads,
         shapes=tuple(shape[1:] for shape in shapes),
     )
+
+
+def _copy_objects(objects: UserObjects) -> UserObjects:
+    """Copies what the checks would change. Together, because a loss may use layers of the network."""
+    if objects.module is None and not any(isinstance(loss, nn.Module) for loss in objects.losses):
+        return objects
+    return user_code.copy(replace(objects, callbacks=()))
 
 
 def _build_networks(config: TrainConfig, objects: UserObjects) -> tuple[nn.Module, nn.Module]:

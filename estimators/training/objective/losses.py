@@ -234,7 +234,7 @@ class MemberLoss:
 
 
 def _copy_unreduced(loss: nn.Module) -> nn.Module:
-    loss = copy.deepcopy(loss)
+    loss = copy.copy(loss)
     if hasattr(loss, "reduction"):
         if loss.reduction == "sum":
             raise ValueError(
@@ -317,12 +317,12 @@ def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device |
     """Returns the per-row form of a loss; raises ValueError if it does not take (output, label).
 
     Args:
-        loss: A name of `loss_names()`, a torch.nn loss, which is copied and not trained, or a callable.
+        loss: A name of `loss_names()`, a torch.nn loss, or a callable.
         device: Device for class weights and the state of a user's module.
     """
     if isinstance(loss, str):
         check_loss_name(loss)
         return LOSSES[loss] if loss in LOSSES else _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):
-        return _wrap_module(copy.deepcopy(loss).to(device))
+        return _wrap_module(loss.to(device))
     return _wrap_callable(loss)

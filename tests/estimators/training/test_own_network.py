@@ -1,0 +1,104 @@
+"""The network that trains is the user's network: N workers equal plain PyTorch, or the driver refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from awkward_networks import BATCH, CASES, EPOCHS, make_columns, train_plain
+from ranks import run_ranks
+from small_training import config_of
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.worker import train_worker
+from ringspark.models.meta_device import copy_to_meta
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+# The last of three steps has 19 rows, or one row, so that the second of two ranks has none.
+ROWS = (83, 65)
+
+
+def _config(manifest: ShardManifest, run: Path, workers: int = 1) -> TrainConfig:
+    return config_of(
+        manifest, run, batch_size=BATCH, epochs=EPOCHS, shuffle=False, num_workers=workers, timeout_seconds=60
+    )
+
+
+def _weights(uri: str) -> dict[str, torch.Tensor]:
+    return dict(tensor_file.read(f"{uri}/{WEIGHTS}", "cpu"))
+
+
+def _difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    if expected.keys() != found.keys():
+        return f"other tensors: {sorted(expected.keys() ^ found.keys())}"
+    off = {name: float((expected[name] - found[name]).abs().max()) for name in expected}
+    return " ".join(f"{name} is off by {size:.2g}" for name, size in off.items() if not size < 1e-5)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", CASES)
+def test_one_worker_equals_plain_pytorch(
+    make_shards: MakeShards, tmp_path: Path, name: str, rows: int
+) -> None:
+    columns, case = make_columns(rows), CASES[name]()
+    config = _config(make_shards(columns, num_files=1), tmp_path / "run")
+    before = {key: value.clone() for key, value in case.module.state_dict().items()}
+    if case.refusal is not None:
+        with pytest.raises(ValueError, match=case.refusal):
+            check_training(config, case.objects(), ShardManifest.load(config.shards_uri))
+        return
+    result = train_here(config, case.objects())
+    plain = CASES[name]()
+    assert _difference(train_plain(plain, columns), _weights(result.checkpoint_uri)) == ""
+    # The network that predicts is a copy without weights, filled from the checkpoint.
+    predictor, x = copy_to_meta(case.module), torch.from_numpy(columns["x"])
+    map_checkpoint(result.checkpoint_uri, predictor)
+    with torch.inference_mode():
+        outputs = {"output": plain.module.eval()(x)}, {"output": predictor.eval()(x)}
+    assert _difference(*outputs) == ""
+    # `fit` does not change the user's module.
+    assert _difference(before, case.module.state_dict()) == ""
+    assert all(parameter.grad is None for parameter in case.module.parameters())
+
+
+def _train_all(configs: dict[str, TrainConfig], pickled: dict[str, bytes], world: Collective) -> dict[str, str]:
+    found = {}
+    for name, config in configs.items():
+        try:
+            found[name] = train_worker(config, world, user_code.loads(pickled[name])).checkpoint_uri
+        except Exception as error:  # both ranks fail alike, and the other cases go on
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ROWS)
+def test_two_workers_equal_plain_pytorch(make_shards: MakeShards, tmp_path: Path, rows: int) -> None:
+    columns = make_columns(rows)
+    manifest = make_shards(columns, num_files=1, row_group_rows=20)
+    configs, pickled = {}, {}
+    for name, make in CASES.items():
+        if (case := make()).refusal is None:
+            config = _config(manifest, tmp_path / name, workers=2)
+            configs[name] = check_training(config, case.objects(), manifest).config
+            pickled[name] = user_code.dumps(case.objects())
+    found = run_ranks(2, "torch", partial(_train_all, configs, pickled))[0]
+    wrong = {}
+    for name, uri in found.items():
+        expected = train_plain(CASES[name](), columns)
+        problem = uri if "Error" in uri else _difference(expected, _weights(uri))
+        if problem:
+            wrong[name] = problem
+    assert wrong == {}, json.dumps(wrong, indent=1)
