@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast
@@ -151,6 +151,7 @@ class Trainer:
                         self._train_step(batch, global_rows, step + 1)
                     else:
                         self._own_step(batch, plan, step)
+                self._share_moved_buffers(plan, step)
                 rows += global_rows
                 state.step += 1
                 train_state.step_in_epoch = step + 1
@@ -370,17 +371,27 @@ class Trainer:
                 held = replace(batch, inputs=prepare_inputs(prepare, batch.inputs, batch.layout))
                 yield held if transform is None else transform.held_out(held)
 
-    def _share_buffers(self) -> None:
-        """Broadcasts rank 0's buffers (batch statistics), because the saved network has rank 0's."""
+    def _share_moved_buffers(self, plan: EpochPlan, step: int) -> None:
+        """Gives ranks without rows, which ran no forward pass, the buffers that the others' passes moved."""
+        size = self._mesh.data_size
+        # With several rows per rank no rank is without; nor do ranks that step on their own wait here.
+        if plan.global_rows(step) >= 16 * size or self._together is None or self._config.privacy is not None:
+            return
+        has_rows = [plan.shard_rows(step, rank) > 0 for rank in range(size)]
+        if not all(has_rows) and any(has_rows):
+            self._share_buffers(has_rows.index(True), [name for name, _ in self._sync.network.named_buffers()])
+
+    def _share_buffers(self, root: int = 0, names: Collection[str] = ()) -> None:
+        """Broadcasts a rank's buffers `names`, or those to save: the saved network has rank 0's statistics."""
         if self._mesh.data_size == 1:
             return
         network = self._sync.network
-        saved = network.state_dict().keys()
-        shared = {n: b for n, b in network.named_buffers() if n in saved}
+        names = names or network.state_dict().keys()
+        shared = {n: b for n, b in network.named_buffers() if n in names}
         shapes = repr([(name, b.dtype, b.shape) for name, b in shared.items()]).encode()
         if shared and len(set(gather_bytes(self._mesh.data, shapes))) == 1:
             with torch.no_grad():
-                self._mesh.data.broadcast(list(shared.values()))
+                self._mesh.data.broadcast(list(shared.values()), root)
 
     def _save(self) -> None:
         self._drain()

@@ -39,7 +39,7 @@ from ringspark.estimators.training.check.data import (
 )
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
-from ringspark.estimators.training.check.same_network import check_copy
+from ringspark.estimators.training.check.same_network import check_copy, check_prediction
 from ringspark.estimators.training.check.schema import (
     check_network,
     check_schema,
@@ -65,7 +65,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.adapters import MESH_SUPPORT
 from ringspark.models.hugging_face import LIBRARY
-from ringspark.models.meta_device import build_on_meta
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest, check_engine
@@ -151,6 +151,10 @@ def check_training(
         check_copy(config, given, objects.module, manifest)
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
+    if whole is module and config.lora is None:
+        spec = None if config.model is None else ModelSpec.from_json(config.model)
+        skeleton = copy_to_meta(given.module) if spec is None else build_on_meta(spec.build)
+        check_prediction(config, objects, module, skeleton, manifest)
     num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
     check_own_step(config, objects, module, manifest)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.training.arguments import read_layout
-from ringspark.estimators.training.batch_transforms import try_transform
+from ringspark.estimators.training.batch_transforms import prepare_inputs, try_transform
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import keep_shared_generators, seed_constructor
+from ringspark.models.meta_device import fill, find_changed_buffers, unsaved_buffers
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators, ignore_warnings
 from ringspark.pipelines import ShardManifest
@@ -38,25 +39,17 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
 
     Raises ValueError if they differ. Leaves both networks as they were.
     """
-    module = objects.module
-    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+    module, name = objects.module, type(objects.module).__name__
+    if _is_lazy(module):
         return  # a pass would initialize the user's layers
-    for zero_ids in (False, True):
+    for inputs in _training_rows(config, objects, manifest):
         try:
-            inputs = _training_rows(config, objects, manifest, zero_ids)
             expected = _run(module, inputs)
             break
         except Exception as error:  # user code may raise anything, because random rows are not real data
-            failure = error
+            _log.info("model %s fails on random rows: %s", name, error)
     else:
-        _log.info("the copy of %s is not checked: random rows fail: %s", type(module).__name__, failure)
         return
-    name = type(module).__name__
-    if config.training_step is None and len(expected.outputs) != len(config.label_columns):
-        raise ValueError(
-            f"model {name} returns {len(expected.outputs)} tensors in training for the labels "
-            f"{list(config.label_columns)}; return one per label in training as in evaluation"
-        )
     try:
         difference = _difference(expected, _run(copied, inputs))
     except Exception as error:
@@ -70,21 +63,93 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
         )
 
 
+def check_prediction(
+    config: TrainConfig, objects: UserObjects, module: nn.Module, skeleton: nn.Module, manifest: ShardManifest
+) -> None:
+    """Raises ValueError if the trained network could not predict.
+
+    Runs one forward pass in training mode, loads the state into `skeleton`, a network on the meta device as
+    `transform` uses it, and compares the predictions. Leaves `module` as it was.
+    """
+    if _is_lazy(module) or _is_lazy(skeleton):
+        return
+    name, prepare = type(module).__name__, objects.transform_in_prediction
+    shapes, kept = _shapes(module), unsaved_buffers(module)
+    for inputs in _training_rows(config, objects, manifest):
+        with untouched(module):
+            try:
+                outputs = _forward(module.train(), inputs)
+            except Exception as error:  # as in `check_copy`
+                _log.info("model %s fails on random rows: %s", name, error)
+                continue
+            if config.training_step is None and len(outputs) != len(config.label_columns):
+                raise ValueError(
+                    f"model {name} returns {len(outputs)} tensors in training for the labels "
+                    f"{list(config.label_columns)}; return one per label in training as in evaluation"
+                )
+            if changed := dict(_shapes(module).items() ^ shapes.items()):
+                raise ValueError(
+                    f"model {name} cannot predict once it is trained: its forward pass creates or resizes "
+                    f"{sorted(changed)}, which no untrained network can load; register them in the "
+                    "constructor, in their final shape, or with persistent=False"
+                )
+            try:
+                rows = prepare_inputs(prepare, inputs)
+                with torch.no_grad():
+                    expected = _forward(module.eval(), rows)
+            except Exception as error:  # as above; `probe` has run real shapes
+                _log.info("model %s fails on random rows: %s", name, error)
+                return
+            try:
+                fill(skeleton, module.state_dict())
+                with torch.inference_mode():
+                    found = _forward(skeleton.eval(), rows)
+                difference = _difference(_Pass(expected, {}), _Pass(found, {}))
+            except Exception as error:
+                difference = f"{type(error).__name__}: {error}"
+            # `fit` warns about buffers that no checkpoint holds.
+            if difference and not find_changed_buffers(kept, unsaved_buffers(module)):
+                raise ValueError(
+                    f"model {name} cannot predict once it is trained: loaded from its state_dict, "
+                    f"{difference}; keep all that training changes in parameters and registered buffers, and "
+                    "let no other attribute be a view of them"
+                )
+            return
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items() if torch.is_tensor(value)}
+
+
 def _training_rows(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, zero_ids: bool
-) -> tuple[torch.Tensor, ...]:
-    rows = random_samples(config.input_columns, manifest, PROBE_ROWS, zero_ids=zero_ids)
-    if objects.transform_batch is None:
-        return rows
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields random rows, then rows whose integers are 0: random ones may be no ids of the network."""
     labels = tuple(zeros(manifest.array(label), PROBE_ROWS) for label in config.label_columns)
     layout = read_layout(manifest, config.input_columns)
-    return try_transform(objects.transform_batch, "transformBatch", rows, labels, layout)[0]
+    for zero_ids in (False, True):
+        rows = random_samples(config.input_columns, manifest, PROBE_ROWS, zero_ids=zero_ids)
+        if objects.transform_batch is not None:
+            try:
+                rows, _ = try_transform(objects.transform_batch, "transformBatch", rows, labels, layout)
+            except ValueError:
+                continue  # `check_training` calls it on real shapes and names its error
+        yield rows
+
+
+def _forward(module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with fork_generators(), keep_shared_generators(), ignore_warnings():
+        seed_constructor(0)
+        return as_outputs(module(*(values.clone() for values in inputs)))
 
 
 def _run(module: nn.Module, inputs: Sequence[torch.Tensor]) -> _Pass:
-    with untouched(module), fork_generators(), keep_shared_generators(), ignore_warnings():
-        seed_constructor(0)
-        outputs = as_outputs(module.train()(*(values.clone() for values in inputs)))
+    with untouched(module):
+        outputs = _forward(module.train(), inputs)
         sums = []
         for output in outputs:
             if output.requires_grad:
