@@ -104,7 +104,7 @@ def copy_by_pickle(
     copier = _Copier(file, empty or {}, take, replaced or {})
     copier.dump(value)
     file.seek(0)
-    unpickler = pickle.Unpickler(file)  # noqa: S301
+    unpickler = pickle.Unpickler(file)
     unpickler.persistent_load = copier.persistent_load  # type: ignore[method-assign]
     copied: T = unpickler.load()
     return copied

@@ -20,6 +20,7 @@ import torch
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.arguments import read_layout
+from ringspark.estimators.training.average import has_modes
 from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch, move_batches
@@ -55,6 +56,8 @@ class Trainer:
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
         """Runs all epochs, from the newest good checkpoint if there is one. Runs on every rank."""
+        if has_modes(self._sync.optimizer):
+            self._sync.optimizer.train()  # type: ignore[attr-defined]
         is_resumed = self._recovery.begin(self._train_state)
         self._call("on_train_start")
         if is_resumed:
@@ -379,7 +382,9 @@ class Trainer:
             return
         has_rows = [plan.shard_rows(step, rank) > 0 for rank in range(size)]
         if not all(has_rows) and any(has_rows):
-            self._share_buffers(has_rows.index(True), [name for name, _ in self._sync.network.named_buffers()])
+            self._share_buffers(
+                has_rows.index(True), [name for name, _ in self._sync.network.named_buffers()]
+            )
 
     def _share_buffers(self, root: int = 0, names: Collection[str] = ()) -> None:
         """Broadcasts a rank's buffers `names`, or those to save: the saved network has rank 0's statistics."""

@@ -29,7 +29,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     save_checkpoint,
 )
 from ringspark.models import ModelSpec
-from ringspark.models.meta_device import copy_to_meta, find_changed_buffers, unsaved_buffers
+from ringspark.models.meta_device import find_changed_buffers, unsaved_buffers
 from ringspark.pipelines import storage
 
 pytestmark = pytest.mark.spark

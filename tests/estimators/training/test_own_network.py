@@ -72,7 +72,9 @@ def test_one_worker_equals_plain_pytorch(
     assert all(parameter.grad is None for parameter in case.module.parameters())
 
 
-def _train_all(configs: dict[str, TrainConfig], pickled: dict[str, bytes], world: Collective) -> dict[str, str]:
+def _train_all(
+    configs: dict[str, TrainConfig], pickled: dict[str, bytes], world: Collective
+) -> dict[str, str]:
     found = {}
     for name, config in configs.items():
         try:

@@ -7,7 +7,6 @@ divided by the number of ranks, and their sum over the ranks counts each row onc
 
 from __future__ import annotations
 
-
 import torch
 from torch import nn
 
