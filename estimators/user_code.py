@@ -64,7 +64,7 @@ def _refusal(problem: Exception) -> ValueError:
 
 
 def copy(value: T) -> T:
-    """Copies the user's objects in this process as `dumps` and `loads` would; raises ValueError if it fails."""
+    """Copies the user's objects in this process, as the workers get them; raises ValueError if that fails."""
     try:
         return copy_by_pickle(value)
     except Exception as problem:

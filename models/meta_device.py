@@ -92,11 +92,23 @@ def unsaved_buffers(module: nn.Module) -> Buffers:
 def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
-    if first.shape != second.shape or first.dtype != second.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return False
-    first, second = first.detach().cpu(), second.detach().cpu()
+    pairs = list(zip(dense_parts(first), dense_parts(second), strict=True))
     # A NaN that is still a NaN has not changed.
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the tensor itself, or the indices and values of a sparse one; they share its memory."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -7,8 +7,10 @@ use the original network, and torch's own pickling drops the hooks of tensors an
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -37,13 +39,15 @@ class NetworkPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.UntypedStorage):
             if id(obj) in self._empty:
                 return _make_empty, (obj.nbytes(),)
-            values = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)  # type: ignore[call-overload]
+            values = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
             return _make_storage, (values.cpu().numpy(), str(obj.device))
         if type(obj) is torch.storage.TypedStorage:
             # torch wraps the storage anew for each tensor, which would copy it for each tensor.
             return _wrap_storage, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.Tensor):
             return _reduce_tensor(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
+            return _cache_again, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, weakref.ref):
             alive = obj()
             return weakref.ref, (frozenset() if alive is None else alive,)
@@ -111,7 +115,7 @@ def copy_by_pickle(
 
 
 def weight_storages(module: nn.Module) -> dict[int, object]:
-    """Returns the storages of parameters and persistent buffers by `id`: a checkpoint supplies their values."""
+    """Returns the storages of parameters and persistent buffers by `id`; a checkpoint has their values."""
     return {id(storage): storage for storage in map(_storage, _saved_tensors(module)) if storage is not None}
 
 
@@ -154,19 +158,30 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     else:
         return NotImplemented
     # Set after the tensor is made, because an attribute or a hook may refer to the tensor itself.
-    return *bare.__reduce_ex__(2), attributes, None, None, set_tensor_attributes
+    make, arguments = bare.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    return make, arguments, attributes, None, None, set_tensor_attributes
 
 
 def _wrap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _make_empty(num_bytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(num_bytes, device="meta")
+    return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
 
 
 def _make_storage(values: np.ndarray, device: str) -> torch.UntypedStorage:
     return torch.tensor(values, device=device).untyped_storage()
+
+
+def _is_importable(function: Any) -> bool:
+    module = sys.modules.get(function.__module__)
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    return function.__module__ not in by_value and getattr(module, function.__qualname__, None) is function
+
+
+def _cache_again(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

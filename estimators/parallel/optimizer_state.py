@@ -94,9 +94,7 @@ def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: Opt
                 }
 
 
-def place_value(
-    value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any], key: str
-) -> StateValue:
+def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any], key: str) -> StateValue:
     """Returns a copy of this rank's shard of a value, on the device that the optimizer expects."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -33,6 +33,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.estimators.training.train_state import TrainState
+from ringspark.models.meta_device import dense_parts
 from ringspark.pipelines.epoch_plan import EpochPlan
 from ringspark.pipelines.readers import ShardReader
 
@@ -382,21 +383,19 @@ class Trainer:
             return
         has_rows = [plan.shard_rows(step, rank) > 0 for rank in range(size)]
         if not all(has_rows) and any(has_rows):
-            self._share_buffers(
-                has_rows.index(True), [name for name, _ in self._sync.network.named_buffers()]
-            )
+            self._share_buffers(has_rows.index(True), dict(self._sync.network.named_buffers()))
 
     def _share_buffers(self, root: int = 0, names: Collection[str] = ()) -> None:
-        """Broadcasts a rank's buffers `names`, or those to save: the saved network has rank 0's statistics."""
+        """Broadcasts a rank's buffers `names`, or all to save: the saved network has rank 0's statistics."""
         if self._mesh.data_size == 1:
             return
         network = self._sync.network
-        names = names or network.state_dict().keys()
-        shared = {n: b for n, b in network.named_buffers() if n in names}
-        shapes = repr([(name, b.dtype, b.shape) for name, b in shared.items()]).encode()
+        names = list(names or network.state_dict())
+        shared = [part for n, b in network.named_buffers() if n in names for part in dense_parts(b)]
+        shapes = repr([(names, *((part.dtype, part.shape) for part in shared))]).encode()
         if shared and len(set(gather_bytes(self._mesh.data, shapes))) == 1:
             with torch.no_grad():
-                self._mesh.data.broadcast(list(shared.values()), root)
+                self._mesh.data.broadcast(shared, root)
 
     def _save(self) -> None:
         self._drain()

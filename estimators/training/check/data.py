@@ -51,6 +51,10 @@ def check_losses(
         output = output.detach().float().requires_grad_()
         try:
             rows = resolve_loss(head.loss)(output, labels)
+            if rows.shape != (len(labels),):
+                raise ValueError(
+                    f"it must return one value per row, shape ({len(labels)},), got {tuple(rows.shape)}"
+                )
         except Exception as error:
             given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
             raise ValueError(

@@ -60,7 +60,7 @@ from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own_tasks, try_metric
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, defer_compiler_import
-from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
+from ringspark.estimators.training.optimizers.schedules import SCHEDULES, LearningRates, make_rates
 from ringspark.estimators.training.own_step import check_own_step
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
@@ -76,6 +76,9 @@ _log = logging.getLogger(__name__)
 
 # The training warns if the initial weights keep a larger share than this in the final average.
 MAX_INITIAL_SHARE = 0.5
+
+# Steps of a user's schedule that the driver tries; more would take seconds.
+REPLAYED_STEPS = 50_000
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
 CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
@@ -249,10 +252,24 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     steps = Steps(config.batch_sizes, num_rows)
     scaling = RateScaling.of(config.scale_learning_rate, steps)
     schedule = objects.lr_schedule or config.lr_schedule
-    make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
+    rates = make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
+    if objects.lr_schedule is not None:
+        _replay(rates, steps.total)
     if scaling is not None:
         _log.info("%s", scaling)
     return steps.total
+
+
+def _replay(rates: LearningRates, num_steps: int) -> None:
+    """Raises ValueError if a user's schedule fails in one of the first steps that the driver can replay."""
+    for step in range(min(num_steps, REPLAYED_STEPS)):
+        try:
+            rates.set(step)
+        except Exception as error:  # user code may raise anything
+            raise ValueError(
+                f"lrSchedule fails in step {step + 1} of {num_steps} ({type(error).__name__}: {error}); make "
+                "it last for all steps of the training"
+            ) from error
 
 
 def _check_own_optimizer(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
@@ -261,8 +278,8 @@ def _check_own_optimizer(config: TrainConfig, optimizer: torch.optim.Optimizer) 
     is_plain = config.sync == AllReduce() and config.ema_decay is None
     if has_modes(optimizer) and not is_plain:
         raise ValueError(
-            f"optimizer {name} has the modes train() and eval(), which need whole weights on each worker, but "
-            f"sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
+            f"optimizer {name} has the modes train() and eval(), which need whole weights on each worker, "
+            f"but sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
         )
     try:
         optimizer.step()  # changes nothing, because there are no gradients yet

@@ -1,4 +1,4 @@
-"""Checks on the driver that the copy of a network which trains computes the same as the user's own network."""
+"""Checks on the driver that the copy of a network that trains computes the same as the user's network."""
 
 from __future__ import annotations
 
@@ -205,11 +205,11 @@ def _difference(expected: _Pass, found: _Pass) -> str:
     for number, (one, two) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         if is_off := _is_off(one, two):
             return f"output {number} {is_off}"
-    for name, one in expected.gradients.items():
-        two = found.gradients.get(name)
-        if (one is None) != (two is None):
-            return f"parameter {name!r} gets {'no' if two is None else 'a'} gradient"
-        if one is not None and two is not None and (is_off := _is_off(one, two)):
+    for name, wanted in expected.gradients.items():
+        given = found.gradients.get(name)
+        if (wanted is None) != (given is None):
+            return f"parameter {name!r} gets {'no' if given is None else 'a'} gradient"
+        if wanted is not None and given is not None and (is_off := _is_off(wanted, given)):
             return f"the gradient of {name!r} {is_off}"
     return ""
 

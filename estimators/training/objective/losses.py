@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -258,7 +258,17 @@ def _wrap_module(loss: nn.Module) -> RowLoss:
 
 
 def _wrap_callable(loss: Callable[..., torch.Tensor]) -> CallableLoss:
+    if not isinstance(loss, nn.Module) and _reduces(loss):
+        loss = partial(loss, reduction="none")  # a function of torch.nn.functional returns a mean by default
     return (NetworkLoss if sees_network(loss) else CallableLoss)(loss)
+
+
+def _reduces(loss: Callable[..., torch.Tensor]) -> bool:
+    try:
+        given = inspect.signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    return given is not None and given.default == "mean"
 
 
 def _check_arguments(name: str) -> None:

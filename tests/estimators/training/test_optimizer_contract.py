@@ -119,8 +119,8 @@ def test_an_optimizer_trains_and_is_saved_in_its_modes(make_shards: MakeShards, 
     trained = _net()
     load_checkpoint(result.checkpoint_uri, trained)
     assert torch.allclose(trained.weight, plain.weight, atol=1e-5)  # type: ignore[arg-type]
+    sharded = replace(config, sync=Zero(stage=1), num_workers=2)
     with pytest.raises(ValueError, match=r"Modal .* modes"):
-        sharded = replace(config, sync=Zero(stage=1), num_workers=2)
         check_training(sharded, UserObjects(module=_net(), optimizer=Modal), manifest)
 
 
