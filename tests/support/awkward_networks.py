@@ -444,6 +444,21 @@ class _TupleInTraining(_Net):
         return (output, x) if self.training else output
 
 
+class _Differentiates(_Net):
+    """Returns a gradient with respect to its input, as networks of physics do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).sum()
+            (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return slope.sum(1, keepdim=True)
+
+
+def gradient_in_forward() -> Case:
+    return Case(module=_Differentiates())
+
+
 def tuple_in_training() -> Case:
     return Case(module=_TupleInTraining(), refusal="in training")
 
@@ -484,6 +499,7 @@ CASES: dict[str, Callable[[], Case]] = {
         hidden_layer,
         loss_with_parameters,
         loss_in_a_closure,
+        gradient_in_forward,
         tuple_in_training,
     )
 }

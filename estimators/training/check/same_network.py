@@ -1,12 +1,12 @@
-"""Checks on the driver that the copy of a network that trains computes the same as the user's network."""
+"""Checks on the driver that the copies of a network that train and predict compute what the network does."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,42 +23,31 @@ from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators, ignore_warnings
 from ringspark.pipelines import ShardManifest
 
+T = TypeVar("T")
+Rows = tuple[torch.Tensor, ...]
+# Output or gradient -> its value.
+Pass = dict[str, torch.Tensor | None]
+
 _log = logging.getLogger(__name__)
 
 # Largest accepted difference, relative to the largest element of the expected tensor.
 _TOLERANCE = 1e-4
 
 
-class _Pass(NamedTuple):
-    outputs: tuple[torch.Tensor, ...]
-    gradients: dict[str, torch.Tensor | None]
-
-
 def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, manifest: ShardManifest) -> None:
-    """Compares one training pass of `objects.module` and of its copy over random rows.
-
-    Raises ValueError if they differ. Leaves both networks as they were.
-    """
-    module, name = objects.module, type(objects.module).__name__
-    if _is_lazy(module):
-        return  # a pass would initialize the user's layers
-    for inputs in _training_rows(config, objects, manifest):
-        try:
-            expected = _run(module, inputs)
-            break
-        except Exception as error:  # user code may raise anything, because random rows are not real data
-            _log.info("model %s fails on random rows: %s", name, error)
-    else:
+    """Raises ValueError if a training pass of the copy differs from one of `objects.module`."""
+    module = objects.module
+    # A pass would initialize the user's lazy layers.
+    made = None if _is_lazy(module) else _try_rows(config, objects, manifest, lambda x: _train(module, x))
+    if made is None:
         return
-    try:
-        difference = _difference(expected, _run(copied, inputs))
-    except Exception as error:
-        difference = f"{type(error).__name__}: {error}"
-    # A network may also differ from itself, for example if it draws from a generator of its own.
-    if difference and not _difference(expected, _run(module, inputs)):
+    rows, expected = made
+    difference = _compare(expected, lambda: _train(copied, rows))
+    # A network may also differ from itself, for example if it reads the time.
+    if difference and not _compare(expected, lambda: _train(module, rows)):
         raise ValueError(
-            f"model {name} computes something else once it is pickled for the workers: {difference}; let its "
-            "functions and attributes refer to the network only through `self` and closures, or give its "
+            f"model {type(module).__name__} computes something else once it is pickled for the workers: "
+            f"{difference}; let its functions use the network only through `self` and closures, or give its "
             "class as a ModelSpec"
         )
 
@@ -66,55 +55,47 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
 def check_prediction(
     config: TrainConfig, objects: UserObjects, module: nn.Module, skeleton: nn.Module, manifest: ShardManifest
 ) -> None:
-    """Raises ValueError if the trained network could not predict.
-
-    Runs one forward pass in training mode, loads the state into `skeleton`, a network on the meta device as
-    `transform` uses it, and compares the predictions. Leaves `module` as it was.
-    """
+    """Raises ValueError if `skeleton`, a meta-device copy, cannot predict after a forward pass in training."""
     if _is_lazy(module) or _is_lazy(skeleton):
         return
-    name, prepare = type(module).__name__, objects.transform_in_prediction
-    shapes, kept = _shapes(module), unsaved_buffers(module)
-    for inputs in _training_rows(config, objects, manifest):
-        with untouched(module):
-            try:
-                outputs = _forward(module.train(), inputs)
-            except Exception as error:  # as in `check_copy`
-                _log.info("model %s fails on random rows: %s", name, error)
-                continue
-            if config.training_step is None and len(outputs) != len(config.label_columns):
-                raise ValueError(
-                    f"model {name} returns {len(outputs)} tensors in training for the labels "
-                    f"{list(config.label_columns)}; return one per label in training as in evaluation"
-                )
-            if changed := dict(_shapes(module).items() ^ shapes.items()):
-                raise ValueError(
-                    f"model {name} cannot predict once it is trained: its forward pass creates or resizes "
-                    f"{sorted(changed)}, which no untrained network can load; register them in the "
-                    "constructor, in their final shape, or with persistent=False"
-                )
-            try:
-                rows = prepare_inputs(prepare, inputs)
-                with torch.no_grad():
-                    expected = _forward(module.eval(), rows)
-            except Exception as error:  # as above; `probe` has run real shapes
-                _log.info("model %s fails on random rows: %s", name, error)
-                return
-            try:
-                fill(skeleton, module.state_dict())
-                with torch.inference_mode():
-                    found = _forward(skeleton.eval(), rows)
-                difference = _difference(_Pass(expected, {}), _Pass(found, {}))
-            except Exception as error:
-                difference = f"{type(error).__name__}: {error}"
-            # `fit` warns about buffers that no checkpoint holds.
-            if difference and not find_changed_buffers(kept, unsaved_buffers(module)):
-                raise ValueError(
-                    f"model {name} cannot predict once it is trained: loaded from its state_dict, "
-                    f"{difference}; keep all that training changes in parameters and registered buffers, and "
-                    "let no other attribute be a view of them"
-                )
+    name, shapes, kept = f"model {type(module).__name__}", _shapes(module), unsaved_buffers(module)
+    with _untouched(module):
+        made = _try_rows(config, objects, manifest, lambda rows: _forward(module.train(), rows))
+        if made is None:
             return
+        rows, outputs = made
+        if config.training_step is None and len(outputs) != len(config.label_columns):
+            raise ValueError(
+                f"{name} returns {len(outputs)} tensors in training for the labels "
+                f"{list(config.label_columns)}; return one per label in training as in evaluation"
+            )
+        if changed := dict(_shapes(module).items() ^ shapes.items()):
+            raise ValueError(
+                f"{name} cannot predict once it is trained: its forward pass creates or resizes "
+                f"{sorted(changed)}, which no untrained network can load; register them in the constructor, "
+                "in their final shape, or with persistent=False"
+            )
+        try:
+            rows = prepare_inputs(objects.transform_in_prediction, rows)
+            with torch.no_grad():
+                expected = _forward(module.eval(), rows)
+        except Exception as error:  # user code may raise anything; `probe` has run real shapes
+            _log.info("%s fails on random rows: %s", name, error)
+            return
+
+        def predict() -> Pass:
+            fill(skeleton, module.state_dict())
+            with torch.no_grad():
+                return _forward(skeleton.eval(), rows)
+
+        difference = _compare(expected, predict)
+        # `fit` warns about changed buffers that no checkpoint holds.
+        if difference and not find_changed_buffers(kept, unsaved_buffers(module)):
+            raise ValueError(
+                f"{name} cannot predict once it is trained: loaded from its state_dict, {difference}; keep "
+                "all that training changes in parameters and registered buffers, and let no other attribute be a "
+                "view of them"
+            )
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -125,99 +106,94 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in module.state_dict().items() if torch.is_tensor(value)}
 
 
-def _training_rows(
-    config: TrainConfig, objects: UserObjects, manifest: ShardManifest
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields random rows, then rows whose integers are 0: random ones may be no ids of the network."""
+def _try_rows(
+    config: TrainConfig, objects: UserObjects, manifest: ShardManifest, run: Callable[[Rows], T]
+) -> tuple[Rows, T] | None:
+    """Runs random rows, then rows whose integers are 0, if random ones are no ids; None if both fail."""
     labels = tuple(zeros(manifest.array(label), PROBE_ROWS) for label in config.label_columns)
-    layout = read_layout(manifest, config.input_columns)
+    layout, transform = read_layout(manifest, config.input_columns), objects.transform_batch
     for zero_ids in (False, True):
         rows = random_samples(config.input_columns, manifest, PROBE_ROWS, zero_ids=zero_ids)
-        if objects.transform_batch is not None:
-            try:
-                rows, _ = try_transform(objects.transform_batch, "transformBatch", rows, labels, layout)
-            except ValueError:
-                continue  # `check_training` calls it on real shapes and names its error
-        yield rows
+        try:
+            if transform is not None:
+                rows, _ = try_transform(transform, "transformBatch", rows, labels, layout)
+            return rows, run(rows)
+        except Exception as error:  # user code may raise anything, because random rows are not real data
+            _log.info("the model fails on random rows: %s", error)
+    return None
 
 
-def _forward(module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _forward(module: nn.Module, rows: Sequence[torch.Tensor]) -> Pass:
     with fork_generators(), keep_shared_generators(), ignore_warnings():
         seed_constructor(0)
-        return as_outputs(module(*(values.clone() for values in inputs)))
+        outputs = as_outputs(module(*(values.clone() for values in rows)))
+    return {f"output {number}": output for number, output in enumerate(outputs)}
 
 
-def _run(module: nn.Module, inputs: Sequence[torch.Tensor]) -> _Pass:
-    with untouched(module):
-        outputs = _forward(module.train(), inputs)
-        sums = []
-        for output in outputs:
-            if output.requires_grad:
-                factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-                sums.append((output.float() * factors).sum())
+def _train(module: nn.Module, rows: Rows) -> Pass:
+    with _untouched(module):
+        found = _forward(module.train(), rows)
+        generator = torch.Generator().manual_seed(0)
+        sums = [
+            (output.float() * torch.randn(output.shape, generator=generator)).sum()
+            for output in found.values()
+            if output is not None and output.requires_grad
+        ]
         if sums:
             torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
-        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-        return _Pass(tuple(output.detach().clone() for output in outputs), gradients)
+        return found | {f"the gradient of {n!r}": p.grad for n, p in module.named_parameters()}
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def _untouched(module: nn.Module) -> Iterator[None]:
     """Restores the network after the block: modes, gradients, buffers, attributes and own generators."""
-    layers = [(layer, _copy_state(vars(layer))) for layer in module.modules()]
+    kinds = (list, dict, set, OrderedDict)
+    layers = [
+        (vars(layer), {n: (v, v.copy() if type(v) in kinds else None) for n, v in vars(layer).items()})
+        for layer in module.modules()
+    ]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    found = [v for layer, _ in layers for v in vars(layer).values() if isinstance(v, torch.Generator)]
-    generators = [(generator, generator.get_state()) for generator in found]
+    own = [v for attributes, _ in layers for v in attributes.values() if isinstance(v, torch.Generator)]
+    generators = [(generator, generator.get_state()) for generator in own]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for layer, state in layers:
-            _restore(vars(layer), state)
+        for attributes, state in layers:
+            attributes.clear()
+            for name, (value, content) in state.items():
+                attributes[name] = value
+                if content is not None:
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for buffer, start in values:
+                buffer.copy_(start)
         for generator, drawn in generators:
             generator.set_state(drawn)
 
 
-def _copy_state(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns each attribute with a copy of its content, if it is a collection."""
-    kinds = (list, dict, set, OrderedDict)
-    return {name: (v, v.copy() if type(v) in kinds else None) for name, v in attributes.items()}
-
-
-def _restore(attributes: dict[str, Any], state: dict[str, tuple[Any, Any]]) -> None:
-    attributes.clear()
-    for name, (value, content) in state.items():
-        attributes[name] = value
-        if content is not None:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _difference(expected: _Pass, found: _Pass) -> str:
-    """Describes the first difference; "" if there is none."""
-    for number, (one, two) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-        if is_off := _is_off(one, two):
-            return f"output {number} {is_off}"
-    for name, wanted in expected.gradients.items():
-        given = found.gradients.get(name)
-        if (wanted is None) != (given is None):
-            return f"parameter {name!r} gets {'no' if given is None else 'a'} gradient"
-        if wanted is not None and given is not None and (is_off := _is_off(wanted, given)):
-            return f"the gradient of {name!r} {is_off}"
+def _compare(expected: Pass, run: Callable[[], Pass]) -> str:
+    """Describes the first difference of a pass, or its error; "" if there is none."""
+    try:
+        found = run()
+        for name, one in expected.items():
+            two = found.get(name)
+            if one is None or two is None:
+                if one is not two:
+                    return f"{name} is {'missing' if two is None else 'there'}"
+                continue
+            if (one.shape, one.dtype, one.device) != (two.shape, two.dtype, two.device):
+                return f"{name} is {two.dtype} {tuple(two.shape)} on {two.device}"
+            if one.layout != torch.strided:
+                one, two = one.to_dense(), two.to_dense()
+            largest = float(one.abs().max()) if one.numel() else 0.0
+            if not torch.allclose(one, two, _TOLERANCE, _TOLERANCE * largest, equal_nan=True):
+                return f"{name} is off by {float((one.double() - two.double()).abs().max()):.3g}"
+    except Exception as error:  # user code may raise anything
+        return f"it fails with {type(error).__name__}: {error}"
     return ""
-
-
-def _is_off(one: torch.Tensor, two: torch.Tensor) -> str:
-    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device:
-        return f"is {two.dtype} {tuple(two.shape)} on {two.device} instead of {one.dtype} {tuple(one.shape)}"
-    one, two = (t.to_dense() if t.layout != torch.strided else t for t in (one, two))
-    if torch.allclose(one, two, _TOLERANCE, _TOLERANCE * float(one.abs().max() if one.numel() else 0), True):
-        return ""
-    return f"is off by {float((one.double() - two.double()).abs().max()):.3g}"

@@ -61,7 +61,7 @@ def test_one_worker_equals_plain_pytorch(make_shards: MakeShards, tmp_path: Path
     # The network that predicts is a copy without weights, filled from the checkpoint.
     predictor, x = copy_to_meta(case.module), torch.from_numpy(columns["x"])
     map_checkpoint(result.checkpoint_uri, predictor)
-    with torch.inference_mode():
+    with torch.no_grad():
         outputs = {"output": plain.module.eval()(x)}, {"output": predictor.eval()(x)}
     assert _difference(*outputs) == ""
     # `fit` does not change the user's module.
