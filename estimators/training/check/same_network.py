@@ -55,7 +55,7 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
 def check_prediction(
     config: TrainConfig, objects: UserObjects, module: nn.Module, skeleton: nn.Module, manifest: ShardManifest
 ) -> None:
-    """Raises ValueError if `skeleton`, a meta-device copy, cannot predict after a forward pass in training."""
+    """Raises ValueError if `skeleton`, a meta-device copy, cannot predict after a pass in training."""
     if _is_lazy(module) or _is_lazy(skeleton):
         return
     name, shapes, kept = f"model {type(module).__name__}", _shapes(module), unsaved_buffers(module)
@@ -92,7 +92,8 @@ def check_prediction(
         # `fit` warns about changed buffers that no checkpoint holds.
         if difference and not find_changed_buffers(kept, unsaved_buffers(module)):
             raise ValueError(
-                f"{name} cannot predict once it is trained: loaded from its state_dict, {difference}; keep "
+                f"{name} cannot predict once it is trained: loaded from its state_dict, "
+                f"{difference}; keep "
                 "all that training changes in parameters and registered buffers, and let no other attribute be a "
                 "view of them"
             )
@@ -189,11 +190,11 @@ def _compare(expected: Pass, run: Callable[[], Pass]) -> str:
                 continue
             if (one.shape, one.dtype, one.device) != (two.shape, two.dtype, two.device):
                 return f"{name} is {two.dtype} {tuple(two.shape)} on {two.device}"
-            if one.layout != torch.strided:
-                one, two = one.to_dense(), two.to_dense()
-            largest = float(one.abs().max()) if one.numel() else 0.0
-            if not torch.allclose(one, two, _TOLERANCE, _TOLERANCE * largest, equal_nan=True):
-                return f"{name} is off by {float((one.double() - two.double()).abs().max()):.3g}"
+            one, two = (t.to_dense() if t.is_sparse else t for t in (one.detach(), two.detach()))
+            one, two = one.double(), two.double()
+            allowed = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
+            if not torch.allclose(one, two, _TOLERANCE, allowed, equal_nan=True):
+                return f"{name} is off by {float((one - two).abs().max()):.3g}"
     except Exception as error:  # user code may raise anything
         return f"it fails with {type(error).__name__}: {error}"
     return ""
