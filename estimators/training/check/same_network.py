@@ -93,9 +93,8 @@ def check_prediction(
         if difference and not find_changed_buffers(kept, unsaved_buffers(module)):
             raise ValueError(
                 f"{name} cannot predict once it is trained: loaded from its state_dict, "
-                f"{difference}; keep "
-                "all that training changes in parameters and registered buffers, and let no other attribute be a "
-                "view of them"
+                f"{difference}; keep all that training changes in parameters and registered buffers, and let "
+                "no other attribute be a view of them"
             )
 
 
