@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from awkward_networks import BATCH, CASES, EPOCHS, make_columns, train_plain
+from awkward_networks import BATCH, CASES, EPOCHS, Thaws, make_columns, train_plain
 from ranks import run_ranks
 from small_training import config_of
+from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.launch.train_task import PackedObjects
+from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest
@@ -69,6 +75,13 @@ def test_one_worker_equals_plain_pytorch(make_shards: MakeShards, tmp_path: Path
     assert all(parameter.grad is None for parameter in case.module.parameters())
 
 
+def test_a_hook_that_sharding_would_drop_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    config = replace(_config(manifest, tmp_path / "run", workers=2), sync=Zero(stage=3))
+    with pytest.raises(ValueError, match="has a hook"):
+        check_training(config, CASES["hook_on_tensor"]().objects(), manifest)
+
+
 def _train_all(
     configs: dict[str, TrainConfig], pickled: dict[str, bytes], world: Collective
 ) -> dict[str, str]:
@@ -101,3 +114,25 @@ def test_two_workers_equal_plain_pytorch(make_shards: MakeShards, tmp_path: Path
         if problem:
             wrong[name] = problem
     assert wrong == {}, json.dumps(wrong, indent=1)
+
+
+def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None:
+    """Its weights travel in a file, and a callback and a hook still refer to the network that trains."""
+    network: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    network.table = nn.Embedding(100_000, 4)
+    network.table.weight.register_hook(lambda g: g * (network[0].weight.sum() > -1e9))
+    network.table.weight._no_weight_decay = True
+    thaws = Thaws()
+    thaws.layer = network[1]  # type: ignore[attr-defined]
+    packed = PackedObjects.of(UserObjects(module=network, callbacks=(thaws,)))
+    weights = packed.write_weights(str(tmp_path))
+    assert weights is not None
+    assert len(packed.pickled) < 100_000
+    objects = user_code.loads(packed.pickled)
+    map_checkpoint(weights, objects.module)
+    table = objects.module.table.weight
+    assert objects.callbacks[0].layer is objects.module[1]
+    assert table._no_weight_decay
+    (hook,) = table._backward_hooks.values()
+    assert inspect.getclosurevars(hook).nonlocals["network"] is objects.module
+    assert table.equal(network.table.weight)
