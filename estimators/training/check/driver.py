@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import Parameter, signature
 from itertools import count
 
 import torch
@@ -159,6 +160,7 @@ def check_training(
         spec = None if config.model is None else ModelSpec.from_json(config.model)
         skeleton = copy_to_meta(given.module) if spec is None else build_on_meta(spec.build)
         check_prediction(config, objects, module, skeleton, manifest)
+    _check_order(config, module)
     num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
     check_own_step(config, objects, module, manifest)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
@@ -366,6 +368,20 @@ def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
             f"model {type(module).__name__} has sparse=True in the embedding of {next(iter(tables))!r}, but "
             f"sync={config.sync!r} makes its gradients dense, which take the memory and traffic of the whole "
             "table; leave sparse=True out, or set sync=AllReduce()",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _check_order(config: TrainConfig, module: nn.Module) -> None:
+    """Warns if the inputs are arguments of `forward` by name, but come in another order."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in signature(module.forward).parameters.items() if p.kind in kinds]
+    taken, given = names[: len(config.input_columns)], list(config.input_columns)
+    if taken != given and sorted(taken) == sorted(given):
+        warnings.warn(
+            f"inputs {given} are passed by position, but forward of {type(module).__name__} takes {taken}; "
+            "give inputCols in the order of forward",
             UserWarning,
             stacklevel=5,
         )

@@ -75,6 +75,22 @@ def test_a_cached_function_of_a_script_reaches_the_workers() -> None:
     assert copied.cache_parameters()["maxsize"] == 7
 
 
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 1)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.lin(torch.stack([left, 2 * right], 1))[:, 0]  # type: ignore[no-any-return]
+
+
+def test_inputs_in_another_order_than_forward_are_named(make_shards: MakeShards, tmp_path: Path) -> None:
+    columns = {name: make_columns(83)["y"] for name in ("left", "right", "y")}
+    config = config_of(make_shards(columns), tmp_path / "run", input_columns=("right", "left"))
+    with pytest.warns(UserWarning, match=r"by position, but forward of _Pair takes \['left', 'right'\]"):
+        check_training(config, UserObjects(module=_Pair()), ShardManifest.load(config.shards_uri))
+
+
 class _Graph(nn.Module):
     """Reads a sparse buffer, as graph networks do."""
 
