@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
@@ -278,10 +278,14 @@ def initialize_lazy_layers(empty: nn.Module, inputs: Sequence[BatchColumn], obje
 def _with_storage(empty: nn.Module, device: torch.device) -> nn.Module:
     """Copies a network with fake parameters and buffers on `device`; runs under the fake mode."""
     fakes: dict[int, object] = {}
-    for tensor in (*empty.parameters(), *empty.buffers()):
+    tensors = (*empty.parameters(), *empty.buffers())
+    for tensor in tensors:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)
         fakes[id(tensor)] = fake
-        vars(fake).update(vars(tensor))
-    return copy_module(empty, replaced=fakes, take=lambda real: real)
+    for tensor in tensors:
+        attributes = {name: fakes.get(id(value), value) for name, value in vars(tensor).items()}
+        vars(fakes[id(tensor)]).update(attributes)
+    with _disable_current_modes():  # a copy of other tensors must not become fake
+        return copy_module(empty, replaced=fakes, take=lambda real: real)

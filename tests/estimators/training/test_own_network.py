@@ -21,6 +21,8 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
+from ringspark.estimators.memory.columns import BatchColumn
+from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import tensor_file
@@ -136,3 +138,13 @@ def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None
     (hook,) = table._backward_hooks.values()
     assert inspect.getclosurevars(hook).nonlocals["network"] is objects.module
     assert table.equal(network.table.weight)
+
+
+def test_the_memory_of_each_network_can_be_planned(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = replace(_config(make_shards(make_columns(83)), tmp_path / "run"), output_widths=(1,))
+    x = BatchColumn(shape=(BATCH, 4), dtype=torch.float32)
+    y = BatchColumn(shape=(BATCH,), dtype=torch.float32)
+    for name, make in CASES.items():
+        if (case := make()).refusal is None:
+            plan = Planner(config, case.objects(), [x], [y]).plan()
+            assert plan.peak > 0, name
