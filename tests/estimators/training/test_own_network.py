@@ -79,7 +79,7 @@ def test_one_worker_equals_plain_pytorch(make_shards: MakeShards, tmp_path: Path
 
 def test_a_hook_that_sharding_would_drop_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = make_shards(make_columns(83))
-    config = replace(_config(manifest, tmp_path / "run", workers=2), sync=Zero(stage=3))
+    config = replace(_config(manifest, tmp_path / "run", workers=2), sync=Zero(stage=3), collective="torch")
     with pytest.raises(ValueError, match="has a hook"):
         check_training(config, CASES["hook_on_tensor"]().objects(), manifest)
 
