@@ -24,6 +24,7 @@ from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
@@ -148,3 +149,33 @@ def test_the_memory_of_each_network_can_be_planned(make_shards: MakeShards, tmp_
         if (case := make()).refusal is None:
             plan = Planner(config, case.objects(), [x], [y]).plan()
             assert plan.peak > 0, name
+
+
+class _ThawsOnce(Callback):
+    """Thaws a layer after the first epoch, and fails in the third."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 1:
+            state.module.get_submodule("lin").requires_grad_(True)
+        if self.fails and state.epoch == 3:
+            raise RuntimeError("stopped")
+
+
+def test_a_thawed_layer_trains_on_after_a_resume(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    found = []
+    for run in ("whole", "resumed"):
+        config = replace(
+            _config(manifest, tmp_path / run), epochs=4, checkpoint_every_epochs=1, ema_decay=0.5
+        )
+        objects = replace(CASES["frozen"]().objects(), callbacks=(_ThawsOnce(run == "resumed"),))
+        if run == "resumed":
+            with pytest.raises(RuntimeError, match="stopped"):
+                train_here(config, objects)
+            objects = replace(objects, callbacks=(_ThawsOnce(False),))
+        found.append(_weights(train_here(config, objects).checkpoint_uri))
+    assert not found[0]["lin.weight"].equal(CASES["frozen"]().module.state_dict()["lin.weight"])
+    assert all(value.equal(found[1][name]) for name, value in found[0].items())
