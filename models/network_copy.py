@@ -42,7 +42,7 @@ class NetworkPickler(cloudpickle.Pickler):  # type: ignore[misc]
             values = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
             return _make_storage, (values.cpu().numpy(), str(obj.device))
         if type(obj) is torch.storage.TypedStorage:
-            # torch wraps the storage anew for each tensor, which would copy it for each tensor.
+            # torch wraps the storage again for each tensor, so pickle would copy it for each.
             return _wrap_storage, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.Tensor):
             return _reduce_tensor(obj)

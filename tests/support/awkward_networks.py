@@ -1,6 +1,6 @@
 """Networks that are more than modules and numbers, and the same training in plain PyTorch.
 
-Each case is a function without arguments that returns a `Case`, made anew for every training.
+Each case is a function without arguments that makes a new `Case` for every training.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _train_all(
     for name, config in configs.items():
         try:
             found[name] = train_worker(config, world, user_code.loads(pickled[name])).checkpoint_uri
-        except Exception as error:  # both ranks fail alike, and the other cases go on
+        except Exception as error:  # both ranks fail alike, and the other cases continue
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
