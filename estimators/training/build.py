@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ def _check_kind(optimizer: object) -> None:
         raise ValueError(
             f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
             "give a callable (parameters) -> optimizer"
+        )
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} evaluates the loss several times per step, which the "
+            "training loop does not offer; use one whose step() needs no closure"
         )
 
 

@@ -289,7 +289,7 @@ def _check_own_optimizer(config: TrainConfig, optimizer: torch.optim.Optimizer) 
         if "closure" in str(error):
             raise ValueError(
                 f"optimizer {name} evaluates the loss several times per step, which the training loop does "
-                f"not offer ({error}); use one whose step() needs no closure, or set trainingStep"
+                f"not offer ({error}); use one whose step() needs no closure"
             ) from error
 
 
