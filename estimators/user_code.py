@@ -6,18 +6,23 @@ functions are pickled by value, with their code.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
+
+from ringspark.models.network_copy import NetworkPickler, copy_by_pickle
+
+T = TypeVar("T")
 
 # Modules that exist wherever this package runs, even outside site-packages.
 _EVERYWHERE = ("ringspark", "pyspark", "py4j", "__main__")
@@ -26,24 +31,44 @@ _EVERYWHERE = ("ringspark", "pyspark", "py4j", "__main__")
 _lock = threading.Lock()
 
 
-def dumps(value: Any) -> bytes:
-    """Pickles `value` with the code of the user's own files; raises ValueError if that fails."""
+def dumps(value: Any, empty: Mapping[int, object] | None = None) -> bytes:
+    """Pickles `value` with the code of the user's own files; raises ValueError if that fails.
+
+    `empty` are storages of weights that are sent in another way, see `NetworkPickler`.
+    """
     with _lock, _by_value(_own_modules()):
         try:
-            pickled: bytes = cloudpickle.dumps(value)
+            return _dump(value, empty)
         except Exception as by_value:
             problem = by_value
-        else:
-            return pickled
     try:
         # A module with globals that cannot be pickled, such as a Spark session, may still be importable.
-        pickled = cloudpickle.dumps(_ByName(cloudpickle.dumps(value), f"{type(problem).__name__}: {problem}"))
+        by_name = _ByName(_dump(value, empty), f"{type(problem).__name__}: {problem}")
+        return _dump(by_name, None)
     except Exception:
-        raise ValueError(
-            f"the model or one of its functions cannot be sent to the workers: {problem}; define it without "
-            "references to sessions, locks, open files or other objects of the driver"
-        ) from problem
-    return pickled
+        raise _refusal(problem) from problem
+
+
+def _dump(value: Any, empty: Mapping[int, object] | None) -> bytes:
+    file = io.BytesIO()
+    NetworkPickler(file, empty).dump(value)
+    return file.getvalue()
+
+
+def _refusal(problem: Exception) -> ValueError:
+    return ValueError(
+        f"the model or one of its functions cannot be sent to the workers: {problem}; define it without "
+        "references to sessions, locks, open files or other objects of the driver, or give the model's class "
+        "as a ModelSpec"
+    )
+
+
+def copy(value: T) -> T:
+    """Copies the user's objects in this process, as the workers get them; raises ValueError if that fails."""
+    try:
+        return copy_by_pickle(value)
+    except Exception as problem:
+        raise _refusal(problem) from problem
 
 
 def loads(pickled: bytes) -> Any:

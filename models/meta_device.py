@@ -6,7 +6,6 @@ stay one object.
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,41 +16,38 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+from ringspark.models.network_copy import (
+    copy_by_pickle,
+    set_tensor_attributes,
+    tensor_attributes,
+    weight_storages,
+)
 from ringspark.models.process_state import PROCESS_LOCK, fork_generators
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    # deepcopy uses these entries as finished copies.
-    memo: dict[int, object] = {}
-    for parameter in module.parameters():
-        if not is_lazy(parameter):
-            empty = torch.empty_like(parameter, device="meta")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set and not is_lazy(buffer):
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy_module(module, memo)
+    return copy_module(module, empty=weight_storages(module))
 
 
-def copy_module(module: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
+def copy_module(module: nn.Module, **settings: Any) -> nn.Module:
+    """Copies a network, also what ties its parts together; see `copy_by_pickle` for `settings`."""
     try:
-        result: nn.Module = copy.deepcopy(module, memo)
+        return copy_by_pickle(module, **settings)
     except MemoryError:
         raise
     except Exception as error:
         raise ValueError(
             f"model {type(module).__name__} cannot be copied: {error}; remove results, sessions, locks and "
-            "open files from its attributes"
+            "open files from its attributes, or give its class as a ModelSpec"
         ) from error
-    return result
 
 
 def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Replaces the module's tensors by the tensors of a state dict, without copying their data.
 
-    Each parameter stays the same object, so tied weights stay tied.
+    Each tensor stays the same object, with its attributes and hooks, so tied weights stay tied.
     """
+    given = [(tensor, tensor_attributes(tensor)) for tensor in (*module.parameters(), *module.buffers())]
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     cast = {
         name: tensor.to(dtypes[name]) if name in dtypes and tensor.dtype != dtypes[name] else tensor
@@ -70,23 +66,24 @@ def fill(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
             torch.__future__.set_swap_module_params_on_conversion(before)
             for layer in recurrent:
                 layer._init_flat_weights()
+            for tensor, attributes in given:
+                set_tensor_attributes(tensor, attributes)
 
 
-def find_changed_buffers(start: nn.Module, trained: nn.Module) -> list[str]:
-    """Returns the names of the non-persistent buffers that a training changed; no checkpoint holds them.
+Buffers = dict[str, torch.Tensor | None]
 
-    `start` is the module before the training. It may also be the module's `copy_to_meta`, which keeps the
-    values of these buffers.
-    """
-    before, after = _non_persistent(start), _non_persistent(trained)
+
+def find_changed_buffers(before: Buffers, after: Buffers) -> list[str]:
+    """Returns the names of the `unsaved_buffers` that a training changed."""
     return sorted(
         name for name in before.keys() | after.keys() if not _is_same(before.get(name), after.get(name))
     )
 
 
-def _non_persistent(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def unsaved_buffers(module: nn.Module) -> Buffers:
+    """Copies the non-persistent buffers, which no checkpoint holds."""
     return {
-        f"{prefix}.{name}" if prefix else name: owner._buffers[name]
+        f"{prefix}.{name}" if prefix else name: None if (b := owner._buffers[name]) is None else b.clone()
         for prefix, owner in module.named_modules()
         for name in owner._non_persistent_buffers_set
     }
@@ -95,11 +92,23 @@ def _non_persistent(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def _is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
-    if first.shape != second.shape or first.dtype != second.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return False
-    first, second = first.detach().cpu(), second.detach().cpu()
+    pairs = list(zip(dense_parts(first), dense_parts(second), strict=True))
     # A NaN that is still a NaN has not changed.
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the tensor itself, or the indices and values of a sparse one; they share its memory."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:

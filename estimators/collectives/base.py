@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -148,6 +148,12 @@ class Levels:
 
 
 class ConnectedMember:
+    # A copied network belongs to the same rank, so it uses the same collective.
+    belongs_to_rank = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConnectedMember:
+        return self
+
     @staticmethod
     def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> Rendezvous:
         return RendezvousServer(member.host, member.size, secret, ports)

@@ -121,10 +121,6 @@ class InProcessCollective(ConnectedMember):
         self._exchanges = self._parts = 0
         self._messages: dict[tuple[int, int], int] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> InProcessCollective:
-        # A copied network belongs to the same rank, so it uses the same collective.
-        return self
-
     def part(self, groups: Sequence[Sequence[int]]) -> InProcessCollective | LocalCollective | None:
         self._parts += 1
         for number, ranks in enumerate(groups):

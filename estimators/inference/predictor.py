@@ -74,7 +74,8 @@ class Predictor:
         num_rows = count_rows(columns, self.layout)
         widths = (*self.output_widths, *self.results.inner_widths)
         outputs = np.empty((num_rows, sum(widths)), dtype=np.float64)
-        with torch.inference_mode(), self.results.capture(module) as inner:
+        # Not `inference_mode`, whose tensors a forward pass that differentiates cannot use.
+        with torch.no_grad(), self.results.capture(module) as inner:
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
                 rows = slice_rows(columns, self.layout, start, stop)

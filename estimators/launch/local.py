@@ -18,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from ringspark.estimators import run_layout
+from ringspark.estimators import run_layout, user_code
 from ringspark.estimators.collectives import CollectiveError, Member, RendezvousInfo, collective_class
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.failures import Failure, WorkerError
@@ -43,6 +43,8 @@ _MAIN_LOCK = threading.Lock()
 
 
 def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
+    # A copy, as on a worker of Spark, so that the training does not change the user's module.
+    objects = user_code.copy(objects) if objects is not None and objects.module is not None else objects
     objects = objects or UserObjects()
     config = replace(config, num_workers=1, collective="local")
     manifest = ShardManifest.load(config.shards_uri)

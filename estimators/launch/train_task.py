@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ringspark.estimators.training.checkpoint.weights import map_checkpoint, sav
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
-from ringspark.models.meta_device import copy_to_meta
+from ringspark.models.network_copy import weight_storages
 from ringspark.pipelines import ShardManifest, storage
 
 # Up to this size, Spark's closure holds the whole network: reading a file of a store would take longer.
@@ -39,8 +39,8 @@ class PackedObjects:
         network = objects.module
         if network is None or not _ships_through_store(network):
             return cls(pickled=user_code.dumps(objects), network=None)
-        empty = replace(objects, module=copy_to_meta(network))
-        return cls(pickled=user_code.dumps(empty), network=network)
+        # Of all objects together, because a callback or a loss may also refer to the network.
+        return cls(pickled=user_code.dumps(objects, empty=weight_storages(network)), network=network)
 
     def write_weights(self, run_uri: str) -> str | None:
         """Writes the weights into the run's folder and returns their URI; None if they are pickled."""

@@ -5,7 +5,6 @@ The optimizer's state exists already, as in every step except the first.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
@@ -39,6 +38,7 @@ from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
 from ringspark.models import apply_activation_checkpoint
+from ringspark.models.meta_device import copy_module
 from ringspark.models.process_state import fork_generators, ignore_warnings
 
 # From the second on, micro-batches start with existing gradients and are all alike.
@@ -277,9 +277,15 @@ def initialize_lazy_layers(empty: nn.Module, inputs: Sequence[BatchColumn], obje
 
 def _with_storage(empty: nn.Module, device: torch.device) -> nn.Module:
     """Copies a network with fake parameters and buffers on `device`; runs under the fake mode."""
-    memo: dict[int, object] = {}
-    for tensor in (*empty.parameters(), *empty.buffers()):
+    fakes: dict[int, object] = {}
+    tensors = (*empty.parameters(), *empty.buffers())
+    for tensor in tensors:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    return copy.deepcopy(empty, memo)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, tensor.requires_grad)
+        fakes[id(tensor)] = fake
+    for tensor in tensors:
+        attributes = {name: fakes.get(id(value), value) for name, value in vars(tensor).items()}
+        vars(fakes[id(tensor)]).update(attributes)
+    with _disable_current_modes():  # a copy of other tensors must not become fake
+        return copy_module(empty, replaced=fakes, take=lambda real: real)

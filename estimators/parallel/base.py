@@ -65,6 +65,8 @@ class GradientSync:
         ranks_differ: Whether the ranks step on different gradients, so that they must agree on overflow.
         in_step: Whether the ranks take each step together. If not, weights may differ until `settle`.
         progress: Called at each step of another rank while this rank waits for slower ranks.
+        make_optimizer: Makes the optimizer again; None if new parameters cannot be trained.
+        left_out: Names of trainable parameters that the optimizer does not hold.
         local_square: Squared 2-norm of this rank's gradients before the all-reduce, on the device; None
             without `SyncSettings.noise_scale`, or if the strategy does not know it.
     """
@@ -78,6 +80,35 @@ class GradientSync:
         self.in_step = True
         self.progress: Callable[[], None] = lambda: None
         self.local_square: torch.Tensor | None = None
+        self.make_optimizer: MakeOptimizer | None = None
+        self.left_out = set(self._find_unheld().values())
+
+    def _find_unheld(self) -> dict[nn.Parameter, str]:
+        held = {p for group in self.optimizer.param_groups for p in group["params"]}
+        named = self.network.named_parameters()
+        return {p: name for name, p in named if p.requires_grad and p not in held}
+
+    def regroup(self) -> bool:
+        """Synchronizes the parameters that the optimizer holds now; returns False if it cannot add any."""
+        return type(self) is GradientSync
+
+    def hold_new_parameters(self) -> list[str]:
+        """Lets the optimizer hold parameters that require a gradient by now, such as a thawed layer's.
+
+        Returns the names of the parameters that it cannot hold, once for each. Runs on every rank.
+        """
+        new = {p: name for p, name in self._find_unheld().items() if name not in self.left_out}
+        fresh = self.make_optimizer(self.network) if new and self.make_optimizer and self.regroup() else None
+        if fresh is not None and len(fresh.param_groups) == len(self.optimizer.param_groups):
+            for group, made in zip(self.optimizer.param_groups, fresh.param_groups, strict=True):
+                for parameter in made["params"]:
+                    if new.pop(parameter, None) is not None:
+                        group["params"].append(parameter)
+                        if parameter in fresh.state:
+                            self.optimizer.state[parameter] = fresh.state[parameter]
+            self.regroup()
+        self.left_out |= set(new.values())
+        return list(new.values())
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Makes the collective calls of a step on a rank without rows.

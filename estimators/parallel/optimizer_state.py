@@ -25,6 +25,32 @@ def first_rank(name: str) -> int:
     return 0
 
 
+# Stands in an `OptimizerState` for everything that belongs to no parameter; no module has this name.
+NO_PARAMETER = "(optimizer)"
+
+
+def common_state(optimizer: torch.optim.Optimizer) -> dict[str, StateValue]:
+    """Returns what `state_dict()` has besides groups and the state of parameters, with ":" between keys."""
+    found: dict[str, Any] = {}
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            found |= {f"state:{key}:{k}": v for k, v in value.items()}
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        others = optimizer.state_dict()
+        found |= {f"{k}": v for k, v in others.items() if k not in ("state", "param_groups")}
+    return {key: check_value("of all parameters", key, value) for key, value in found.items()}
+
+
+def _load_common(optimizer: torch.optim.Optimizer, values: Mapping[str, StateValue]) -> None:
+    others = {key: value for key, value in values.items() if not key.startswith("state:")}
+    if others:
+        optimizer.load_state_dict(optimizer.state_dict() | others)
+    for key in values.keys() - others.keys():
+        _, owner, name = key.split(":", 2)
+        value = values[key]
+        optimizer.state[owner][name] = value.clone() if isinstance(value, torch.Tensor) else value  # type: ignore[index]
+
+
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
@@ -47,12 +73,16 @@ def state_by_name(
             result[name] = {
                 key: gather_value(check_value(name, key, state[key]), root_of(name)) for key in sorted(state)
             }
+    if common := common_state(optimizer):
+        result[NO_PARAMETER] = common
     return result
 
 
 def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     names = parameter_names(module)
-    check_known(state, names.values())
+    check_known(state, [*names.values(), NO_PARAMETER])
+    if NO_PARAMETER in state:
+        _load_common(optimizer, state[NO_PARAMETER])
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = state.get(names[parameter])
@@ -60,17 +90,18 @@ def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: Opt
             optimizer.state.pop(parameter, None)
             if values is not None:
                 optimizer.state[parameter] = {
-                    key: place_value(value, parameter, group) for key, value in values.items()
+                    key: place_value(value, parameter, group, key) for key, value in values.items()
                 }
 
 
-def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any]) -> StateValue:
+def place_value(value: StateValue, parameter: torch.Tensor, group: Mapping[str, Any], key: str) -> StateValue:
     """Returns a copy of this rank's shard of a value, on the device that the optimizer expects."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == parameter.shape and hasattr(parameter, "full_tensor"):
         return shard_like(value, parameter)
-    if value.dim() == 0 and not (group.get("capturable") or group.get("fused")):
+    is_count = value.dim() == 0 and (key == "step" or parameter.dim() > 0)
+    if is_count and not (group.get("capturable") or group.get("fused")):
         # Step counts stay on the CPU: an optimizer reads them without waiting for the device.
         return value.clone()
     if value.shape == parameter.shape:

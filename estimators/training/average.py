@@ -19,13 +19,30 @@ from ringspark.estimators.parallel.optimizer_state import shard_like
 State = dict[str, torch.Tensor]
 
 
+def has_modes(optimizer: object) -> bool:
+    """Whether an optimizer has train() and eval(), as those without a schedule (Defazio et al. 2024)."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
 class Average:
-    def __init__(self, network: nn.Module, decay: float | None) -> None:
+    """The weights that are validated and saved: their average, or what `optimizer.eval()` makes of them."""
+
+    def __init__(
+        self, network: nn.Module, decay: float | None, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._modal: Any = optimizer if has_modes(optimizer) else None
         self._network = network
         self._decay = decay
-        trained = {n: p for n, p in network.named_parameters() if p.requires_grad and decay is not None}
-        self._parameters = list(trained.values())
-        self.values: State = {name: _at_least_fp32(p.detach()).clone() for name, p in trained.items()}
+        self._parameters: list[nn.Parameter] = []
+        self.values: State = {}
+        self.add_new()
+
+    def add_new(self) -> None:
+        """Starts the average of the parameters that are trained by now."""
+        for name, parameter in self._network.named_parameters():
+            if parameter.requires_grad and self._decay is not None and name not in self.values:
+                self._parameters.append(parameter)
+                self.values[name] = _at_least_fp32(parameter.detach()).clone()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -37,24 +54,32 @@ class Average:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Puts the average into the network inside the context, and restores the weights bitwise."""
-        if self._decay is None:
+        if self._decay is None and self._modal is None:
             yield
             return
-        kept = [p.detach().clone() for p in self._parameters]
-        self._put(list(self.values.values()))
+        moved = self._parameters
+        if self._modal is not None:
+            moved = [p for group in self._modal.param_groups for p in group["params"]]
+        kept = [p.detach().clone() for p in moved]
+        if self._modal is not None:
+            self._modal.eval()
+        else:
+            self._put(moved, list(self.values.values()))
         try:
             yield
         finally:
-            self._put(kept)
+            if self._modal is not None:
+                self._modal.train()
+            self._put(moved, kept)
 
     @torch.no_grad()
-    def _put(self, tensors: list[torch.Tensor]) -> None:
+    def _put(self, parameters: list[nn.Parameter], tensors: list[torch.Tensor]) -> None:
         # FSDP2 keeps the last unit's gathered parameters after an evaluation; they must be gathered again.
         modules: Any = self._network.modules()
         for module in modules:
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.reshard()
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+        for parameter, tensor in zip(parameters, tensors, strict=True):
             parameter.copy_(tensor)
 
     @torch.no_grad()

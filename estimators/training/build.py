@@ -17,14 +17,14 @@ from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
-from ringspark.models.meta_device import copy_module
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
+    """Returns the network to train: the module of `objects` itself, or a new network of the `ModelSpec`."""
     if config.model is not None:
         module = ModelSpec.from_json(config.model).build()
     elif objects.module is not None:
-        module = copy_module(objects.module)
+        module = objects.module
     else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
     return apply_finetuning(module, config)

@@ -28,7 +28,7 @@ from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.deferred_init import defer_initialization
 from ringspark.models.generators import seed_constructor
 from ringspark.models.hugging_face import stop_caching
-from ringspark.models.meta_device import copy_to_meta, find_changed_buffers
+from ringspark.models.meta_device import Buffers, find_changed_buffers, unsaved_buffers
 from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.pipelines import ShardManifest
 
@@ -50,7 +50,7 @@ class RankNetwork:
     ) -> None:
         self._config, self._objects, self._manifest = config, objects, manifest
         self._mesh, self._device, self._status = mesh, device, status
-        self._start_state: nn.Module | None = None
+        self._start_state: Buffers = {}
 
     def build(self) -> None:
         """Builds the whole network, with pretrained weights on rank 0; initialization may be deferred."""
@@ -107,8 +107,8 @@ class RankNetwork:
                 send_initial_weights(module, mesh, self._device)
         # After `shard_network`, which refuses gradient hooks, because this call adds some.
         self._refuse_sparse_gradients()
-        if not mesh.cuts_network:  # a shard of a network holds connections, which cannot be copied
-            self._start_state = copy_to_meta(module)
+        if not mesh.cuts_network:
+            self._start_state = unsaved_buffers(module)
 
     def recompute(self) -> None:
         policy = segment_policy(self._config.gradient_checkpointing)
@@ -124,8 +124,9 @@ class RankNetwork:
 
     def find_changed_buffers(self) -> tuple[str, ...]:
         """Returns the names of buffers that training changed but a checkpoint does not hold."""
-        before = self._start_state
-        return () if before is None else tuple(find_changed_buffers(before, self.module))
+        if self._mesh.cuts_network:
+            return ()
+        return tuple(find_changed_buffers(self._start_state, unsaved_buffers(self.module)))
 
     def _refuse_sparse_gradients(self) -> None:
         """Makes embeddings give dense gradients if the strategy or the optimizer takes no sparse ones."""
@@ -180,4 +181,6 @@ def wrap_network(
         device=device,
         autocast=partial(autocast, config.precision, device),
     )
-    return synchronize_gradients(module, make, mesh, settings)
+    sync = synchronize_gradients(module, make, mesh, settings)
+    sync.make_optimizer = make
+    return sync

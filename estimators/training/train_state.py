@@ -100,7 +100,7 @@ class TrainState:
             measure = self.noise.micro_batch if self.noise else None
             parts = find_partial_gradients(sync.network)
             self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure, parts)
-        self.average = Average(sync.network, config.ema_decay)
+        self.average = Average(sync.network, config.ema_decay, sync.optimizer)
         self.state = TrainingState(
             rank=mesh.world.rank,
             size=mesh.world.size,

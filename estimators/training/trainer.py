@@ -8,7 +8,8 @@ rows' loss divided by the global weight, and the ranks' gradients are summed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast
@@ -19,6 +20,7 @@ import torch
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.arguments import read_layout
+from ringspark.estimators.training.average import has_modes
 from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch, move_batches
@@ -31,6 +33,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.estimators.training.train_state import TrainState
+from ringspark.models.meta_device import dense_parts
 from ringspark.pipelines.epoch_plan import EpochPlan
 from ringspark.pipelines.readers import ShardReader
 
@@ -54,6 +57,8 @@ class Trainer:
 
     def fit(self, train: ShardReader, validation: ShardReader | None) -> None:
         """Runs all epochs, from the newest good checkpoint if there is one. Runs on every rank."""
+        if has_modes(self._sync.optimizer):
+            self._sync.optimizer.train()  # type: ignore[attr-defined]
         is_resumed = self._recovery.begin(self._train_state)
         self._call("on_train_start")
         if is_resumed:
@@ -140,6 +145,8 @@ class Trainer:
         with closing(cast("Any", reader.batches(epoch, first))) as batches:
             read = self._observed.steps(self._on_device(reader, batches), state)
             for step, batch in enumerate(read, first):
+                if step < first + 2 or train_state.callbacks.has_step_end:
+                    self._hold_new_parameters()
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 train_state.rates.set(state.step)
                 global_rows = plan.global_rows(step)
@@ -148,6 +155,7 @@ class Trainer:
                         self._train_step(batch, global_rows, step + 1)
                     else:
                         self._own_step(batch, plan, step)
+                self._share_moved_buffers(plan, step)
                 rows += global_rows
                 state.step += 1
                 train_state.step_in_epoch = step + 1
@@ -175,6 +183,19 @@ class Trainer:
                             raise _PauseError
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
+
+    def _hold_new_parameters(self) -> None:
+        """Trains layers that a callback or `forward` has thawed, as torch does, and names what it cannot."""
+        names = self._sync.hold_new_parameters()
+        self._train_state.average.add_new()
+        if names and self._mesh.writes:
+            warnings.warn(
+                f"parameters {names[:10]} require a gradient since step {self._state.step}, but no optimizer "
+                "holds them, so they are not trained; create them in the network's constructor, and thaw "
+                "layers before fit or with sync=AllReduce()",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _record_step(self, rows: int) -> None:
         """Records the mean loss of all ranks' rows since the last record.
@@ -354,17 +375,27 @@ class Trainer:
                 held = replace(batch, inputs=prepare_inputs(prepare, batch.inputs, batch.layout))
                 yield held if transform is None else transform.held_out(held)
 
-    def _share_buffers(self) -> None:
-        """Broadcasts rank 0's buffers (batch statistics), because the saved network has rank 0's."""
+    def _share_moved_buffers(self, plan: EpochPlan, step: int) -> None:
+        """Gives ranks without rows, which ran no forward pass, the buffers that the others' passes moved."""
+        size = self._mesh.data_size
+        # With several rows per rank no rank is without; nor do ranks that step on their own wait here.
+        if plan.global_rows(step) >= 16 * size or self._together is None or self._config.privacy is not None:
+            return
+        has_rows = [plan.shard_rows(step, rank) > 0 for rank in range(size)]
+        if not all(has_rows) and any(has_rows):
+            self._share_buffers(has_rows.index(True), dict(self._sync.network.named_buffers()))
+
+    def _share_buffers(self, root: int = 0, names: Collection[str] = ()) -> None:
+        """Broadcasts a rank's buffers `names`, or all to save: the saved network has rank 0's statistics."""
         if self._mesh.data_size == 1:
             return
         network = self._sync.network
-        saved = network.state_dict().keys()
-        shared = {n: b for n, b in network.named_buffers() if n in saved}
-        shapes = repr([(name, b.dtype, b.shape) for name, b in shared.items()]).encode()
+        names = list(names or network.state_dict())
+        shared = [part for n, b in network.named_buffers() if n in names for part in dense_parts(b)]
+        shapes = repr([(names, *((part.dtype, part.shape) for part in shared))]).encode()
         if shared and len(set(gather_bytes(self._mesh.data, shapes))) == 1:
             with torch.no_grad():
-                self._mesh.data.broadcast(list(shared.values()))
+                self._mesh.data.broadcast(shared, root)
 
     def _save(self) -> None:
         self._drain()

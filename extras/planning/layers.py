@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from ringspark.models.meta_device import copy_to_meta
 
 # Operations that compute nothing.
 _VIEWS = frozenset(
@@ -125,7 +126,7 @@ def _log(terms: int) -> int:
 
 def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWork:
     """Counts the operations of `module(*inputs)`, run on copies of module and inputs on `meta`."""
-    copy = deepcopy(module).to("meta").train()
+    copy = copy_to_meta(module).to("meta").train()
     count = _Count()
     for name, layer in copy.named_modules():
         layer.register_forward_pre_hook(lambda *_, own=name: count.running.append(own))

@@ -110,7 +110,7 @@ def plan_scaling(
     config, objects = make_config(
         model, inputs, labels, optimizer, loss, precision=precision, collective=collective
     )
-    module = build_module(config, objects)
+    module = build_module(config, user_code.copy(objects))
     gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
     if stepSeconds is None or link is None:
         largest = max(own_rows, math.ceil((batchSize or 0) / workers[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import textwrap
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -374,7 +375,7 @@ def _said(function: Any) -> list[str]:
 
 def test_a_module_that_cannot_be_copied_is_refused(table: Any, common: dict[str, Any]) -> None:
     module = nn.Linear(2, 2)
-    module.seen = module(torch.ones(1, 2))  # type: ignore[assignment]
+    module.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"model Linear cannot be copied: .*; remove results, sessions"):
         TorchClassifier(**common | {"model": module}).fit(table)
 

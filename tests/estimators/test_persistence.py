@@ -29,7 +29,7 @@ from ringspark.estimators.training.checkpoint.weights import (
     save_checkpoint,
 )
 from ringspark.models import ModelSpec
-from ringspark.models.meta_device import copy_to_meta, find_changed_buffers
+from ringspark.models.meta_device import find_changed_buffers, unsaved_buffers
 from ringspark.pipelines import storage
 
 pytestmark = pytest.mark.spark
@@ -506,12 +506,12 @@ class Norm(nn.Module):
 
 def test_state_that_no_checkpoint_holds_is_named_when_it_has_changed() -> None:
     module = nn.Sequential(Norm(), Norm())
-    start = copy_to_meta(module)
+    start = unsaved_buffers(module)
     with torch.no_grad():
         for tensor in [*module.parameters(), module[0].kept]:
             tensor.add_(1)
-    assert find_changed_buffers(start, module) == []
+    assert find_changed_buffers(start, unsaved_buffers(module)) == []
     module[0].mean.add_(1)
     module[1].later = torch.zeros(1)
     module[1].gap = torch.zeros(3)
-    assert find_changed_buffers(start, module) == ["0.mean", "1.gap", "1.later"]
+    assert find_changed_buffers(start, unsaved_buffers(module)) == ["0.mean", "1.gap", "1.later"]

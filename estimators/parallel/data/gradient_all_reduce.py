@@ -74,34 +74,41 @@ class GradientAllReduce(GradientSync):
         self._measures_local = measures_local
         self._prefix = prefix
         self._squares: list[torch.Tensor] = []  # of this rank's buckets, before the all-reduce
-        trained, self._rows = split_parameters(module, optimizer, collective)
+        self._hooks: list[RemovableHandle] = []
+        self._in_flight: list[Callable[[], None]] = []  # all-reduces, in the order of the buckets
+        # True only in a step's last backward pass, so that a callback's backward pass sends nothing.
+        self._reacts = False
+        self._always = nullcontext()
+        self._ranks_of, self._bucket_bytes = over or (lambda _: collective), bucket_bytes
+        self.regroup()
+        # An error keeps this object alive, and an all-reduce in flight would keep the connections open.
+        for ranks in {id(ranks): ranks for ranks in (collective, *self._over)}.values():
+            ranks.on_leave(self._in_flight.clear)
+
+    def regroup(self) -> bool:
+        self.remove_hooks()
+        collective, bucket_bytes = self._collective, self._bucket_bytes
+        trained, self._rows = split_parameters(self.network, self.optimizer, collective)
         if bucket_bytes == "chosen":
             by_network = all(
                 p.device.type == "cpu" and collective.sends_at_once(p.device) for p in trained.values()
             )
             bucket_bytes = choose_bucket_bytes(num_bytes(trained.values()), by_network=by_network)
-        dealt = split_by_ranks(trained, bucket_bytes, over or (lambda _: collective))
+        dealt = split_by_ranks(trained, bucket_bytes, self._ranks_of)
         self._over = [ranks for ranks, _ in dealt]
         self._buckets = [GradientBucket(own) for _, own in dealt]
-        self._in_flight: list[Callable[[], None]] = []  # all-reduces, in the order of the buckets
-        # An error keeps this object alive, and an all-reduce in flight would keep the connections open.
-        for ranks in {id(ranks): ranks for ranks in (collective, *self._over)}.values():
-            ranks.on_leave(self._in_flight.clear)
-        # True only in a step's last backward pass, so that a callback's backward pass sends nothing.
-        self._reacts = False
-        self._always = nullcontext()
-        self._hooks: list[RemovableHandle] = []
         if bucket_bytes is not None:
             for number, bucket in enumerate(self._buckets):
                 for index, parameter in enumerate(bucket.parameters):
                     hook = partial(self._on_gradient, number, index)
                     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._hooks.append(handle)
+        return True
 
     def remove_hooks(self) -> None:
         """Removes the hooks of the parameters, which keep this object and its buffers alive."""
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         self._reacts = last

@@ -50,7 +50,10 @@ class FullySharded:
         units = []
         if ranks.size > 1:
             mesh.world.on_leave(_clear_caches)
+            flags = {name: vars(parameter) for name, parameter in module.named_parameters()}
             units = shard_units(module, _device_mesh(mesh, settings.device))
+            for name, parameter in module.named_parameters():
+                vars(parameter).update(flags[name])  # an optimizer function may read a user's attributes
         if is_deferred(module):
             send_initial_weights(module, mesh, settings.device)
         optimizer = make_optimizer(module)

@@ -107,6 +107,6 @@ def load_state(shard: ShardedParameters, optimizer: torch.optim.Optimizer, state
         if values is not None:
             parameter = shard.parameters[piece.index]
             optimizer.state[tensor] = {
-                key: place_value(slice_state(value, parameter, piece, tensor), tensor, groups[tensor])
+                key: place_value(slice_state(value, parameter, piece, tensor), tensor, groups[tensor], key)
                 for key, value in values.items()
             }

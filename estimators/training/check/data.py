@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape
@@ -30,23 +32,60 @@ NOT_FOR_CLASSES = {
 
 
 def check_losses(
-    task: Task, heads: Sequence[Head], outputs: Sequence[torch.Tensor], given_labels: Sequence[torch.Tensor]
+    task: Task,
+    heads: Sequence[Head],
+    outputs: Sequence[torch.Tensor],
+    given_labels: Sequence[torch.Tensor],
+    module: nn.Module,
 ) -> None:
     """Calls each loss once, to raise its errors before the gang starts."""
+    trained = set(module.parameters())
     for head, output, labels in zip(heads, outputs, given_labels, strict=True):
         name = head.loss_name
         if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
+        own = set(head.loss.parameters()) if isinstance(head.loss, nn.Module) else set()
+        _check_no_parameters(name, own - trained)
         if head.is_per_member or sees_network(head.loss):
             continue  # its loss takes outputs of training mode, and these are of evaluation mode
+        output = output.detach().float().requires_grad_()
         try:
-            resolve_loss(head.loss)(output.float(), labels)
+            rows = resolve_loss(head.loss)(output, labels)
+            if rows.shape != (len(labels),):
+                raise ValueError(
+                    f"it must return one value per row, shape ({len(labels)},), got {tuple(rows.shape)}"
+                )
         except Exception as error:
             given = f"output {tuple(output.shape)} and labelCol {head.label!r} {tuple(labels.shape)}"
             raise ValueError(
                 f"loss {name!r} cannot take {given}: {type(error).__name__}: {error}; set another loss, "
                 "or match the model's output to the label"
             ) from error
+        _check_no_parameters(name, find_leaves(rows) - trained - {output})
+
+
+def find_leaves(result: torch.Tensor) -> set[torch.Tensor]:
+    """Returns the tensors for which a backward pass from `result` computes gradients."""
+    found, waiting = set(), {result.grad_fn}
+    known = {None, *waiting}
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        following = {after for after, _ in getattr(node, "next_functions", ())} - known
+        known |= following
+        waiting |= following
+    return found
+
+
+def _check_no_parameters(loss: str, parameters: Set[torch.Tensor]) -> None:
+    trainable = [tuple(parameter.shape) for parameter in parameters if parameter.requires_grad]
+    if trainable:
+        raise ValueError(
+            f"loss {loss!r} has {len(trainable)} trainable parameters, of shapes {trainable[:5]}, which no "
+            "optimizer holds; make them parameters of the model and let the loss take (module, inputs, "
+            "outputs, labels), or call requires_grad_(False) on them"
+        )
 
 
 def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:

@@ -10,11 +10,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import Parameter, signature
 from itertools import count
 
 import torch
 from torch import nn
 
+from ringspark.estimators import user_code
 from ringspark.estimators.collectives import collective_class
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import check_name
@@ -27,6 +29,7 @@ from ringspark.estimators.parallel.sharded.parameter_shards import (
     is_elementwise,
 )
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
+from ringspark.estimators.training.average import has_modes
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
@@ -38,6 +41,7 @@ from ringspark.estimators.training.check.data import (
 )
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
+from ringspark.estimators.training.check.same_network import check_copy, check_prediction
 from ringspark.estimators.training.check.schema import (
     check_network,
     check_schema,
@@ -57,13 +61,13 @@ from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own_tasks, try_metric
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, defer_compiler_import
-from ringspark.estimators.training.optimizers.schedules import SCHEDULES, make_rates
+from ringspark.estimators.training.optimizers.schedules import SCHEDULES, LearningRates, make_rates
 from ringspark.estimators.training.own_step import check_own_step
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.adapters import MESH_SUPPORT
 from ringspark.models.hugging_face import LIBRARY
-from ringspark.models.meta_device import build_on_meta
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest, check_engine
@@ -73,6 +77,9 @@ _log = logging.getLogger(__name__)
 
 # The training warns if the initial weights keep a larger share than this in the final average.
 MAX_INITIAL_SHARE = 0.5
+
+# Steps of a user's schedule that the driver tries; more would take seconds.
+REPLAYED_STEPS = 50_000
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
 CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
@@ -139,13 +146,21 @@ def check_training(
         check_names(config, objects)
     config = expand_arguments(config, manifest)
     check_columns(config, manifest)
+    given, objects = objects, _copy_objects(objects)
     if check_memory is not None:
         check_memory(config)
     splits: list[Split] = [split for split in _SPLITS if manifest.select(split).num_rows]
     if heads is None:
         heads = check_schema(config, objects, manifest.columns, splits)
+    if given.module is not None:
+        check_copy(config, given, objects.module, manifest)
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
+    if whole is module and config.lora is None:
+        spec = None if config.model is None else ModelSpec.from_json(config.model)
+        skeleton = copy_to_meta(given.module) if spec is None else build_on_meta(spec.build)
+        check_prediction(config, objects, module, skeleton, manifest)
+    _check_order(config, module)
     num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
     check_own_step(config, objects, module, manifest)
     outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
@@ -177,7 +192,7 @@ def check_training(
     elif config.task == "regression":
         check_regression(heads[0], manifest, type(module).__name__, shapes[0])
     if config.training_step is None:
-        check_losses(config.task, heads, outputs, labels)
+        check_losses(config.task, heads, outputs, labels, module)
     if config.differentiates_twice:
         batch = Batch(inputs=inputs, labels=labels, weight=None)
         load_object(CHECK_NETWORK_LOSSES)(config, heads, module, batch)
@@ -189,11 +204,18 @@ def check_training(
         load_object(CHECK_PRIVATE_TRAINING)(config, objects, manifest, heads, module, num_steps)
     return CheckedTraining(
         config=config,
-        objects=objects,
+        objects=given,
         manifest=manifest,
         heads=heads,
         shapes=tuple(shape[1:] for shape in shapes),
     )
+
+
+def _copy_objects(objects: UserObjects) -> UserObjects:
+    """Copies what the checks would change. Together, because a loss may use layers of the network."""
+    if objects.module is None and not any(isinstance(loss, nn.Module) for loss in objects.losses):
+        return objects
+    return user_code.copy(replace(objects, callbacks=()))
 
 
 def _build_networks(config: TrainConfig, objects: UserObjects) -> tuple[nn.Module, nn.Module]:
@@ -225,15 +247,50 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     optimizer = build_configured_optimizer(config, objects, module)
     if (state := config.initial_training_state) is not None:
         check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
+    if objects.optimizer is not None:
+        _check_own_optimizer(config, optimizer)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)
     scaling = RateScaling.of(config.scale_learning_rate, steps)
     schedule = objects.lr_schedule or config.lr_schedule
-    make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
+    rates = make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
+    if objects.lr_schedule is not None:
+        _replay(rates, steps.total)
     if scaling is not None:
         _log.info("%s", scaling)
     return steps.total
+
+
+def _replay(rates: LearningRates, num_steps: int) -> None:
+    """Raises ValueError if a user's schedule fails in one of the first steps that the driver can replay."""
+    for step in range(min(num_steps, REPLAYED_STEPS)):
+        try:
+            rates.set(step)
+        except Exception as error:  # user code may raise anything
+            raise ValueError(
+                f"lrSchedule fails in step {step + 1} of {num_steps} ({type(error).__name__}: {error}); make "
+                "it last for all steps of the training"
+            ) from error
+
+
+def _check_own_optimizer(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if a user's optimizer needs a closure, or modes that the strategy does not know."""
+    name = type(optimizer).__name__
+    is_plain = config.sync == AllReduce() and config.ema_decay is None
+    if has_modes(optimizer) and not is_plain:
+        raise ValueError(
+            f"optimizer {name} has the modes train() and eval(), which need whole weights on each worker, "
+            f"but sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
+        )
+    try:
+        optimizer.step()  # changes nothing, because there are no gradients yet
+    except Exception as error:  # of any kind, depending on the optimizer
+        if "closure" in str(error):
+            raise ValueError(
+                f"optimizer {name} evaluates the loss several times per step, which the training loop does "
+                f"not offer ({error}); use one whose step() needs no closure"
+            ) from error
 
 
 def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
@@ -311,6 +368,20 @@ def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
             f"model {type(module).__name__} has sparse=True in the embedding of {next(iter(tables))!r}, but "
             f"sync={config.sync!r} makes its gradients dense, which take the memory and traffic of the whole "
             "table; leave sparse=True out, or set sync=AllReduce()",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _check_order(config: TrainConfig, module: nn.Module) -> None:
+    """Warns if the inputs are arguments of `forward` by name, but come in another order."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in signature(module.forward).parameters.items() if p.kind in kinds]
+    taken, given = names[: len(config.input_columns)], list(config.input_columns)
+    if taken != given and sorted(taken) == sorted(given):
+        warnings.warn(
+            f"inputs {given} are passed by position, but forward of {type(module).__name__} takes {taken}; "
+            "give inputCols in the order of forward",
             UserWarning,
             stacklevel=5,
         )

@@ -309,11 +309,8 @@ def _projected(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 def _with_shared_weights(module: nn.Module) -> nn.Module:
     """Copies the network and its buffers, but shares the parameters' memory."""
-    memo: dict[int, object] = {
-        id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad)
-        for parameter in module.parameters()
-    }
-    network = copy_module(module, memo)
+    shared = {id(parameter.untyped_storage()) for parameter in module.parameters()}
+    network = copy_module(module, take=lambda own: own if id(own) in shared else own.clone())
     accept_single_rows(network)
     return network
 

@@ -115,9 +115,11 @@ def probe(
     try:
         output = run_module(module, inputs)
     except Exception as error:
+        remedy = "match the model's input size to the columns"
+        if others := {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}:
+            remedy = f"its weights are {', '.join(map(str, others))}, so cast the network with .float()"
         raise ValueError(
-            f"model {name} cannot take the input columns [{given}]: "
-            f"{type(error).__name__}: {error}; match the model's input size to the columns"
+            f"model {name} cannot take the input columns [{given}]: {type(error).__name__}: {error}; {remedy}"
         ) from error
     outputs = as_outputs(output, f"model {name}")
     if len(outputs) != len(config.label_columns):

@@ -24,6 +24,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
+from ringspark.models.network_copy import tensor_attributes
 from ringspark.models.registry import MODELS
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, HashBuckets, Padded
@@ -96,6 +97,12 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "shortens the rows that a worker's own batch uses, so that the workers' weights would "
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
+    hooked = [name for name, p in module.named_parameters() if tensor_attributes(p).keys() - vars(p).keys()]
+    if hooked and config.num_workers > 1 and config.sync.sharding == "parameters":
+        raise ValueError(
+            f"parameter {hooked[0]!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "
+            "shards without hooks; set sync=Zero(stage=2), or change the gradient in the layer's own hook"
+        )
     if isinstance(module, AdaptedNetwork):
         module.check_settings(config.task, config.losses)
     if config.cuts_network:

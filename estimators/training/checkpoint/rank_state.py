@@ -26,6 +26,7 @@ from ringspark.estimators.training.checkpoint.shards import LazyMapping
 from ringspark.estimators.training.objective.metric_set import tensors_under
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.models.generators import get_generator_state, seed_rank, set_generator_state
+from ringspark.models.meta_device import dense_parts
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -45,12 +46,13 @@ class RankState:
         exchange = {f"exchange/{name}": tensor for name, tensor in train_state.sync.rank_state().items()}
         tensors, plain = get_generator_state(train_state.device)
         result = {f"random/{name}": tensor for name, tensor in tensors.items()}
-        for name, buffer in train_state.sync.network.named_buffers():
-            result[f"buffers/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
+        for name, part in _buffer_parts(train_state.sync.network):
+            result[f"buffers/{name}"] = part.to("cpu", copy=True).contiguous()
         values = {
             "random": plain,
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
+            "trained": [n for n, p in train_state.sync.network.named_parameters() if p.requires_grad],
             "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,
@@ -225,10 +227,18 @@ def _restore_stop(train_state: TrainState, reason: str | None, saved: RankState)
     state.stop_reason = None if is_over else reason
 
 
+def _buffer_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers by name; of a sparse buffer the indices and values, with a number after the name."""
+    for name, buffer in module.named_buffers():
+        first, *others = dense_parts(buffer)
+        yield name, first
+        yield from ((f"{name}:{number}", part) for number, part in enumerate(others))
+
+
 def _fill_buffers(module: nn.Module, values: Tensors) -> None:
     """Copies the values in; skips buffers that the first forward pass creates."""
     with torch.no_grad():
-        for name, buffer in module.named_buffers():
+        for name, buffer in _buffer_parts(module):
             if name in values:
                 if values[name].shape != buffer.shape:
                     raise ValueError(

@@ -143,6 +143,13 @@ def load_training_state(
     record = read_record(uri)
     layout = layout_of(sync.network)
     check_optimizer(uri, record, sync.optimizer)
+    if layout is None and record.ranks and "trained" in record.ranks[0]:
+        trained = set(record.ranks[0]["trained"])
+        for name, parameter in sync.network.named_parameters():
+            parameter.requires_grad_(name in trained)
+        sync.hold_new_parameters()
+        if average is not None:
+            average.add_new()
     takes_average = average is not None and bool(average.values)
     # A training that keeps an average needs one in the checkpoint.
     for name in {*_list_files(uri, record), *(_name_shards(AVERAGE, record) if takes_average else ())}:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ class MemberLoss:
 
 
 def _copy_unreduced(loss: nn.Module) -> nn.Module:
-    loss = copy.deepcopy(loss)
+    loss = copy.copy(loss)
     if hasattr(loss, "reduction"):
         if loss.reduction == "sum":
             raise ValueError(
@@ -258,7 +258,17 @@ def _wrap_module(loss: nn.Module) -> RowLoss:
 
 
 def _wrap_callable(loss: Callable[..., torch.Tensor]) -> CallableLoss:
+    if not isinstance(loss, nn.Module) and _reduces(loss):
+        loss = partial(loss, reduction="none")  # a function of torch.nn.functional returns a mean by default
     return (NetworkLoss if sees_network(loss) else CallableLoss)(loss)
+
+
+def _reduces(loss: Callable[..., torch.Tensor]) -> bool:
+    try:
+        given = inspect.signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    return given is not None and given.default == "mean"
 
 
 def _check_arguments(name: str) -> None:
@@ -317,12 +327,12 @@ def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device |
     """Returns the per-row form of a loss; raises ValueError if it does not take (output, label).
 
     Args:
-        loss: A name of `loss_names()`, a torch.nn loss, which is copied and not trained, or a callable.
+        loss: A name of `loss_names()`, a torch.nn loss, or a callable.
         device: Device for class weights and the state of a user's module.
     """
     if isinstance(loss, str):
         check_loss_name(loss)
         return LOSSES[loss] if loss in LOSSES else _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):
-        return _wrap_module(copy.deepcopy(loss).to(device))
+        return _wrap_module(loss.to(device))
     return _wrap_callable(loss)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, find_host_limit
 from ringspark.estimators.memory.budget import first_error_line, network_name
@@ -160,7 +161,7 @@ def _choose(
     chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
     try:
         if chosen.cuts_network:
-            module = build_module(chosen, objects)
+            module = build_module(chosen, user_code.copy(objects))
             probe(module, chosen, manifest, objects)  # initializes lazy layers
             check_mesh(chosen, objects, manifest, module)
     except ValueError as error:

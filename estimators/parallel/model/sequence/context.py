@@ -29,10 +29,6 @@ class Context(ABC):
     def __init__(self, collective: Collective, spans: Spans) -> None:
         self.collective, self.spans = collective, spans
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        # A copied network belongs to the same rank.
-        return self
-
     def __call__(
         self,
         query: torch.Tensor,

@@ -7,8 +7,6 @@ divided by the number of ranks, and their sum over the ranks counts each row onc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -29,10 +27,6 @@ class ShardedRows(WholeRows):
 
     def __init__(self, collective: Collective, spans: Spans) -> None:
         self._collective, self._spans = collective, spans
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedRows:
-        # A copied network belongs to the same rank.
-        return self
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return self._spans.take(x, dim, self._collective.rank)

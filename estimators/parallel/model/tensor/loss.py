@@ -32,12 +32,6 @@ class ShardedScores:
         self.gathers = True
         self.collective, self.num_ids = table.collective, table.num_ids
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedScores:
-        # A copied network belongs to the same rank, but has its own `gathers`.
-        copy = object.__new__(ShardedScores)
-        copy.__dict__ |= self.__dict__
-        return copy
-
     def __call__(self, x: torch.Tensor, tokens: nn.Module) -> torch.Tensor:
         assert isinstance(tokens, VocabularyEmbedding)
         own = F.linear(tokens.boundary.enter(x), tokens.weight)

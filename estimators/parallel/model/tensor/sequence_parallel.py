@@ -7,7 +7,7 @@ a region and a reduce-scatter leaves it. The gradients of parameters between the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -59,10 +59,6 @@ class SequenceBoundary:
         self.collective = collective
         self.length = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceBoundary:
-        # A copied network belongs to the same rank.
-        return self
-
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         own = shard_length(self.length, self.collective.rank, self.collective.size)
         if x.shape[_TOKENS] != own:
@@ -85,9 +81,6 @@ class SequenceShardedRows(WholeRows):
 
     def __init__(self, rows: WholeRows, boundary: SequenceBoundary, *, is_table_sharded: bool) -> None:
         self._rows, self._boundary, self._is_table_sharded = rows, boundary, is_table_sharded
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShardedRows:
-        return self
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         ranks = self._boundary.collective

@@ -1,0 +1,115 @@
+"""What would end in a worker is refused by the driver in one sentence, or works."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from awkward_networks import make_columns
+from small_training import config_of
+from torch import nn
+from torch.nn import functional as F
+
+from ringspark.estimators import user_code
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+
+
+class _MeanOfClasses(nn.CrossEntropyLoss):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return super().forward(output, label).mean()
+
+
+def _cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+
+def _net(outputs: int = 1) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, outputs), *([nn.Flatten(0)] if outputs == 1 else []))
+
+
+@pytest.mark.parametrize(
+    ("sentence", "changes"),
+    [
+        ("one value per row", {"module": _net(3), "losses": (_MeanOfClasses(),)}),
+        ("lrSchedule .* step 6 of 6", {"module": _net(), "lr_schedule": _cycle}),
+        (r"float64, .*\.float\(\)", {"module": _net().double()}),
+    ],
+)
+def test_the_driver_refuses_in_a_sentence(
+    make_shards: MakeShards, tmp_path: Path, sentence: str, changes: dict[str, Any]
+) -> None:
+    columns = make_columns(83)
+    columns["y"] = (columns["y"] > 0).astype("float32")
+    manifest = make_shards(columns)
+    with pytest.raises(ValueError, match=sentence):
+        check_training(config_of(manifest, tmp_path / "run", task="any"), UserObjects(**changes), manifest)
+
+
+def test_a_functional_loss_is_called_per_row(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = config_of(make_shards(make_columns(83)), tmp_path / "run")
+    torch.manual_seed(0)
+    network = _net()
+    losses = [
+        train_here(config, UserObjects(module=network, losses=given)).history[-1].train_loss
+        for given in ((), (F.mse_loss,))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_cached_function_of_a_script_reaches_the_workers() -> None:
+    @functools.lru_cache(maxsize=7)
+    def double(number: int) -> int:
+        return 2 * number
+
+    copied = user_code.loads(user_code.dumps(double))
+    assert copied(4) == 8
+    assert copied.cache_parameters()["maxsize"] == 7
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 1)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.lin(torch.stack([left, 2 * right], 1))[:, 0]  # type: ignore[no-any-return]
+
+
+def test_inputs_in_another_order_than_forward_are_named(make_shards: MakeShards, tmp_path: Path) -> None:
+    columns = {name: make_columns(83)["y"] for name in ("left", "right", "y")}
+    config = config_of(make_shards(columns), tmp_path / "run", input_columns=("right", "left"))
+    with pytest.warns(UserWarning, match=r"by position, but forward of _Pair takes \['left', 'right'\]"):
+        check_training(config, UserObjects(module=_Pair()), ShardManifest.load(config.shards_uri))
+
+
+class _Graph(nn.Module):
+    """Reads a sparse buffer, as graph networks do."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 1)
+        self.register_buffer("edges", torch.eye(4).to_sparse(), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(torch.sparse.mm(self.edges, x.t()).t())[:, 0]  # type: ignore[no-any-return, arg-type]
+
+
+def test_a_network_with_a_sparse_buffer_trains_or_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    config = config_of(
+        manifest, tmp_path / "run", checkpoint_every_steps=1, on_non_finite="skip", num_workers=1
+    )
+    result = train_here(config, UserObjects(module=_Graph(persistent=False)))
+    assert result.checkpoint_errors == ()
+    assert result.lost_state == ()
+    with pytest.raises(ValueError, match=r"edges.*dense"):
+        check_training(config, UserObjects(module=_Graph(persistent=True)), manifest)

@@ -1,0 +1,143 @@
+"""The whole contract of `torch.optim.Optimizer`: modes, and everything that `state_dict()` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from awkward_networks import make_columns
+from small_training import config_of
+from torch import nn
+
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.optimizer_state import place_value
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.checkpoint.reading import load_training_state
+from ringspark.estimators.training.checkpoint.record import Position
+from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+
+
+class Modal(torch.optim.Optimizer):
+    """Steps ahead of the weights, as schedule-free optimizers do: `eval()` takes the look-ahead back.
+
+    Its rate depends on numbers that belong to no parameter.
+    """
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.calls = 0
+        self.is_ahead = False
+        self.state["common"] = {"sum": torch.zeros(3), "steps": 0}  # type: ignore[index]
+
+    def train(self) -> None:
+        self._move(not self.is_ahead, 1.0)
+        self.is_ahead = True
+
+    def eval(self) -> None:
+        self._move(self.is_ahead, -1.0)
+        self.is_ahead = False
+
+    @torch.no_grad()
+    def _move(self, moves: bool, sign: float) -> None:
+        for parameter in self.param_groups[0]["params"] if moves else ():
+            parameter.add_(sign * 0.25)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.is_ahead, "call train() first"
+        common: Any = self.state["common"]  # type: ignore[index]
+        self.calls += 1
+        common["steps"] += 1
+        common["sum"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / (self.calls + common["sum"][0]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"calls": self.calls}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.calls = state_dict.pop("calls")
+        super().load_state_dict(state_dict)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def test_state_of_no_parameter_survives_a_resume(tmp_path: Path) -> None:
+    def train(sync: GradientSync, steps: int) -> None:
+        sync.optimizer.train()  # type: ignore[attr-defined]
+        for _ in range(steps):
+            sync.optimizer.zero_grad()
+            sync.module(torch.ones(2, 4)).sum().backward()
+            sync.optimizer.step()
+
+    def make() -> GradientSync:
+        network = _net()
+        return GradientSync(network, Modal(network.parameters()))
+
+    first, second = make(), make()
+    train(first, 3)
+    snapshot = take_snapshot(first, Position(epoch=1, step=3))
+    assert snapshot is not None
+    write_snapshot(str(tmp_path / "state"), snapshot)
+    second.optimizer.train()  # type: ignore[attr-defined]
+    load_training_state(str(tmp_path / "state"), second)
+    for sync in (first, second):
+        train(sync, 3)
+    for one, two in zip(first.network.parameters(), second.network.parameters(), strict=True):
+        assert one.equal(two)
+
+
+def test_an_optimizer_trains_and_is_saved_in_its_modes(make_shards: MakeShards, tmp_path: Path) -> None:
+    columns = make_columns(83)
+    manifest = make_shards(columns, num_files=1)
+    config = config_of(manifest, tmp_path / "run", shuffle=False)
+    result = train_here(config, UserObjects(module=_net(), optimizer=Modal))
+    plain = _net()
+    optimizer = Modal(plain.parameters())
+    optimizer.train()
+    x, y = torch.from_numpy(columns["x"]), torch.from_numpy(columns["y"])
+    for _ in range(2):
+        for start in range(0, 83, 32):
+            optimizer.zero_grad()
+            ((plain(x[start : start + 32])[:, 0] - y[start : start + 32]) ** 2).mean().backward()
+            optimizer.step()
+    optimizer.eval()
+    trained = _net()
+    load_checkpoint(result.checkpoint_uri, trained)
+    assert torch.allclose(trained.weight, plain.weight, atol=1e-5)  # type: ignore[arg-type]
+    sharded = replace(config, sync=Zero(stage=1), num_workers=2)
+    with pytest.raises(ValueError, match=r"Modal .* modes"):
+        check_training(sharded, UserObjects(module=_net(), optimizer=Modal), manifest)
+
+
+def test_state_of_a_scalar_parameter_lies_on_its_device() -> None:
+    temperature, group = nn.Parameter(torch.zeros((), device="meta")), {"fused": None}
+    assert place_value(torch.ones(()), temperature, group, "exp_avg").is_meta  # type: ignore[union-attr]
+    assert not place_value(torch.ones(()), temperature, group, "step").is_meta  # type: ignore[union-attr]
+
+
+class _Sharpness(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        return super().step(closure)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    objects = UserObjects(module=_net(), optimizer=lambda p: _Sharpness(p, 0.1))
+    with pytest.raises(ValueError, match="closure"):
+        check_training(config_of(manifest, tmp_path / "run"), objects, manifest)

@@ -1,0 +1,181 @@
+"""The network that trains is the user's network: N workers equal plain PyTorch, or the driver refuses."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from awkward_networks import BATCH, CASES, EPOCHS, Thaws, make_columns, train_plain
+from ranks import run_ranks
+from small_training import config_of
+from torch import nn
+
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import train_here
+from ringspark.estimators.launch.train_task import PackedObjects
+from ringspark.estimators.memory.columns import BatchColumn
+from ringspark.estimators.memory.planner import Planner
+from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import train_worker
+from ringspark.models.meta_device import copy_to_meta
+from ringspark.pipelines import ShardManifest
+
+MakeShards = Callable[..., ShardManifest]
+# The last of three steps has 19 rows, or one row, so that the second of two ranks has none.
+ROWS = (83, 65)
+
+
+def _config(manifest: ShardManifest, run: Path, workers: int = 1) -> TrainConfig:
+    return config_of(
+        manifest, run, batch_size=BATCH, epochs=EPOCHS, shuffle=False, num_workers=workers, timeout_seconds=60
+    )
+
+
+def _weights(uri: str) -> dict[str, torch.Tensor]:
+    return dict(tensor_file.read(f"{uri}/{WEIGHTS}", "cpu"))
+
+
+def _difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    if expected.keys() != found.keys():
+        return f"other tensors: {sorted(expected.keys() ^ found.keys())}"
+    off = {name: float((expected[name] - found[name]).abs().max()) for name in expected}
+    return " ".join(f"{name} is off by {size:.2g}" for name, size in off.items() if not size < 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_worker_equals_plain_pytorch(make_shards: MakeShards, tmp_path: Path, name: str) -> None:
+    columns, case = make_columns(ROWS[0]), CASES[name]()
+    config = _config(make_shards(columns, num_files=1), tmp_path / "run")
+    before = {key: value.clone() for key, value in case.module.state_dict().items()}
+    if case.refusal is not None:
+        with pytest.raises(ValueError, match=case.refusal):
+            check_training(config, case.objects(), ShardManifest.load(config.shards_uri))
+        return
+    result = train_here(config, case.objects())
+    plain = CASES[name]()
+    assert _difference(train_plain(plain, columns), _weights(result.checkpoint_uri)) == ""
+    # The network that predicts is a copy without weights, filled from the checkpoint.
+    predictor, x = copy_to_meta(case.module), torch.from_numpy(columns["x"])
+    map_checkpoint(result.checkpoint_uri, predictor)
+    with torch.no_grad():
+        outputs = {"output": plain.module.eval()(x)}, {"output": predictor.eval()(x)}
+    assert _difference(*outputs) == ""
+    # `fit` does not change the user's module.
+    assert _difference(before, case.module.state_dict()) == ""
+    assert all(parameter.grad is None for parameter in case.module.parameters())
+
+
+def test_a_hook_that_sharding_would_drop_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    config = replace(_config(manifest, tmp_path / "run", workers=2), sync=Zero(stage=3), collective="torch")
+    with pytest.raises(ValueError, match="has a hook"):
+        check_training(config, CASES["hook_on_tensor"]().objects(), manifest)
+
+
+def _train_all(
+    configs: dict[str, TrainConfig], pickled: dict[str, bytes], world: Collective
+) -> dict[str, str]:
+    found = {}
+    for name, config in configs.items():
+        try:
+            found[name] = train_worker(config, world, user_code.loads(pickled[name])).checkpoint_uri
+        except Exception as error:  # both ranks fail alike, and the other cases continue
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ROWS)
+def test_two_workers_equal_plain_pytorch(make_shards: MakeShards, tmp_path: Path, rows: int) -> None:
+    columns = make_columns(rows)
+    manifest = make_shards(columns, num_files=1, row_group_rows=20)
+    configs, pickled = {}, {}
+    for name, make in CASES.items():
+        if (case := make()).refusal is None:
+            config = _config(manifest, tmp_path / name, workers=2)
+            configs[name] = check_training(config, case.objects(), manifest).config
+            pickled[name] = user_code.dumps(case.objects())
+    found = run_ranks(2, "torch", partial(_train_all, configs, pickled))[0]
+    wrong = {}
+    for name, uri in found.items():
+        expected = train_plain(CASES[name](), columns)
+        problem = uri if "Error" in uri else _difference(expected, _weights(uri))
+        if problem:
+            wrong[name] = problem
+    assert wrong == {}, json.dumps(wrong, indent=1)
+
+
+def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None:
+    """Its weights travel in a file, and a callback and a hook still refer to the network that trains."""
+    network: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    network.table = nn.Embedding(100_000, 4)
+    network.table.weight.register_hook(lambda g: g * (network[0].weight.sum() > -1e9))
+    network.table.weight._no_weight_decay = True
+    thaws = Thaws()
+    thaws.layer = network[1]  # type: ignore[attr-defined]
+    packed = PackedObjects.of(UserObjects(module=network, callbacks=(thaws,)))
+    weights = packed.write_weights(str(tmp_path))
+    assert weights is not None
+    assert len(packed.pickled) < 100_000
+    objects = user_code.loads(packed.pickled)
+    map_checkpoint(weights, objects.module)
+    table = objects.module.table.weight
+    assert objects.callbacks[0].layer is objects.module[1]
+    assert table._no_weight_decay
+    (hook,) = table._backward_hooks.values()
+    assert inspect.getclosurevars(hook).nonlocals["network"] is objects.module
+    assert table.equal(network.table.weight)
+
+
+def test_the_memory_of_each_network_can_be_planned(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = replace(_config(make_shards(make_columns(83)), tmp_path / "run"), output_widths=(1,))
+    x = BatchColumn(shape=(BATCH, 4), dtype=torch.float32)
+    y = BatchColumn(shape=(BATCH,), dtype=torch.float32)
+    for name, make in CASES.items():
+        if (case := make()).refusal is None:
+            plan = Planner(config, case.objects(), [x], [y]).plan()
+            assert plan.peak > 0, name
+
+
+class _ThawsOnce(Callback):
+    """Thaws a layer after the first epoch, and fails in the third."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        if state.epoch == 1:
+            state.module.get_submodule("lin").requires_grad_(True)
+        if self.fails and state.epoch == 3:
+            raise RuntimeError("stopped")
+
+
+def test_a_thawed_layer_trains_on_after_a_resume(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    found = []
+    for run in ("whole", "resumed"):
+        config = replace(
+            _config(manifest, tmp_path / run), epochs=4, checkpoint_every_epochs=1, ema_decay=0.5
+        )
+        objects = replace(CASES["frozen"]().objects(), callbacks=(_ThawsOnce(run == "resumed"),))
+        if run == "resumed":
+            with pytest.raises(RuntimeError, match="stopped"):
+                train_here(config, objects)
+            objects = replace(objects, callbacks=(_ThawsOnce(False),))
+        found.append(_weights(train_here(config, objects).checkpoint_uri))
+    assert not found[0]["lin.weight"].equal(CASES["frozen"]().module.state_dict()["lin.weight"])
+    assert all(value.equal(found[1][name]) for name, value in found[0].items())
