@@ -376,7 +376,7 @@ def _said(function: Any) -> list[str]:
 def test_a_module_that_cannot_be_copied_is_refused(table: Any, common: dict[str, Any]) -> None:
     module = nn.Linear(2, 2)
     module.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"model Linear cannot be copied: .*; remove results, sessions"):
+    with pytest.raises(ValueError, match=r"cannot be sent to the workers: .*lock.* as a ModelSpec"):
         TorchClassifier(**common | {"model": module}).fit(table)
 
 
