@@ -34,12 +34,15 @@ class JsonLinesTracker(Tracker):
 
     def check(self) -> None:
         """Raises ValueError if `path`, which may come from a saved stage, is a file of another program."""
-        with suppress(FileNotFoundError), Path(self.path or "").open("rb") as file:
-            line = file.readline()
-            if line and not line.startswith(b'{"run": '):
-                raise ValueError(
-                    f"tracking: path {self.path!r} of 'jsonl' is a file of another program; give a new file"
-                )
+        line = b""
+        with suppress(FileNotFoundError):
+            if self.path:
+                with Path(self.path).open("rb") as file:
+                    line = file.readline()
+        if line and not line.startswith(b'{"run": '):
+            raise ValueError(
+                f"tracking: path {self.path!r} of 'jsonl' is a file of another program; give a new file"
+            )
 
     def start(self, run: RunStart) -> Listener:
         uri = storage.join(run.run_uri, run_layout.TRACKING, FILE)

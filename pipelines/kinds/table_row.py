@@ -276,7 +276,7 @@ class TableRow(Kind):
         # A resumed run compares these statistics of all standardized numbers and ids.
         rows: Any = self.decode(arrays)
         found: NumpyArray = np.concatenate([rows["numbers"].ravel(), rows["ids"].ravel()])
-        return found
+        return found[~np.isnan(found)]
 
     def decode(self, columns: Sequence[Any]) -> Rows:
         (column,) = columns

@@ -213,6 +213,8 @@ def _refusal(operators: Sequence[str], everything: str, physical: str) -> str | 
         return "it is cached in Spark, which may hold older rows than its files"
     if (change := _find_change(operators, everything)) is not None:
         return change
+    if _CUT.search(everything):
+        return "Spark shortened its plan"
     # Other tables have files that no scan lists (deletion vectors), or their own lists of files.
     if others := set(_LOCATION.findall(physical)) - {"InMemoryFileIndex"}:
         return f"it reads a table with its own list of files ({sorted(others)[0]})"
@@ -234,7 +236,7 @@ def _find_change(operators: Sequence[str], everything: str) -> str | None:
             return f"its plan has {name or 'an operator'!r}, which may give other rows next time"
     if _PYTHON.search(everything):
         return "it calls a Python function, whose code is not in the plan"
-    if _CUT.search(everything):
+    if _CUT.search("\n".join(operators)):
         return "Spark shortened its plan"
     for operator in operators:
         if _SUBQUERY.search(operator):
@@ -265,6 +267,8 @@ def _without_view(lines: Sequence[str]) -> list[str]:
     for number, line in enumerate(lines[:3]):
         if "View (" in line and _VIEW_OF_OURS.search(line):
             below = lines[number + 1 :]
+            if below and below[0].lstrip(" :+-") == "Filter true":
+                below = below[1:]  # the filter of `explain`
             indent = min((len(re.match(r"[ :+-]*", rest)[0]) for rest in below), default=0)  # type: ignore[index]
             return [rest[indent:] for rest in below]
     return []

@@ -67,7 +67,7 @@ def test_the_clock_of_a_zone_is_the_clock_of_spark(spark: Any, zone: Any) -> Non
     shown = [f"unix_micros(from_utc_timestamp(t, '{name}')) / 1e6 AS `{name}`" for name in zones]
     clocks = spark.range(1).selectExpr(moments).selectExpr("unix_micros(t) / 1e6 AS utc", *shown).toPandas()
     seconds = clocks["utc"].to_numpy()
-    # pandas knows the rules until 2262, and Java goes on with them. Before 1970, their histories differ.
+    # pandas knows the rules until 2262, and Java beyond. Before 1970, their histories differ.
     known = seconds < 9.2e9
     for name in zones:
         distance = np.abs(_on_clock(seconds, name) - clocks[name].to_numpy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -64,11 +64,6 @@ def check_prediction(
         if made is None:
             return
         rows, outputs = made
-        if config.training_step is None and len(outputs) != len(config.label_columns):
-            raise ValueError(
-                f"{name} returns {len(outputs)} tensors in training for the labels "
-                f"{list(config.label_columns)}; return one per label in training as in evaluation"
-            )
         if changed := dict(_shapes(module).items() ^ shapes.items()):
             raise ValueError(
                 f"{name} cannot predict once it is trained: its forward pass creates or resizes "
@@ -76,12 +71,22 @@ def check_prediction(
                 "in their final shape, or with persistent=False"
             )
         try:
-            rows = prepare_inputs(objects.transform_in_prediction, rows)
+            prepare = objects.transform_in_prediction
+            with _untouched(prepare) if isinstance(prepare, nn.Module) else nullcontext():
+                if isinstance(prepare, nn.Module):
+                    prepare.eval()
+                rows = prepare_inputs(prepare, rows)
             with torch.no_grad():
                 expected = _forward(module.eval(), rows)
         except Exception as error:  # user code may raise anything; `probe` has run real shapes
             _log.info("%s fails on random rows: %s", name, error)
             return
+        labels = len(config.label_columns)
+        if config.training_step is None and len(outputs) != labels == len(expected):
+            raise ValueError(
+                f"{name} returns {len(outputs)} tensors in training for the labels "
+                f"{list(config.label_columns)}; return one per label in training as in evaluation"
+            )
 
         def predict() -> Pass:
             fill(skeleton, module.state_dict())

@@ -214,6 +214,8 @@ def test_every_rule_leaves_the_rate_of_its_own_batch_alone() -> None:
 class Watches(Callback):
     """Records the rates and the number of steps; raises after step `at`."""
 
+    belongs_to_rank = True  # is not copied for a training in this process
+
     def __init__(self, at: int | None = None) -> None:
         self.at = at
         self.rates: list[list[float]] = []

@@ -398,19 +398,22 @@ def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation
 
 
 class Memories(nn.Module):
-    """Keeps the last batch in a buffer per dtype; NumPy and Python generate the output scale."""
+    """Keeps the last batch in a buffer per dtype; NumPy and Python generate the output scale, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
-        self.scale = np.random.rand() + random.random()
+        drawn = torch.tensor(np.random.rand() + random.random(), dtype=torch.float64)
+        self.register_buffer("scale", drawn)
         for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64):
             self.register_buffer(f"last_{dtype}".replace(".", "_"), torch.zeros(4, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and len(x):
             with torch.no_grad():
-                for buffer in self.buffers():
+                for name, buffer in self.named_buffers():
+                    if name == "scale":
+                        continue
                     buffer.copy_(x[0] > 0 if buffer.dtype == torch.bool else x[0].abs() * 50)
         return self.linear(x) * self.scale  # type: ignore[no-any-return]
 
@@ -618,5 +621,5 @@ def test_other_outputs_in_training_than_in_evaluation_are_named(
     make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
 ) -> None:
     config = _config(make_shards(columns), tmp_path / "run", model=None)
-    with pytest.raises(ValueError, match="model Auxiliary returns 2 tensors in train mode for 1 labels"):
+    with pytest.raises(ValueError, match="model Auxiliary returns 2 tensors in training for the labels"):
         train_here(config, UserObjects(module=Auxiliary()))

@@ -79,6 +79,8 @@ def _distance(one: TrainResult, two: TrainResult) -> float:
 class Sees(Callback):
     """Records optimizer state and gradients after the first step; raises after step `at`."""
 
+    belongs_to_rank = True  # is not copied for a training in this process
+
     def __init__(self, at: int | None = None) -> None:
         self.at = at
         self.elements = self.gradients = 0

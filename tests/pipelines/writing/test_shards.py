@@ -168,7 +168,7 @@ def test_vectors_of_several_sizes_and_null_vectors_are_refused(spark: Any, tmp_p
         ("i / 199", "must be boolean or 0/1, got values from 0.0 to 1.0"),
         ("if(i = 3, double('NaN'), 0D)", "has 1 nulls or NaNs"),
         ("a", "must be boolean or 0/1, got type array<float>"),
-        ("true", r"no training rows \(of 200 rows, 200 are for validation, 0 hold nulls or cannot be read\)"),
+        ("true", r"no training rows \(of 200 rows, 200 are for validation, 0 are skipped\)"),
     ],
 )
 def test_an_indicator_that_is_none_is_refused(
@@ -331,7 +331,7 @@ def test_nulls_are_skipped_or_kept_where_asked_for(spark: Any, tmp_path: Path) -
     assert (stats.rows, stats.nulls, stats.values, stats.minimum) == (100, 25, 75, 1)
     assert stats.mean == pytest.approx(50)
 
-    with pytest.raises(ValueError, match=r"of 100 rows, 50 are for validation, 50 hold nulls"):
+    with pytest.raises(ValueError, match=r"of 100 rows, 50 are for validation, 50 are skipped"):
         write_shards(
             df.selectExpr("if(held_out, id, null) as id", "held_out"),
             str(tmp_path / "none"),
