@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringspark.pipelines.kinds import kind_from_json
-from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow
+from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow, zone_name
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.table_statistics import (
     FOLDS,
@@ -181,7 +181,7 @@ def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
     }  # fmt: skip
     is_text = leaf.type.startswith(("string", "varchar", "char"))
     if leaf.type == "timestamp" or (is_text and leaf.family == "calendar"):
-        place["zone"] = zone
+        place["zone"] = zone_name(zone)
     if not measured.count:
         return _Choice("left out", "every row lacks a value")
     if leaf.family == "words":

@@ -411,17 +411,26 @@ def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
     # pandas reaches from 1677 to 2262. Beyond, the UTC offset is constant.
     within = np.clip(seconds, -_PANDAS_SECONDS, _PANDAS_SECONDS)
     moments = pd.to_datetime(pd.Series(within), unit="s", utc=True)
-    shown = moments.dt.tz_convert(clock_of(zone)).dt.tz_localize(None)
+    shown = moments.dt.tz_convert(_clock_of(zone)).dt.tz_localize(None)
     found: NumpyArray = ((shown - pd.Timestamp(0)) / pd.Timedelta(seconds=1)).to_numpy(np.float64)
     local: NumpyArray = seconds + (found - within)
     return local
 
 
-def clock_of(zone: str) -> Any:
-    """Converts a Spark time zone, such as "GMT+8" or "PST", to a `timezone` or a name for pandas."""
+def zone_name(zone: str) -> str:
+    """Converts a Spark time zone, such as "GMT+8" or "PST", to a name or an offset "+08:00" for pandas."""
     offset = _OFFSET.fullmatch(zone)
     if offset is None:
         return _SHORT_ZONES.get(zone, zone)
+    sign, *parts = offset.groups("0")
+    hours, minutes, seconds = (f"{int(part):02}" for part in parts)
+    return f"{sign}{hours}:{minutes}" + (f":{seconds}" if seconds != "00" else "")
+
+
+def _clock_of(zone: str) -> Any:
+    offset = _OFFSET.fullmatch(zone)
+    if offset is None:
+        return zone_name(zone)
     sign, *parts = offset.groups("0")
     hours, minutes, seconds = map(int, parts)
     distance = timedelta(hours=hours, minutes=minutes, seconds=seconds)

@@ -44,20 +44,38 @@ def _values(values: Any, column: dict[str, Any]) -> Any:
         values = at_path(values.tolist(), column["path"])
     if column["item"] is None:
         return values
-    return [None if is_missing(value) else _item(array_of(value), column["item"]) for value in values]
+    return [None if is_missing(value) else _item(array_of(value), column) for value in values]
 
 
-def _item(array: NumpyArray, item: int) -> Any:
-    return array[item] if item < len(array) else None
+def _item(array: NumpyArray, column: dict[str, Any]) -> Any:
+    if len(array) != column["length"]:
+        raise ValueError(f"has an array of {len(array)} numbers; give arrays of {column['length']}")
+    return array[column["item"]]
 
 
 def _doubles(values: Any, column: dict[str, Any]) -> NumpyArray:
+    if column["origin"] or _is_text(column):
+        return np.array([_number(value, column["origin"]) for value in values], np.float64)
     found, missing = numbers_of(values)
     if column["type"] in ("float", "array<float>"):
         # In Spark the column holds floats, but JSON holds doubles.
         found = found.astype(np.float32)
     doubles: NumpyArray = np.where(missing, np.nan, found.astype(np.float64))
     return doubles
+
+
+def _is_text(column: dict[str, Any]) -> bool:
+    return str(column["type"]).startswith(("string", "varchar", "char"))
+
+
+def _number(value: Any, origin: int) -> float:
+    """Returns a number, or a text of one, minus `origin`; NaN for another text."""
+    if is_missing(value) or (isinstance(value, str) and "_" in value):
+        return np.nan
+    try:
+        return float(int(value) - origin) if origin else float(value)
+    except (TypeError, ValueError):
+        return np.nan
 
 
 def _standardize(values: NumpyArray, column: dict[str, Any]) -> NumpyArray:
@@ -100,6 +118,8 @@ def _level_ids(values: NumpyArray, levels: Sequence[float]) -> NumpyArray:
 def _seconds(values: Any, column: dict[str, Any]) -> NumpyArray:
     """Returns seconds since 1970 on the clock of the column's time zone; NaN for missing times."""
     zone = column["zone"]
+    if _is_text(column):
+        values = [value if _is_time(value) else None for value in values]
     found, missing = microseconds(list(values), zone)
     if zone:
         seconds = _on_clock(found / 1e6, zone)
@@ -110,10 +130,19 @@ def _seconds(values: Any, column: dict[str, Any]) -> NumpyArray:
 
 
 def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
-    moments = pd.to_datetime(pd.Series(seconds), unit="s", utc=True, errors="coerce")
-    shown = moments.dt.tz_convert(zone).dt.tz_localize(None)
+    # Beyond the times of pandas, the UTC offset is constant.
+    within = np.clip(seconds, -9.2e9, 9.2e9)
+    shown = pd.to_datetime(pd.Series(within), unit="s", utc=True).dt.tz_convert(zone).dt.tz_localize(None)
     found: NumpyArray = ((shown - pd.Timestamp(0)) / pd.Timedelta(seconds=1)).to_numpy(np.float64)
-    return found
+    local: NumpyArray = seconds + (found - within)
+    return local
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return not is_missing(value) and not pd.isna(pd.Timestamp(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def _calendar_numbers(seconds: NumpyArray, column: dict[str, Any]) -> NumpyArray:
