@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from once_differentiable import TwiceOnce
 from small_training import config_of, train_in_turn, weights_of
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringspark.estimators import Mesh, Pipeline, Zero
@@ -261,20 +261,9 @@ def test_attention_is_differentiated_twice(policy: Any, make_config: MakeConfig,
     assert float((found - expected).abs().max()) <= TOLERANCE
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
-
-
 class Once(Cubes):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(_Once.apply(x))
+        return super().forward(TwiceOnce.apply(x))
 
 
 def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeConfig) -> None:

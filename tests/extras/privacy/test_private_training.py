@@ -179,6 +179,8 @@ def test_a_ledger_is_written_before_the_step(make_shards: MakeShards, tmp_path: 
     counts: list[int] = []
 
     class Reads(Callback):
+        belongs_to_rank = True  # is not copied for a training in this process
+
         def on_step_end(self, state: TrainingState) -> None:
             counts.append(sum(steps for *_, steps in read_ledger(str(run)).charged) - state.step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -183,7 +184,8 @@ def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(
     )
     own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
     results = [
-        train_worker(check_training(given, of, shards).config, LocalCollective(), of)
+        # A training changes the network that it gets.
+        train_worker(check_training(given, of, shards).config, LocalCollective(), deepcopy(of))
         for given, of in ((plain, objects), (own, replace(objects, training_step=steps.ordinary_step)))
     ]
     first, second = (load_file(f"{result.checkpoint_uri}/model.safetensors") for result in results)
@@ -203,7 +205,7 @@ def test_steps_without_weights_do_not_count_in_the_history(tmp_path: Path) -> No
     plain = config_of(manifest, tmp_path / "plain", batch_size=16, weight_column="w", shuffle=False)
     own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
     losses = [
-        [record.train_loss for record in train_worker(given, LocalCollective(), of).history]
+        [record.train_loss for record in train_worker(given, LocalCollective(), deepcopy(of)).history]
         for given, of in ((plain, objects), (own, replace(objects, training_step=steps.ordinary_step)))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -216,11 +218,11 @@ def test_a_resumed_gan_has_the_weights_and_the_history_of_an_undisturbed_one(
     objects = replace(case("gan")[1], callbacks=(Stops(None),))
     settings = {"precision": precision, "checkpoint_every_steps": 2}
     expected = train_worker(
-        config(shards, tmp_path / "plain", "gan", 1, **settings), LocalCollective(), objects
+        config(shards, tmp_path / "plain", "gan", 1, **settings), LocalCollective(), deepcopy(objects)
     )
     again = config(shards, tmp_path / "again", "gan", 1, **settings)
     with pytest.raises(ZeroDivisionError):
-        train_worker(again, LocalCollective(), replace(objects, callbacks=(Stops(8),)))
+        train_worker(again, LocalCollective(), replace(deepcopy(objects), callbacks=(Stops(8),)))
     result = train_worker(again, LocalCollective(), objects)
     assert result.resumed_steps == (6,)
     first, second = (load_file(f"{one.checkpoint_uri}/model.safetensors") for one in (expected, result))
