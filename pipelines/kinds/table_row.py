@@ -40,7 +40,8 @@ _SHORT_ZONES = {
     "Z": "UTC", "UT": "UTC", "ACT": "Australia/Darwin", "AET": "Australia/Sydney", "ART": "Africa/Cairo",
     "AGT": "America/Argentina/Buenos_Aires", "AST": "America/Anchorage", "BET": "America/Sao_Paulo",
     "BST": "Asia/Dhaka", "CAT": "Africa/Harare", "CNT": "America/St_Johns", "CST": "America/Chicago",
-    "CTT": "Asia/Shanghai", "EAT": "Africa/Addis_Ababa", "ECT": "Europe/Paris", "IST": "Asia/Kolkata",
+    "ECT": "Europe/Paris", "IST": "Asia/Kolkata",  # codespell:ignore ect,ist
+    "CTT": "Asia/Shanghai", "EAT": "Africa/Addis_Ababa",
     "IET": "America/Indiana/Indianapolis", "JST": "Asia/Tokyo", "MIT": "Pacific/Apia", "NET": "Asia/Yerevan",
     "NST": "Pacific/Auckland", "PLT": "Asia/Karachi", "PNT": "America/Phoenix", "VST": "Asia/Ho_Chi_Minh",
     "PRT": "America/Puerto_Rico", "PST": "America/Los_Angeles", "SST": "Pacific/Guadalcanal",
