@@ -1,6 +1,6 @@
 """DataFrames of every kind that people write, each with the columns `id` (bigint) and `x` (double).
 
-`x` is a function of `id`, so a row whose values were mixed up is found out.
+`x` is a function of `id`, so a test notices mixed-up values.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ OTHERS: dict[str, Frame] = {
     ),
     "row ids": _then(_pandas, lambda df: _paired(df.selectExpr("monotonically_increasing_id() AS id"))),
 }
-"""Frames whose rows Spark reads or computes in tasks."""
+"""Spark reads or computes the rows of these frames in tasks."""
 
 FRAMES = LOCAL | OTHERS
 
