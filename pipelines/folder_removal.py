@@ -60,24 +60,31 @@ def check_removal(
 
 
 def remove_folder(
-    uri: str, paths: str, mark: str | None = None, is_mine: Callable[[bytes], bool] | None = None
+    uri: str,
+    paths: str,
+    mark: str | None = None,
+    is_mine: Callable[[bytes], bool] | None = None,
+    *,
+    keep_folder: bool = False,
 ) -> None:
     """Removes a folder or file that this package made, if it exists; raises ValueError if it must stay.
 
     `paths` is a regular expression of the paths below the folder that its maker writes. `mark` is the file
     that shows who made it; `is_mine` takes its content. Without a mark, only the caller can have made it.
+    With `keep_folder`, only its content goes.
     """
     if storage.exists(uri):
         check_removal(uri, paths, mark, is_mine)
         if mark is not None:  # first: without it the folder counts as removed, and no rank writes into a run
             storage.remove(storage.join(uri, mark))
-        storage.remove(uri, recursive=True)
+        for name in storage.list_names(uri) if keep_folder else [""]:
+            storage.remove(storage.join(uri, name) if name else uri, recursive=True)
 
 
-def discard(uri: str, *made: Any) -> bool:
+def discard(uri: str, *made: Any, keep_folder: bool = False) -> bool:
     """Calls `remove_folder`. Logs a failure, which must replace neither a result nor an error."""
     try:
-        remove_folder(uri, *made)
+        remove_folder(uri, *made, keep_folder=keep_folder)
     except (OSError, ValueError) as error:
         _logger.warning("could not remove %s: %s", uri, error)
         return False

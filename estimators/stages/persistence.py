@@ -110,9 +110,8 @@ class StageWriter(MLWriter):
         try:
             self._write(target)
         except BaseException:
-            discard(target, _PATHS)
-            if was_there and target == uri:  # an empty folder that was there before stays
-                storage.make_dirs(uri)
+            # An empty folder that was there before stays, with its owner and permissions.
+            discard(target, _PATHS, keep_folder=was_there and target == uri)
             raise
         if found:
             _swap(target, uri)

@@ -105,12 +105,13 @@ def test_a_failed_save_leaves_nothing_and_an_empty_folder_as_it_was(tmp_path: Pa
     with pytest.raises(FileNotFoundError):
         broken.save(str(tmp_path / "model"))
     assert os.listdir(tmp_path) == ["c"]
-    (tmp_path / "empty").mkdir()
-    before = (tmp_path / "empty").stat().st_ino
+    (tmp_path / "empty").mkdir(mode=0o750)
+    before = (tmp_path / "empty").stat()
     with pytest.raises(FileNotFoundError):
         broken.save(str(tmp_path / "empty"))
     assert os.listdir(tmp_path / "empty") == []
-    assert (tmp_path / "empty").stat().st_ino == before
+    after = (tmp_path / "empty").stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
 
 
 def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path: Path, spark: Any) -> None:
