@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -38,6 +39,8 @@ class Proxy:
         self.faults: list[dict[str, Any]] = []
         self.stalled = 0
         self.resume = threading.Event()
+        # S3 decides a conditional write and makes it in one step; moto lets other requests in between.
+        self.conditional = threading.Lock()
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._listener = self._listen(0)
@@ -146,9 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
         try:
             headers = {name: value for name, value in self.headers.items() if name != "Expect"}
-            upstream.request(self.command, self.path, body=sent, headers=headers)
-            response = upstream.getresponse()
-            body = response.read()
+            with self.server.conditional if "If-None-Match" in headers else nullcontext():
+                upstream.request(self.command, self.path, body=sent, headers=headers)
+                response = upstream.getresponse()
+                body = response.read()
             passed = [
                 (name, value)
                 for name, value in response.getheaders()
