@@ -76,8 +76,8 @@ def stratified_folds(
         F.xxhash64(F.lit(~seed), *every).alias(_SECOND),
     )
     place = F.row_number().over(Window.partitionBy(quote(label)).orderBy(_KEYED, _FIRST, _SECOND))
-    dealt = hashed.join(F.broadcast(starts), F.col(quote(label)) == F.col(_KEY))
-    fold = F.pmod(F.col(_START) + place - 1, F.lit(k)).cast("int")
+    dealt = hashed.join(F.broadcast(starts), F.col(quote(label)) == F.col(_KEY), "left")
+    fold = F.pmod(_found(_START) + place - 1, F.lit(k)).cast("int")
     return dealt.withColumn(foldCol, fold).drop(_KEY, _START, _KEYED, _FIRST, _SECOND)
 
 
@@ -105,8 +105,9 @@ def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCo
         )
     hashed = F.xxhash64(F.lit(seed), F.col(_KEY))
     place = F.row_number().over(Window.orderBy(F.desc(_ROWS), hashed, F.col(_KEY)))
-    dealt = groups.select(_KEY, F.pmod(place - 1, F.lit(k)).cast("int").alias(foldCol))
-    return df.join(dealt, F.col(quote(group)) == F.col(_KEY)).drop(_KEY)
+    dealt = groups.select(_KEY, F.pmod(place - 1, F.lit(k)).cast("int").alias(_START))
+    joined = df.join(dealt, F.col(quote(group)) == F.col(_KEY), "left")
+    return joined.withColumn(foldCol, _found(_START)).drop(_KEY, _START)
 
 
 def check_count(name: str, k: Any) -> None:
@@ -127,6 +128,12 @@ def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: 
             f"{field.dataType.simpleString()}; use another column"
         )
     return field.name
+
+
+def _found(name: str) -> Column:
+    """Returns a column that a join found for each row; a row without a fold would be lost in all of them."""
+    lost = "a row was not among the rows that were counted for the folds; pass df.localCheckpoint()"
+    return F.coalesce(F.col(name), F.raise_error(F.lit(lost)).cast("int"))
 
 
 def _hashed_parts(df: DataFrame, names: Sequence[str]) -> list[Column]:

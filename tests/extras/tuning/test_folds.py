@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changing_frames import random_function
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
@@ -22,6 +23,7 @@ from ringspark.extras.tuning import (
     stratified_folds,
     time_folds,
 )
+from ringspark.extras.tuning import folds as folds_module
 from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.spark
@@ -246,3 +248,14 @@ def test_cross_validation_refuses_what_it_cannot_use(classes: Any, tmp_path: Pat
         cross_validate(_classifier(tmp_path), [classes], evaluator)
     with pytest.raises(ValueError, match="got str for 'metric'"):
         cross_validate(_classifier(tmp_path), [pair], "auc")
+
+
+@pytest.mark.parametrize("deal", [stratified_folds, grouped_folds])
+def test_a_row_that_the_count_never_saw_is_an_error_and_not_lost(
+    spark: Any, deal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folds_module, "fix_rows", lambda df: df)
+    # Each key has two rows, but other keys come in each branch of the plan.
+    keys = random_function(spark).selectExpr("explode(array(1, 2)) AS n", "bigint(x * 1000000000) AS key")
+    with pytest.raises(Exception, match="not among the rows that were counted for the folds"):
+        deal(keys, "key", 2).collect()
