@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ringspark.estimators.training.saved_tensors.compression import BLOCK_FORMATS
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Below this scale, overflows are not caused by the scale, and small gradients are lost.
@@ -73,6 +75,7 @@ class LossScaler:
         combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         guards: bool = False,
+        compression: str = "none",
         init_scale: float = 2.0**16,
         growth_interval: int = 2000,
     ) -> None:
@@ -81,7 +84,9 @@ class LossScaler:
         Args:
             combine: Returns the maximum of a tensor (1,) over all ranks; None if gradients are equal on all.
             guards: Whether steps whose gradients are not finite are skipped in other precisions too.
+            compression: Value of `TrainConfig.activation_compression`, for `advice`.
         """
+        self._compression = compression
         self.enabled = precision == "fp16" or guards
         self._scales = precision == "fp16"
         self.skipped = False
@@ -162,10 +167,14 @@ class LossScaler:
 
     @property
     def advice(self) -> str:
-        """The skipped steps, as the end of messages about a loss that is not finite."""
-        if not self.skipped_steps or not self._scales:
-            return ""
-        return f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set precision='bf16'"
+        """What may be the cause, as the end of messages about a loss or gradient that is not finite."""
+        found = ""
+        if self._compression in BLOCK_FORMATS:
+            found = f"; activationCompression={self._compression!r} rounds activations: 'bits' is exact"
+        if self.skipped_steps and self._scales:
+            found += f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set "
+            found += "precision='bf16'"
+        return found
 
     def check_trained(self, num_steps: int) -> None:
         """Raises FloatingPointError, on every rank, if all of `num_steps` steps were skipped."""
@@ -173,6 +182,7 @@ class LossScaler:
             raise FloatingPointError(
                 f"onNonFinite 'skip' trains by the steps with finite loss and gradients, but none of "
                 f"{num_steps} was finite; lower learningRate, or look for rows that are not finite"
+                f"{self.advice}"
             )
         if num_steps and self.skipped_steps == num_steps:
             raise FloatingPointError(

@@ -67,7 +67,9 @@ class TrainState:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
         self.observation = observation
         self.prepare = prepare_function(objects.transform_in_prediction, device, training=False)
-        self.scaler = LossScaler(config.precision, device, combine, guards=guards)
+        self.scaler = LossScaler(
+            config.precision, device, combine, guards=guards, compression=config.activation_compression
+        )
         self.recipe = Recipe(
             config=config,
             criterion=Criterion(heads, device, sync.network),

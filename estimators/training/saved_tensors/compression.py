@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -26,15 +27,19 @@ _SPREAD = 0x0101010101010101
 # Byte i of the word keeps bit i; negative, because the word is signed.
 _SELECT = 0x8040201008040201 - 2**64
 
-# "int8" and "fp8" store a byte per value and an fp32 scale per block. The largest finite magnitude of a
-# block becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN: a loss scaler must still
-# see an overflow, and a mask of -Inf must stay one. The error of a value is at most 1/252 of the block's
-# largest with int8; with fp8 at most 1/16 of the value, unless that is below 1/26,000 of the block's largest.
+# "int8" and "fp8" store a byte per value and an fp32 scale per block: up to 256 rows of one column, so that
+# a column of small values keeps its digits beside a column of large ones. The largest finite magnitude of a
+# block becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN, because a loss scaler must
+# still see an overflow. A value other than 0 keeps its sign: it gets at least the smallest code. The error of
+# a value is at most 1/252 of the block's largest with int8 (1/126 for values that small); with fp8 at most
+# 1/16 of the value, or 1/200,000 of the block's largest.
 BLOCK = 256
 # Values converted at a time, so that temporaries stay small compared with the result.
 _CHUNK = 1024 * BLOCK
 _FP8 = torch.float8_e4m3fn
+BLOCK_FORMATS: dict[str, BlockFormat] = {"int8": "int8", "fp8": "fp8"}
 _LARGEST = {"int8": 126.0, "fp8": 416.0}
+_SMALLEST = {"int8": 1.0, "fp8": 2.0**-9}
 
 
 def pack_bits(values: torch.Tensor) -> torch.Tensor:
@@ -53,44 +58,59 @@ def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
     return words.view(torch.uint8)[:count].ne(0)
 
 
-def quantize(values: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts values (n,) to codes, bytes (n,), and scales, fp32 (ceil(n / BLOCK),)."""
-    count = values.numel()
-    codes = torch.empty(count, dtype=torch.uint8, device=values.device)
-    scales = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=values.device)
-    for start, stop in _chunks(count):
-        chunk = torch.zeros(-(-(stop - start) // BLOCK) * BLOCK, device=values.device)
-        chunk[: stop - start] = values[start:stop]
-        blocks = chunk.view(-1, BLOCK)
+def quantize(
+    values: torch.Tensor, block_format: BlockFormat, width: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts values (n,), which are rows of `width` columns.
+
+    Returns codes, bytes (n,), and scales, fp32 (ceil(n / width / BLOCK) * width,).
+    """
+    rows = values.view(-1, width)
+    codes = torch.empty(rows.shape, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(-(-len(rows) // BLOCK), width, dtype=torch.float32, device=values.device)
+    for part, columns, of_part in _chunks(rows):
+        chunk = rows[part, columns].float()
+        chunk = F.pad(chunk, (0, 0, 0, -len(chunk) % BLOCK))
+        blocks = chunk.view(-1, BLOCK, chunk.shape[1])
         largest = blocks.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(1)
         # A block of zeros would divide by zero.
         scale = largest.div_(_LARGEST[block_format]).clamp_min_(torch.finfo(torch.float32).tiny)
-        encoded = _encode(blocks.div_(scale[:, None]), block_format)
-        codes[start:stop] = encoded.view(-1)[: stop - start]
-        scales[start // BLOCK : -(-stop // BLOCK)] = scale
-    return codes, scales
+        scaled = blocks / scale[:, None]
+        scaled.abs_().clamp_min_(_SMALLEST[block_format]).copysign_(blocks)
+        scaled.masked_fill_(blocks == 0, 0)
+        codes[part, columns] = _encode(scaled, block_format).view(chunk.shape)[: codes[part].shape[0]]
+        scales[of_part, columns] = scale
+    return codes.view(-1), scales.view(-1)
 
 
 def dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, dtype: torch.dtype
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    width: int = 1,
 ) -> torch.Tensor:
-    """Undoes `quantize` except for the rounding."""
-    count = codes.numel()
+    """Undoes `quantize` except for the rounding; returns (n,)."""
     table = _table(block_format, codes.device)
-    values = torch.empty(count, dtype=dtype, device=codes.device)
-    for start, stop in _chunks(count):
-        chunk = table.index_select(0, codes[start:stop].to(torch.int32))
-        whole = (stop - start) // BLOCK * BLOCK
-        first = start // BLOCK
-        chunk[:whole].view(-1, BLOCK).mul_(scales[first : first + whole // BLOCK, None])
-        if whole < stop - start:
-            chunk[whole:].mul_(scales[-1])
-        values[start:stop] = chunk
-    return values
+    codes, scales = codes.view(-1, width), scales.view(-1, width)
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    for part, columns, of_part in _chunks(codes):
+        chunk = table[codes[part, columns].to(torch.int32)]
+        scale = scales[of_part, columns].repeat_interleave(BLOCK, 0)[: len(chunk)]
+        values[part, columns] = chunk.mul_(scale)
+    return values.view(-1)
 
 
-def _chunks(count: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
+def _chunks(rows: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields the rows, the columns and the blocks of rows of chunks of at most _CHUNK values."""
+    count, width = rows.shape
+    columns = min(width, _CHUNK // BLOCK)
+    blocks = _CHUNK // BLOCK // max(columns, 1)
+    for start in range(0, count, blocks * BLOCK):
+        block = start // BLOCK
+        for first in range(0, width, columns):
+            part = slice(start, min(start + blocks * BLOCK, count))
+            yield part, slice(first, first + columns), slice(block, block + -(-(part.stop - start) // BLOCK))
 
 
 def _encode(scaled: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
@@ -140,24 +160,40 @@ def _dropout_factors(kept: float) -> TensorCodec:
     )
 
 
-def _blocks(block_format: BlockFormat) -> TensorCodec:
+@cache  # the codec is a part of a tensor's key
+def in_blocks(block_format: BlockFormat, width: int) -> TensorCodec:
+    """Returns the codec of `quantize`."""
     return TensorCodec(
-        lambda values: quantize(values, block_format),
-        lambda parts, count, dtype: dequantize(parts[0], parts[1], block_format, dtype),
+        lambda values: quantize(values, block_format, width),
+        lambda parts, count, dtype: dequantize(parts[0], parts[1], block_format, dtype, width),
     )
 
 
-LOSSY = {"int8": _blocks("int8"), "fp8": _blocks("fp8")}
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What the tensors that an operation saves may become.
 
-# Sets the codec of an operation's saved tensors, if known, and the number of elements of its largest
-# activation, while the operation runs.
-Saving = Callable[[TensorCodec | None, int], AbstractContextManager[None]]
+    Attributes:
+        codec: How to store them, if known.
+        rounds: Whether its backward pass is linear in its activations, so that they may be rounded.
+        largest: The number of elements of its largest activation.
+        by_columns: Whether each column of an activation has its own scale; else neighbours in memory share
+            one, which belong to one channel of an image.
+    """
+
+    codec: TensorCodec | None = None
+    rounds: bool = False
+    largest: int = 0
+    by_columns: bool = True
+
+
+NOTHING = Saving()
 
 
 class ForwardMode(TorchFunctionMode):
     """Tells the hooks which operation runs."""
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: Callable[[Saving], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._saving = saving
 
@@ -166,20 +202,24 @@ class ForwardMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _RELU:
-            with self._saving(SIGNS, 0):
+            with self._saving(Saving(codec=SIGNS)):
                 return func(*args, **kwargs)
         if func in _DROPOUT:
             values, p, inplace = _DROPOUT[func](*args, **kwargs)
             if _draws_factors(values, p):
                 return self._drop(values, p, inplace)
-        with self._saving(None, _largest((*args, *kwargs.values()))):
+        saving = NOTHING
+        if func in _LINEAR or func in _OF_CHANNELS:
+            largest = _largest((*args, *kwargs.values()))
+            saving = Saving(rounds=True, largest=largest, by_columns=func in _LINEAR)
+        with self._saving(saving):
             return func(*args, **kwargs)
 
     def _drop(self, values: torch.Tensor, p: float, inplace: bool) -> torch.Tensor:
         """Repeats `at::dropout` with the same random numbers and arithmetic."""
         kept = 1 - p
         factors = torch.empty_like(values).bernoulli_(kept).div_(kept)
-        with self._saving(_dropout_factors(kept), 0):
+        with self._saving(Saving(codec=_dropout_factors(kept))):
             return values.mul_(factors) if inplace else values * factors
 
 
@@ -194,6 +234,21 @@ def _draws_factors(values: torch.Tensor, p: float) -> bool:
     )
 
 
+# Operations whose backward pass is linear in the activations that they save, so that an error of a value has
+# no more effect than its size. The others keep theirs: 0 in place of a small value would give Inf in the
+# backward pass of a division or logarithm, and a wrong score of attention changes all probabilities of a row.
+_LINEAR = {
+    *(F.linear, F.bilinear, torch.mm, torch.bmm, torch.matmul, torch.addmm, torch.baddbmm, torch.einsum),
+    *(getattr(torch.Tensor, name) for name in ("mm", "bmm", "matmul", "__matmul__", "__rmatmul__")),
+    *(getattr(torch.Tensor, name) for name in ("addmm", "baddbmm", "mul", "__mul__", "__rmul__", "multiply")),
+    *(torch.mul, torch.multiply, F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm),
+}
+_OF_CHANNELS = {
+    *(F.batch_norm, torch.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, torch.instance_norm),
+    *(getattr(F, f"conv{name}{n}d") for name in ("", "_transpose") for n in (1, 2, 3)),
+    *(getattr(F, f"{name}_pool{n}d") for name in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)),
+    *(getattr(torch, f"max_pool{n}d") for n in (1, 2, 3)),
+}
 _RELU = {F.relu, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 # The arguments of each dropout -> the values, the probability of 0, and whether it works in place.
 _DROPOUT: dict[Callable[..., Any], Callable[..., tuple[torch.Tensor, float, bool]]] = {

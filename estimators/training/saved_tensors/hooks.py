@@ -21,11 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringspark.estimators.training.saved_tensors.compression import (
+    BLOCK_FORMATS,
     BOOLEANS,
-    LOSSY,
+    NOTHING,
     RAW,
     ForwardMode,
+    Saving,
     TensorCodec,
+    in_blocks,
 )
 from ringspark.estimators.training.saved_tensors.offload import Restore, Store, make_store
 
@@ -38,6 +41,8 @@ SMALL_BYTES = 4096
 # No lossy codec for tensors below this fraction of the operation's largest (means, deviations: one number
 # per row): the gradient depends on all their digits.
 SMALL_SHARE = 8
+# With fewer rows, the scales of the columns would take half as many bytes as the codes.
+FEW_ROWS = 8
 
 _LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Nodes whose output is a view or a copy of their input, or the input in autocast's dtype.
@@ -153,26 +158,24 @@ class SavedTensors:
     ) -> None:
         self._device = device.type
         self._compresses = compression != "none"
-        self._lossy = LOSSY.get(compression)
+        self._blocks = BLOCK_FORMATS.get(compression)
         self._store = store
         held = itertools.chain(module.parameters(), module.buffers())
         self._held = {_address(tensor) for tensor in held if not _is_foreign(tensor)}
         self._packed: dict[object, tuple[StorageWeakRef, Restore]] = {}
-        self._codec: TensorCodec | None = None
-        self._largest = 0
+        self._saving = NOTHING
         # Successive nodes of the backward pass often need the same vector: views of it, or several layers
         # over one input. Read and written as one tuple, because CUDA's backward runs in other threads.
         self._last: tuple[Restore, torch.Tensor, int] | None = None
 
     @contextmanager
-    def saving(self, codec: TensorCodec | None, largest: int) -> Iterator[None]:
-        """Sets the codec and the largest size of the saved tensors of an operation, while it runs."""
-        before = self._codec, self._largest
-        self._codec, self._largest = codec, largest
+    def saving(self, saving: Saving) -> Iterator[None]:
+        """Applies to the tensors that are saved inside the context."""
+        before, self._saving = self._saving, saving
         try:
             yield
         finally:
-            self._codec, self._largest = before
+            self._saving = before
 
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor) -> Restore:
@@ -207,12 +210,25 @@ class SavedTensors:
         layout = density(tensor)
         if layout == "dense" and tensor.dtype == torch.bool:
             return BOOLEANS
-        if layout == "dense" and self._codec is not None and tensor.is_floating_point():
-            return self._codec
-        is_big = tensor.numel() * SMALL_SHARE > self._largest
-        if self._lossy and is_big and layout != "overlapping" and tensor.dtype in _LOSSY_DTYPES:
-            return self._lossy
+        if layout == "dense" and self._saving.codec is not None and tensor.is_floating_point():
+            return self._saving.codec
+        if self._blocks and self._is_lossy(tensor) and layout != "overlapping":
+            width = _width(tensor, layout) if self._saving.by_columns else 1
+            if tensor.numel() >= FEW_ROWS * width:
+                return in_blocks(self._blocks, width)
         return rest
+
+    def _is_lossy(self, tensor: torch.Tensor) -> bool:
+        """Returns whether an activation may be rounded: it has a gradient, and the next one is linear in it.
+
+        A batch, a mask, and what a user's autograd function saves stay exact.
+        """
+        return (
+            self._saving.rounds
+            and tensor.numel() * SMALL_SHARE > self._saving.largest
+            and tensor.requires_grad
+            and tensor.dtype in _LOSSY_DTYPES
+        )
 
     def _pack_once(self, tensor: torch.Tensor, flat: Flat, codec: TensorCodec) -> Restore:
         key = (_address(tensor), flat.key, tensor.dtype, tensor._version, codec)
@@ -234,6 +250,13 @@ class SavedTensors:
             values = packed()
             self._last = last = packed, values, values._version
         return last[1].as_strided(*geometry)
+
+
+def _width(tensor: torch.Tensor, layout: Density) -> int:
+    """Returns the size of the dimension whose elements `flatten_values` puts next to each other."""
+    if layout != "dense":
+        return int(tensor.shape[-1])
+    return next((n for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s == 1 and n > 1), 1)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -372,10 +372,20 @@ def test_a_model_that_raises_on_one_rank_is_named_with_its_step(
         train_gang(config, UserObjects(module=_FailsAtStep(3)))
 
 
-def test_a_loss_that_is_not_finite_stops_the_training(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = _config(make_shards(_columns(100)), tmp_path / "run", optimizer="sgd", learning_rate=1e20)
-    with pytest.raises(FloatingPointError, match=r"the training loss is .* lower learningRate"):
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_loss_that_is_not_finite_stops_the_training(
+    make_shards: MakeShards, tmp_path: Path, compression: str
+) -> None:
+    config = _config(
+        make_shards(_columns(100)),
+        tmp_path / "run",
+        optimizer="sgd",
+        learning_rate=1e20,
+        activation_compression=compression,
+    )
+    with pytest.raises(FloatingPointError, match=r"the training loss is .* lower learningRate") as raised:
         train_here(config)
+    assert ("activationCompression='int8' rounds" in str(raised.value)) == (compression == "int8")
 
 
 def test_the_result_survives_json(make_shards: MakeShards, tmp_path: Path) -> None:

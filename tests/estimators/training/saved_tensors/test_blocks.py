@@ -13,11 +13,11 @@ FORMATS = ("int8", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def there_and_back(values: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
-    codes, scales = quantize(values, block_format)
+def there_and_back(values: torch.Tensor, block_format: BlockFormat, width: int = 1) -> torch.Tensor:
+    codes, scales = quantize(values, block_format, width)
     assert codes.nbytes == values.numel()
-    assert scales.numel() == -(-values.numel() // BLOCK)
-    return dequantize(codes, scales, block_format, values.dtype)
+    assert scales.numel() == -(-values.numel() // width // BLOCK) * width
+    return dequantize(codes, scales, block_format, values.dtype, width)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,7 +28,8 @@ def test_error_stays_in_the_promised_bounds(dtype: torch.dtype, count: int, expo
     largest = torch.cat([part.abs().amax().expand(len(part)) for part in values.float().split(BLOCK)])
     of_dtype = 2 * torch.finfo(dtype).eps * values.float().abs() + torch.finfo(dtype).smallest_normal
     error = (there_and_back(values, "int8").float() - values.float()).abs()
-    assert (error <= 1.0001 * largest / 252 + of_dtype).all()
+    is_small = values.float().abs() <= largest / 126
+    assert (error <= 1.0001 * largest / torch.where(is_small, 126, 252) + of_dtype).all()
     error = (there_and_back(values, "fp8").float() - values.float()).abs()
     # Below 2^-6, the codes of e4m3 are evenly spaced, 2^-9 apart.
     assert (error <= values.float().abs() / 16 + largest / 416 * 2**-9 + of_dtype).all()
@@ -47,7 +48,7 @@ def test_nan_and_inf_survive_and_spoil_no_neighbour(
     finite = values.isfinite()
     assert torch.equal(result.isfinite(), finite)
     torch.testing.assert_close(result[~finite], values[~finite], equal_nan=True)
-    torch.testing.assert_close(result[finite], values[finite], rtol=1 / 15, atol=0.03)
+    torch.testing.assert_close(result[finite], values[finite], rtol=1 / 15, atol=0.05)
 
 
 @pytest.mark.parametrize("block_format", FORMATS)
@@ -57,7 +58,7 @@ def test_zeros_and_extremes_stay_finite(block_format: BlockFormat) -> None:
     extremes = torch.tensor([3e38, -3e38, 1e-45, 0.0]).repeat(100)
     assert there_and_back(extremes, block_format).isfinite().all()
     tiny = torch.full((300,), 1e-40)
-    assert (there_and_back(tiny, block_format) - tiny).abs().max() <= 1e-38
+    assert (there_and_back(tiny, block_format) - tiny).abs().max() <= 1.2e-38
     halves = torch.full((300,), 65504.0, dtype=torch.float16)
     assert torch.equal(there_and_back(halves, block_format), halves)
 
@@ -66,3 +67,25 @@ def test_zeros_and_extremes_stay_finite(block_format: BlockFormat) -> None:
 def test_blocks_run_on_meta(block_format: BlockFormat) -> None:
     values = torch.empty(1000, dtype=torch.bfloat16, device="meta")
     assert there_and_back(values, block_format).shape == (1000,)
+
+
+@pytest.mark.parametrize("block_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(exponents=st.lists(st.integers(-9, 9), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_no_value_becomes_zero_or_changes_its_sign(
+    block_format: BlockFormat, dtype: torch.dtype, exponents: list[int], seed: int
+) -> None:
+    values = torch.randn(700, generator=torch.Generator().manual_seed(seed))
+    values = (values * torch.tensor([10.0**e for e in exponents]).repeat(700)[:700]).to(dtype)
+    values[::7] = 0
+    assert torch.equal(there_and_back(values, block_format).sign(), values.sign())
+
+
+@pytest.mark.parametrize("block_format", FORMATS)
+@pytest.mark.parametrize("shape", [(9, 3), (256, 2), (600, 1030), (9, 70_000)], ids=str)
+def test_a_column_keeps_its_digits_beside_a_larger_one(
+    block_format: BlockFormat, shape: tuple[int, int]
+) -> None:
+    rows = torch.empty(shape).uniform_(0.5, 1).mul_(torch.logspace(-12, 12, shape[1]))
+    result = there_and_back(rows.view(-1), block_format, shape[1]).view(shape)
+    torch.testing.assert_close(result, rows, rtol=1 / 15, atol=0)

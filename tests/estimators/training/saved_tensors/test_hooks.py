@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -202,13 +203,13 @@ def test_without_techniques_or_gradients_nothing_is_entered() -> None:
 
 
 def test_tensor_saved_by_several_operations_is_stored_once(live_bytes: type) -> None:
-    x = torch.randn(4096, requires_grad=True)
+    x = torch.randn(64, 64, requires_grad=True)
     with live_bytes(x) as live, _hooks(compression="int8"):
         y = x * 1
-        z = y.sin() + y.cos() + y.exp().detach() + y.square()
+        z = y * x + y @ x + torch.einsum("ij,ij->ij", y, x)
     del y
-    # One copy of the codes and scales, and the sum.
-    assert live.total() == 4096 + 4096 // 256 * 4 + z.nbytes
+    # One copy of the codes and of the scales of 64 columns, and the sum.
+    assert live.total() == 64 * 64 + 64 * 4 + z.nbytes
 
 
 def test_changed_tensor_is_stored_anew() -> None:
@@ -294,6 +295,61 @@ def test_overflow_is_not_hidden() -> None:
             y = (x * x).square()  # 90,000 overflows fp16
         (gradient,) = torch.autograd.grad(y.sum(), x)
         assert not gradient.isfinite().any()
+
+
+class RootMeanSquare(torch.autograd.Function):
+    """Divides by a statistic that it saves; a rounded one would scale all gradients of the row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        norm = x.square().mean(-1, keepdim=True).sqrt()
+        ctx.save_for_backward(x / norm, norm.expand_as(x).contiguous())
+        return x / norm
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y, norm = ctx.saved_tensors
+        return (gradient - y * (gradient * y).mean(-1, keepdim=True)) / norm
+
+
+# What each may not round: its input is a batch of columns, of which one is 1,000 times larger.
+EXACTLY: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "the batch": lambda net, x: net(x),
+    "a mask": lambda net, x: F.softmax(net(x) + torch.where(x > 2, -1e9, x / 1000), -1),
+    "scaled by a batch": lambda net, x: net(x / 1000) * x,
+    "a function of the user": lambda net, x: RootMeanSquare.apply(net(x)),
+    "log": lambda net, x: net(x).abs().log(),
+    "sqrt": lambda net, x: net(x).abs().sqrt(),
+    "division": lambda net, x: 1 / net(x),
+    "power": lambda net, x: net(x).abs() ** -0.5,
+    "attention": lambda net, x: F.scaled_dot_product_attention(net(x), net(x) * x, net(x)),
+}
+
+
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
+@pytest.mark.parametrize("what", EXACTLY)
+def test_what_rounding_would_destroy_stays_exact(what: str, compression: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 32)
+    x[:, 3] *= 1000
+    net = nn.Linear(32, 32)
+    expected = torch.autograd.grad(EXACTLY[what](net, x).square().sum(), net.weight)[0]
+    with saved_tensor_hooks(offload="none", compression=compression, module=net, device=CPU):
+        y = EXACTLY[what](net, x)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), net.weight)[0], expected)
+
+
+@pytest.mark.parametrize(("compression", "error"), [("int8", 0.01), ("fp8", 0.06)])
+def test_every_column_of_an_activation_keeps_its_digits(compression: str, error: float) -> None:
+    torch.manual_seed(0)
+    x, scale = torch.randn(256, 32), torch.logspace(-3, 3, 32)
+    first, last = nn.Linear(32, 32), nn.Linear(32, 32)
+    with saved_tensor_hooks(offload="none", compression=compression, module=last, device=CPU):
+        y = last(first(x) * scale)
+    with torch.no_grad():
+        expected = 2 * y.T @ (first(x) * scale)
+    (found,) = torch.autograd.grad(y.square().sum(), last.weight)
+    assert 0 < float(((found - expected).norm(dim=0) / expected.norm(dim=0)).max()) < error
 
 
 def test_attention_keeps_its_logarithms_of_sums() -> None:
