@@ -21,6 +21,7 @@ NOT_RUN: dict[str, int] = {
     "design.md": 6,
     "inference.md": 1,
     "migrating.md": 4,
+    "run.md": 1,
     "search.md": 1,
     "serving.md": 2,
     "tracking.md": 1,

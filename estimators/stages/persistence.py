@@ -29,6 +29,7 @@ from torch import nn
 from ringspark.estimators import user_code
 from ringspark.estimators.options.base import Options
 from ringspark.estimators.options.sync import EARLIER
+from ringspark.estimators.run_layout import CHECKPOINTS
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, save_program, save_start
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
@@ -49,7 +50,7 @@ OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 _PATHS = (
     rf"(?:(?:estimator|best-model|evaluator)/)*(?:{METADATA}/[^/]+|{WEIGHTS_FOLDER}/[^/]+|[\w.-]+\.(?:json|pkl)|"
-    r"[\w.-]+\.safetensors)|evaluator/.+"
+    rf"[\w.-]+\.safetensors|{CHECKPOINTS}/step-\d+/[\w.-]+)|evaluator/.+"
 )
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 

@@ -21,6 +21,8 @@ from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.persistence import DESCRIPTION, FORMAT_VERSION
 from ringspark.estimators.stages.spark_metadata import METADATA
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, step_uri
+from ringspark.estimators.training.checkpoint.snapshot import AVERAGE, OPTIMIZER, RANKS, RECORD
 from ringspark.estimators.training.checkpoint.weights import (
     ADAPTER,
     COMMIT,
@@ -121,6 +123,18 @@ def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path: Pat
     with pytest.raises(ValueError, match=r"which is gone; .* to another folder"):
         model.save(str(tmp_path / "model"))
     assert not (tmp_path / "model").exists()
+
+
+def test_a_stage_that_was_saved_with_its_training_state_is_overwritten(tmp_path: Path, spark: Any) -> None:
+    path = tmp_path / "model"
+    make(tmp_path / "old", seed=1).save(str(path))
+    step = Path(step_uri(checkpoints_uri(str(path)), 7))
+    step.mkdir(parents=True)
+    shards = ["model-00001-of-00002.5f0e.safetensors", "part-00001-of-00002.5f0e.json"]
+    for name in (WEIGHTS, COMMIT, RANKS, RECORD, OPTIMIZER, AVERAGE, *shards):
+        (step / name).write_bytes(b"x")
+    make(tmp_path / "new", seed=2).write().overwrite().save(str(path))
+    assert not step.exists()
 
 
 def test_overwrite_takes_no_folder_of_something_else(tmp_path: Path, spark: Any) -> None:
