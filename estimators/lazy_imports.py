@@ -42,15 +42,3 @@ def make_getattr(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
         return load_object(paths[name])
 
     return get
-
-
-def forward_to(module: str) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for a module that has moved to `module`."""
-
-    def get(name: str) -> Any:
-        # The import system reads such names of every module; another module's values would confuse it.
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
-        return getattr(import_module(module), name)
-
-    return get

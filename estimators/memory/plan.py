@@ -17,7 +17,7 @@ from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.memory.report import MemoryPlan
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.sync import AllReduce, write_earlier
+from ringspark.estimators.options.sync import shard_state
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings import memory, network, training, workers
@@ -98,7 +98,7 @@ def plan_memory(
         gradient_accumulation=gradientAccumulation,
         activation_offload=cast(Any, activationOffload),
         activation_compression=cast(Any, activationCompression),
-        sync=write_earlier(AllReduce(), {"sharding": sharding}),
+        sync=shard_state(sharding),
         reader="arrow",
         checkpoint_every_seconds=0.0,
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ringspark.estimators.options.base import Options, at_least, not_negative, option
 
@@ -23,10 +22,3 @@ class ScaleLearningRate(Options):
     base_batch_size: int = option(at_least(1))
     rule: Literal["linear", "sqrt"] = "linear"
     warmup_epochs: float = option(not_negative(), 0.0)
-
-    @classmethod
-    def of(cls, value: Any, subject: str = "") -> ScaleLearningRate:
-        """Converts a dict to options; a dict of an earlier version has the key "name" instead of "rule"."""
-        if isinstance(value, Mapping) and "name" in value:
-            value = {"rule": value["name"]} | {name: item for name, item in value.items() if name != "name"}
-        return super().of(value, subject)

@@ -1,10 +1,9 @@
-"""How workers agree on their weights: the setting `sync`, and the settings that it replaced."""
+"""How workers agree on their weights: the setting `sync`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from ringspark.estimators.options.base import (
     Options,
@@ -231,160 +230,9 @@ class Hogwild(Asynchronous):
     strategy: ClassVar[str] = "hogwild"
 
 
-class EarlierSetting(NamedTuple):
-    """A setting that `sync` replaced.
-
-    Attributes:
-        field: Name of the setting in configs of earlier versions.
-        variant: Class of `Sync` that replaced the setting.
-        words: Description of the setting.
-        read: (`Sync` of class `variant`) -> value of the setting.
-        write: (value of the setting) -> `Sync`; the default gives `AllReduce()`.
-        default: Value of the setting if `sync` is of another class.
-    """
-
-    field: str
-    variant: type[Sync]
-    words: str
-    read: Callable[[Any], Any]
-    write: Callable[[Any], Sync]
-    default: Any
-
-
-# Names of the earlier setting `localSteps` -> of the variants of `LocalTraining`.
-_LOCAL_NAMES = {"average": "localsgd", "elastic": "elasticaveraging"}
-_CAMEL = {"optimizer_state": "optimizerState", "outer_rate": "outerRate", "outer_momentum": "outerMomentum"}
-
-
-def _write_sharding(value: Any) -> Sync:
-    if value not in SHARDINGS:
-        raise ValueError(f"sharding must be one of {', '.join(map(repr, SHARDINGS))}, got {value!r}")
-    stage: Any = SHARDINGS.index(value)
+def shard_state(sharding: str) -> Sync:
+    """Returns the `sync` that shards this part of the training's state, one of `SHARDINGS`."""
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding must be one of {', '.join(map(repr, SHARDINGS))}, got {sharding!r}")
+    stage: Any = SHARDINGS.index(sharding)
     return Zero(stage=stage) if stage else AllReduce()
-
-
-def _write_local_steps(value: Any) -> Sync:
-    if not isinstance(value, int | str | Mapping):
-        raise ValueError(
-            "localSteps' steps must be a whole number, 'epoch' or 'training', or a dict of options, "
-            f"got {value!r}"
-        )
-    given = dict(value) if isinstance(value, Mapping) else {"steps": value}
-    name = given.pop("name", "average")
-    if name == "average" and type(given.get("steps")) is int and given["steps"] == 1:
-        return AllReduce()
-    return LocalTraining.of({"name": _LOCAL_NAMES.get(str(name), name), **given}, "localSteps")
-
-
-def _read_local_steps(sync: LocalTraining) -> dict[str, Any]:
-    values = sync.to_values()
-    earlier = {present: name for name, present in _LOCAL_NAMES.items()}
-    values["name"] = earlier.get(values["name"], values["name"])
-    return {_CAMEL.get(name, name): value for name, value in values.items()}
-
-
-def _write_consistency(value: Any) -> Sync:
-    given = {"name": value} if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
-        raise TypeError(f"consistency must be 'bsp', 'ssp', 'asp', 'hogwild' or a dict, got {value!r}")
-    given = dict(given)
-    name = given.pop("name", None)
-    if name == "bsp" and not given:
-        return AllReduce()
-    if name not in ("ssp", "asp", "hogwild"):
-        raise ValueError(f"consistency must be one of bsp, ssp, asp, hogwild, got {name!r}")
-    if name == "hogwild":
-        return Hogwild.of(given)
-    if (name == "ssp") != (given.get("staleness") is not None):
-        raise ValueError(
-            f"consistency 'ssp' needs a staleness, and 'asp' takes none, got {value!r}; set "
-            "sync=ParameterServer(staleness=...)"
-        )
-    return ParameterServer.of(given)
-
-
-def _read_consistency(sync: Sync) -> dict[str, Any]:
-    if not isinstance(sync, ParameterServer):
-        return {"name": "hogwild"}
-    if sync.staleness is None:
-        return {"name": "asp", "correction": sync.correction}
-    return {"name": "ssp", "staleness": sync.staleness, "correction": sync.correction}
-
-
-EARLIER: dict[str, EarlierSetting] = {
-    "sharding": EarlierSetting(
-        field="sharding",
-        variant=Zero,
-        words="earlier form of sync=Zero(stage=1), 2 or 3: 'optimizer', 'gradients' or 'parameters'",
-        read=lambda sync: sync.sharding,
-        write=_write_sharding,
-        default="none",
-    ),
-    "gradientCompression": EarlierSetting(
-        field="gradient_compression",
-        variant=AllReduce,
-        words="earlier form of sync=AllReduce(compression=...): a name, or a dict with the name and options",
-        read=lambda sync: sync.compression.to_values() if sync.compression else {"name": "none"},
-        write=lambda value: AllReduce(compression=Compression.of(value, "gradientCompression")),
-        default={"name": "none"},
-    ),
-    "localSteps": EarlierSetting(
-        field="local_steps",
-        variant=LocalTraining,
-        words="earlier form of sync=LocalSGD(steps=...), DiLoCo(...) or ElasticAveraging(...)",
-        read=_read_local_steps,
-        write=_write_local_steps,
-        default=1,
-    ),
-    "consistency": EarlierSetting(
-        field="consistency",
-        variant=Asynchronous,
-        words="earlier form of sync=ParameterServer(staleness=...) or Hogwild(): 'bsp', 'ssp', 'asp' or "
-        "'hogwild'",
-        read=_read_consistency,
-        write=_write_consistency,
-        default={"name": "bsp"},
-    ),
-}
-
-
-def read_earlier(sync: Sync) -> dict[str, Any]:
-    """Returns the values of the earlier settings that mean the same as `sync`."""
-    return {n: e.read(sync) if isinstance(sync, e.variant) else e.default for n, e in EARLIER.items()}
-
-
-def write_earlier(sync: Sync, values: Mapping[str, Any]) -> Sync:
-    """Returns `sync` as the earlier settings in `values` change it.
-
-    A setting at its default resets `sync` to AllReduce() only if `sync` is of the setting's `variant`.
-    """
-    found = {name: EARLIER[name].write(value) for name, value in values.items()}
-    for name, made in found.items():
-        if made == AllReduce() and isinstance(sync, EARLIER[name].variant):
-            sync = AllReduce()
-    asked = {name: made for name, made in found.items() if made != AllReduce()}
-    if len(asked) > 1:
-        given = " and ".join(f"{name}={values[name]!r}" for name in asked)
-        raise ValueError(f"{given} each choose how workers synchronize; set only one, or use sync instead")
-    for name, made in asked.items():
-        if sync != AllReduce() and not isinstance(sync, EARLIER[name].variant):
-            raise ValueError(
-                f"{name}={values[name]!r} would replace sync={sync!r}; set only one, or set sync=None first"
-            )
-        sync = made
-    return sync
-
-
-def upgrade(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Converts settings that an earlier version stored, in a config or in the record of a run.
-
-    The settings that `sync` replaced are removed, and `sync` is set to the value that means the same.
-    `names` maps each earlier setting to its key in `values`.
-    """
-    names = names or {name: earlier.field for name, earlier in EARLIER.items()}
-    found = {name: values[stored] for name, stored in names.items() if stored in values}
-    if not found:
-        return dict(values)
-    rest = {name: value for name, value in values.items() if name not in names.values()}
-    rest["sync"] = write_earlier(AllReduce(), found).to_values()
-    return rest

@@ -15,10 +15,9 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ringspark.estimators.options.base import Options
-from ringspark.estimators.options.sync import EARLIER, AllReduce, Sync, Zero, upgrade
+from ringspark.estimators.options.sync import AllReduce, Sync, Zero
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.estimators.training.settings.training import SCALE_LEARNING_RATE
 from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
@@ -75,7 +74,7 @@ def list_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if part == "settings":
             defaults = _defaults()
             added = {name: defaults[name] for name in now if name in defaults}
-            before = added | _upgrade_settings(before)
+            before = added | before
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 found.append(f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}")
@@ -86,7 +85,7 @@ def split_changes(
     old: dict[str, Any], new: dict[str, Any]
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
     """Returns the changes that a run may record, setting -> (before, now), and `old` with these changes."""
-    before, now = _upgrade_settings(old.get("settings", {})), new.get("settings", {})
+    before, now = old.get("settings", {}), new.get("settings", {})
     found = {
         name: (before[name], now[name])
         for name in sorted(_RECORDED & before.keys() & now.keys())
@@ -103,15 +102,6 @@ def _only_shards(*syncs: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value.to_values() if isinstance(value, Options) else repr(value)
-
-
-def _upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    settings = upgrade(settings, {name: name for name in EARLIER})
-    scaling = settings.get(SCALE_LEARNING_RATE.name)
-    if isinstance(scaling, dict):
-        options = SCALE_LEARNING_RATE.convert_options(scaling)
-        settings[SCALE_LEARNING_RATE.name] = options and options.to_values()
-    return settings
 
 
 @functools.cache

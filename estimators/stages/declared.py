@@ -14,7 +14,6 @@ from pyspark.ml.param import Param, Params, TypeConverters
 
 from ringspark.estimators.names import nearest
 from ringspark.estimators.options.base import Options
-from ringspark.estimators.options.sync import EARLIER, AllReduce, Sync, read_earlier, write_earlier
 from ringspark.estimators.training.settings.declaration import Kind, Setting
 from ringspark.estimators.training.settings.table import GROUPS, SETTINGS
 from ringspark.pipelines import storage
@@ -82,16 +81,6 @@ def setter(setting: Setting[T]) -> Setter[T]:
 def declared(setting: Setting[T]) -> tuple[Param[Any], Getter[T], Setter[T]]:
     """Returns Param, getter and setter of a setting, for the body of a class."""
     return param_of(setting), getter(setting), setter(setting)
-
-
-def declared_earlier(name: str) -> tuple[Param[Any], Getter[Any], Setter[Any]]:
-    """Returns Param, getter and setter of a setting that `sync` replaced."""
-    setting = Setting[Any](name=name, words=EARLIER[name].words, convert=lambda value: value)
-
-    def get(self: Params) -> Any:
-        return read_earlier(self.getOrDefault("sync"))[name]
-
-    return param_of(setting), cast(Any, _named(get, "get", setting)), setter(setting)
 
 
 def value_of(stage: Params, setting: Setting[T]) -> T:
@@ -189,58 +178,6 @@ class DeclaredParams(Params):
             del values[name]
         super()._set(**values)
         return self
-
-
-class EarlierParams(DeclaredParams):
-    """Stages with `sync`, and with Params for the settings that it replaced; these Params change `sync`."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._setDefault(**{name: earlier.default for name, earlier in EARLIER.items()})
-
-    def _set(self: S, **values: Any) -> S:
-        earlier = {name: values.pop(name) for name in EARLIER if name in values}
-        if earlier:
-            given = {name: EARLIER[name].default if v is None else v for name, v in earlier.items()}
-            # A copy has no defaults yet.
-            sync: Sync = self.getOrDefault("sync") if self.isDefined("sync") else AllReduce()
-            if "sync" in values:
-                sync = self.getParam("sync").typeConverter(values["sync"] or AllReduce())
-            values["sync"] = write_earlier(sync, given)
-        super()._set(**values)
-        if "sync" in values:
-            for name, value in read_earlier(self.getOrDefault("sync")).items():
-                if value == EARLIER[name].default:
-                    self._paramMap.pop(self.getParam(name), None)
-                else:
-                    self._paramMap[self.getParam(name)] = value
-        return self
-
-    def set(self, param: Param[Any], value: Any) -> None:
-        if param.name not in (*EARLIER, "sync"):
-            super().set(param, value)
-            return
-        self._shouldOwn(param)
-        self._set(**{param.name: value})
-
-    def clear(self, param: Param[Any]) -> None:
-        if param.name in (*EARLIER, "sync"):
-            super().clear(self.getParam("sync"))
-            for name in EARLIER:
-                super().clear(self.getParam(name))
-        else:
-            super().clear(param)
-
-    def _copyValues(self, to: S, extra: Any = None) -> S:
-        # An earlier setting in a grid must be written after `sync`, whose name comes later.
-        names = [
-            p for p in extra or {} if isinstance(p, Param) and p.parent == self.uid and p.name in EARLIER
-        ]
-        rest = {param: value for param, value in (extra or {}).items() if param not in names}
-        super()._copyValues(to, rest)
-        if names:
-            to._set(**{param.name: extra[param] for param in names})
-        return to
 
 
 def set_params(stage: Params, keywords: dict[str, Any]) -> None:

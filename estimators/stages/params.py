@@ -5,9 +5,7 @@ from __future__ import annotations
 from pyspark.ml.param.shared import HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
 
 from ringspark.estimators.stages.declared import (
-    EarlierParams,
     declared,
-    declared_earlier,
     param_of,
     setter,
     value_of,
@@ -25,7 +23,7 @@ from ringspark.estimators.training.settings import (
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
 
-class _TrainingParams(EarlierParams, _ModelParams, HasWeightCol, HasValidationIndicatorCol, HasSeed):
+class _TrainingParams(_ModelParams, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     setModel = setter(network.MODEL)
     loss, getLoss, setLoss = declared(network.LOSS)
     optimizer, getOptimizer, setOptimizer = declared(training.OPTIMIZER)
@@ -121,14 +119,6 @@ class _TrainingParams(EarlierParams, _ModelParams, HasWeightCol, HasValidationIn
         observation.TIMELINE_EVERY_STEPS
     )
     profileSteps, getProfileSteps, setProfileSteps = declared(observation.PROFILE_STEPS)
-
-    # Earlier settings, which write into `sync`.
-    sharding, getSharding, setSharding = declared_earlier("sharding")
-    gradientCompression, getGradientCompression, setGradientCompression = declared_earlier(
-        "gradientCompression"
-    )
-    localSteps, getLocalSteps, setLocalSteps = declared_earlier("localSteps")
-    consistency, getConsistency, setConsistency = declared_earlier("consistency")
 
     # The last one, because it hides the module of this name.
     data, getData, setData = declared(data.DATA)

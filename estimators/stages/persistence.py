@@ -28,7 +28,6 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.options.base import Options
-from ringspark.estimators.options.sync import EARLIER
 from ringspark.estimators.run_layout import CHECKPOINTS
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, save_program, save_start
@@ -128,8 +127,6 @@ class StageWriter(MLWriter):
         # Classes of saved programs, which are loaded only if pickles are allowed.
         classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
-            if param.name in EARLIER:  # `sync` has its value
-                continue
             if param.name in (INITIAL_MODEL.name, TEACHER.name) and not isinstance(value, str):
                 raise ValueError(
                     f"{param.name} of {self._stage.uid} is a model in memory; save that model, and set "

@@ -19,7 +19,7 @@ from typing import Any
 import compression
 import harness
 import precision
-from earlier_settings import sync_of
+from short_sync import sync_of
 from small_training import train_gang
 
 from ringspark.estimators.options.sync import AllReduce
@@ -35,7 +35,7 @@ def settings_of(name: str, steps: int) -> Any:
     given: Mapping[str, Any] = {"steps": steps}
     if name == "DiLoCo":
         given = {"name": "diloco", "steps": steps, "send": "fp16"}
-    return sync_of(localSteps=given)
+    return sync_of(local=given)
 
 
 def main() -> None:

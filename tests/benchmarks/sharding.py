@@ -16,8 +16,8 @@ from typing import Any
 
 import harness
 import torch
-from earlier_settings import sync_of
 from held_bytes import held_bytes
+from short_sync import sync_of
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective

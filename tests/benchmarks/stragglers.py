@@ -18,7 +18,7 @@ from typing import Any
 
 import harness
 import torch
-from earlier_settings import sync_of
+from short_sync import sync_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -73,7 +73,7 @@ def loss_of(module: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> 
 def train(way: str, factor: int, steps: int, collective: Collective, device: str, status: Status) -> str:
     """Runs on every rank. Rank 0 returns seconds and loss after each of its steps, and at the end."""
     features, labels = rows()
-    exchange = SyncSettings(sync=sync_of(consistency=WAYS[way]), timeout_seconds=120)
+    exchange = SyncSettings(sync=sync_of(apart=WAYS[way]), timeout_seconds=120)
     sync = STRATEGIES[exchange.sync.strategy]().prepare(
         network(), lambda m: torch.optim.SGD(m.parameters(), lr=RATE), RankMesh.of(collective), exchange
     )

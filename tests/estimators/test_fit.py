@@ -24,6 +24,7 @@ from torch import nn
 from waiting import wait_for
 
 from ringspark.estimators import (
+    AllReduce,
     Callback,
     TorchClassifier,
     TorchEstimator,
@@ -348,9 +349,9 @@ def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tm
         ({"minDelta": 0.1}, "minDelta has no effect: patience is not set"),
         ({"patience": 2}, "patience has no effect: epochs is not above patience"),
         ({"inputCols": ["features"], "featuresCol": "features"}, "featuresCol has no effect: inputCols"),
-        ({"gradientCompression": "sign", "numWorkers": 1}, "sync has no effect: there is one"),
+        ({"sync": AllReduce(compression="sign"), "numWorkers": 1}, "sync has no effect: there is one"),
         (
-            {"gradientCompression": "topk", "optimizer": "adamw", "numWorkers": 2},
+            {"sync": AllReduce(compression="topk"), "optimizer": "adamw", "numWorkers": 2},
             "sync=AllReduce(compression=TopK()) sends a part of each gradient in later steps",
         ),
     ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringspark.estimators import TorchRegressor
+from ringspark.estimators import AllReduce, TorchRegressor, Zero
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 
@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "gradientAccumulation": 2,
     "activationOffload": "disk",
     "activationCompression": "bits",
-    "sharding": "gradients",
+    "sync": Zero(stage=2),
     "memoryBudget": "1g",
 }
 
@@ -68,8 +68,8 @@ def test_exact_settings_together_train_the_network_that_none_of_them_does(
 def test_sharded_parameters_come_back_whole(frame: Any, storage_uri: str, tmp_path: Path) -> None:
     uri = write_shards(frame, str(tmp_path / "shards")).uri
     plain, sharded = (
-        regressor(storage_uri, collective="torch", sharding=sharding, precision="bf16").fitOnShards(uri)
-        for sharding in ("none", "parameters")
+        regressor(storage_uri, collective="torch", sync=sync, precision="bf16").fitOnShards(uri)
+        for sync in (AllReduce(), Zero(stage=3))
     )
     expected = plain.module().state_dict()
     for name, tensor in sharded.module().state_dict().items():

@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
+from ringspark.estimators import (
+    AllReduce,
+    LocalSGD,
+    ParameterServer,
+    TorchClassifier,
+    TorchEstimator,
+    TorchRegressor,
+    Zero,
+)
 from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.options.sync import EARLIER
 from ringspark.estimators.stages.to_config import config_of, settings_without_effect
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
@@ -38,7 +45,7 @@ def _config(**changes: Any) -> TrainConfig:
 def test_the_stages_have_every_declared_setting_and_no_other() -> None:
     found = {param.name: param.doc for kind in STAGES for param in kind().params}
     declared = {name: setting.words for name, setting in SETTINGS.items()}
-    assert found == declared | {name: earlier.words for name, earlier in EARLIER.items()}
+    assert found == declared
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -46,7 +53,7 @@ def test_a_param_has_getter_setter_and_the_declared_default(kind: type[TorchEsti
     stage = kind()
     for param in stage.params:
         suffix = param.name[0].upper() + param.name[1:]
-        default = (EARLIER.get(param.name) or SETTINGS[param.name]).default
+        default = SETTINGS[param.name].default
         setter = getattr(stage, f"set{suffix}")
         if default is None:
             assert not stage.isDefined(param)
@@ -123,10 +130,10 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         ({"numWorkers": 2}, True),
         ({"numWorkers": 1, "gradientAccumulation": 2}, True),
         ({"numWorkers": 1}, False),
-        ({"numWorkers": 2, "sharding": "gradients"}, False),
-        ({"numWorkers": 2, "gradientCompression": "fp16"}, False),
-        ({"numWorkers": 2, "consistency": "asp"}, False),
-        ({"numWorkers": 2, "localSteps": 4}, False),
+        ({"numWorkers": 2, "sync": Zero(stage=2)}, False),
+        ({"numWorkers": 2, "sync": AllReduce(compression="fp16")}, False),
+        ({"numWorkers": 2, "sync": ParameterServer()}, False),
+        ({"numWorkers": 2, "sync": LocalSGD(steps=4)}, False),
     ],
 )
 def test_a_noise_scale_that_nothing_measures_is_said(others: dict[str, Any], is_measured: bool) -> None:
@@ -159,7 +166,7 @@ def test_ways_of_an_axis_that_has_no_workers_are_said(mesh: Any, told: list[str]
 def test_a_compression_without_replicas_is_said(data: int, is_used: bool) -> None:
     mesh = {"data": data, "tensor": 2}
     stage = TorchRegressor(
-        parallelism=mesh, numWorkers=2 * data, gradientCompression="fp16", optimizer="momentum"
+        parallelism=mesh, numWorkers=2 * data, sync=AllReduce(compression="fp16"), optimizer="momentum"
     )
     found = list(settings_without_effect(stage, on_shards=False))
     assert any(text.startswith("sync's compression has no effect") for text in found) is not is_used

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_sync import sync_of
 from small_training import train_ranks, weights_of
 
 from ringspark.estimators import ParameterServer, TorchRegressionModel, TorchRegressor
@@ -56,8 +57,8 @@ APART: dict[str, Any] = {
     "asp": "asp",
     "hogwild": "hogwild",
 }
-WAYS: list[tuple[str, dict[str, Any]]] = [(name, {"localSteps": value}) for name, value in LOCAL.items()]
-WAYS += [(name, {"consistency": value}) for name, value in APART.items()]
+WAYS: list[tuple[str, dict[str, Any]]] = [(n, {"sync": sync_of(local=way)}) for n, way in LOCAL.items()]
+WAYS += [(name, {"sync": sync_of(apart=value)}) for name, value in APART.items()]
 BOUNDED = {"maxGradNorm": 0.5, "weightDecay": 0.01, "emaDecay": 0.5}
 WAYS += [("ssp of 0, bounded", {"sync": ParameterServer(staleness=0), **BOUNDED})]
 ORDERED = {*LOCAL, "ssp of 0", "ssp of 0, bounded"}  # a rerun is bitwise equal

@@ -22,9 +22,10 @@ import rows
 import sockets
 import torch
 from driver import STRUCK, Diary, Network
+from short_sync import sync_of
 from waiting import wait_for
 
-from ringspark.estimators import Callback, TorchEstimator, TrainingState
+from ringspark.estimators import Callback, DiLoCo, TorchEstimator, TrainingState
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.pipelines import write_shards
 
@@ -41,15 +42,13 @@ EPOCH_STEPS = -(-ROWS // BATCH)  # the last has one row
 TIMEOUT_SECONDS = 10.0
 
 WAYS: dict[str, dict[str, Any]] = {
-    "ssp": {"consistency": {"name": "ssp", "staleness": 2}},
-    "asp": {"consistency": {"name": "asp", "correction": "staleness"}},
-    "hogwild": {"consistency": "hogwild"},
-    "average": {"localSteps": {"steps": 4, "optimizerState": "average"}},
-    "one-shot": {"localSteps": "training"},
-    "streaming": {
-        "localSteps": {"name": "diloco", "steps": 4, "fragments": 2, "delay": 1, "outerMomentum": 0.5}
-    },
-    "elastic": {"localSteps": {"name": "elastic", "steps": 3}},
+    "ssp": {"sync": sync_of(apart={"name": "ssp", "staleness": 2})},
+    "asp": {"sync": sync_of(apart={"name": "asp", "correction": "staleness"})},
+    "hogwild": {"sync": sync_of(apart="hogwild")},
+    "average": {"sync": sync_of(local={"steps": 4, "optimizerState": "average"})},
+    "one-shot": {"sync": sync_of(local="training")},
+    "streaming": {"sync": DiLoCo(steps=4, fragments=2, delay=1, outer_momentum=0.5)},
+    "elastic": {"sync": sync_of(local={"name": "elastic", "steps": 3})},
 }
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 # Each rank serves a shard of the table, so each is killed once. Rank 0 also writes the checkpoints.

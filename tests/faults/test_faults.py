@@ -25,6 +25,8 @@ from scenarios import FAULTS, KINDS, find
 from trainings import END_SECONDS, NUM_ROWS, Driver, Plan, difference
 from waiting import wait_for
 
+from ringspark.estimators import DiLoCo, ParameterServer
+
 # Each seed's moment comes after several checkpoints; torch and Horovod alternate.
 SELECTION = [
     ("another rank", "kill", 1),
@@ -130,10 +132,8 @@ def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path, mesh: str) 
 @pytest.mark.slow
 def test_fewer_workers_that_run_apart_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
     ways: dict[str, dict[str, Any]] = {
-        "ssp": {"consistency": {"name": "ssp", "staleness": 2}},
-        "streaming": {
-            "localSteps": {"name": "diloco", "steps": 4, "fragments": 2, "delay": 1, "outerMomentum": 0.5}
-        },
+        "ssp": {"sync": ParameterServer(staleness=2)},
+        "streaming": {"sync": DiLoCo(steps=4, fragments=2, delay=1, outer_momentum=0.5)},
     }
     with ExitStack() as stack:
         cluster = Cluster(2)

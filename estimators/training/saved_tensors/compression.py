@@ -28,7 +28,7 @@ _SPREAD = 0x0101010101010101
 _SELECT = 0x8040201008040201 - 2**64
 
 # "int8" and "fp8" store a byte per value and an fp32 scale per block: up to 256 rows of one column, so that
-# a column of small values keeps its digits beside a column of large ones. The largest finite magnitude of a
+# a column of small values keeps its digits next to one of large values. The largest finite magnitude of a
 # block becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN, because a loss scaler must
 # still see an overflow. A value other than 0 keeps its sign: it gets at least the smallest code. The error of
 # a value is at most 1/252 of the block's largest with int8 (1/126 for values that small); with fp8 at most

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ringspark.estimators.options.base import Options
-from ringspark.estimators.options.sync import AllReduce, upgrade
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.estimators.training.settings.values import ConfigValues
@@ -56,11 +56,8 @@ class TrainConfig(ConfigValues):
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Parses a result of `to_json`, also of an earlier version. Raises ValueError if it breaks a rule."""
-        values = upgrade(parse_object(text))
-        if values.get("scale_learning_rate") == {"name": "none"}:
-            values["scale_learning_rate"] = None
-        return record(cls, values)
+        """Parses a result of `to_json`. Raises ValueError if it breaks a rule."""
+        return record(cls, parse_object(text))
 
 
 def _plain(value: Any) -> Any:

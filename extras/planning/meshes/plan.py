@@ -10,7 +10,7 @@ from torch import nn
 from ringspark.estimators.memory.budget import first_error_line, network_name
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.sync import AllReduce, write_earlier
+from ringspark.estimators.options.sync import shard_state
 from ringspark.estimators.training.settings import memory as memory_settings
 from ringspark.estimators.training.settings import network
 from ringspark.estimators.training.settings import training as training_settings
@@ -102,7 +102,7 @@ def plan_parallelism(
         precision=precision,
         collective="torch",
         gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
-        sync=write_earlier(AllReduce(), {"sharding": sharding}),
+        sync=shard_state(sharding),
         parallelism=Mesh(plan=dict(tensorPlan) if tensorPlan else None),
     )
     if gradientAccumulation is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
+from short_sync import sync_of
 from torch import nn
 
 from ringspark.estimators import user_code

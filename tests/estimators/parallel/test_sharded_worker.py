@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
+from short_sync import sync_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 

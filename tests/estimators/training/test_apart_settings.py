@@ -1,4 +1,4 @@
-"""`localSteps` and `consistency`: valid values, and settings that exclude them."""
+"""`sync` of workers that step on their own: valid options, and settings that exclude them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
 from small_training import config_of
 from torch import nn
 
-from ringspark.estimators.options.sync import AllReduce, DiLoCo, Hogwild, LocalSGD, ParameterServer
+from ringspark.estimators.options.sync import AllReduce, DiLoCo, Hogwild, LocalSGD, ParameterServer, Sync
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.lamb import Lamb
@@ -30,52 +29,36 @@ CONFIG = TrainConfig(
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("name", "options", "message"),
     [
-        (0, "LocalSGD's steps must be at least 2, got 0"),
-        (True, "steps must be a whole number, 'epoch' or 'training', got True"),
-        (2.0, "steps must be a whole number"),
-        (["epoch"], "steps must be a whole number"),
-        ({"name": ["average"], "steps": 2}, "localSteps must be one of .*, got"),
-        ({"name": "dilco", "steps": 2}, "did you mean 'diloco'"),
-        ({"steps": 2, "aftr": 3}, "LocalSGD takes .* did you mean 'after'"),
-        ({"name": "diloco", "steps": "training"}, "steps must be .*, got 'training'"),
-        ({"steps": 2, "after": -1}, "LocalSGD's after must not be negative, got -1"),
-        ({"steps": 2, "optimizerState": "drop"}, "optimizer_state must be 'keep', .*, got 'drop'"),
+        ("LocalSGD", {"steps": 0}, "LocalSGD's steps must be at least 2, got 0"),
+        ("LocalSGD", {"steps": True}, "steps must be a whole number, 'epoch' or 'training', got True"),
+        ("LocalSGD", {"steps": 2.0}, "steps must be a whole number"),
+        ("LocalSGD", {"steps": ["epoch"]}, "steps must be a whole number"),
+        (["LocalSGD"], {"steps": 2}, "sync must be one of .*, got"),
+        ("DilCo", {"steps": 2}, "did you mean 'diloco'"),
+        ("LocalSGD", {"steps": 2, "aftr": 3}, "LocalSGD takes .* did you mean 'after'"),
+        ("LocalSGD", {"steps": 2, "after": -1}, "LocalSGD's after must not be negative, got -1"),
         (
-            {"name": "diloco", "steps": 2, "outerMomentum": 1},
-            "outer_momentum must be from 0 to below 1, got 1.0",
+            "LocalSGD",
+            {"steps": 2, "optimizerState": "drop"},
+            "optimizer_state must be 'keep', .*, got 'drop'",
         ),
-        ({"name": "diloco", "steps": 2, "send": "int4"}, "send must be 'fp32', .*, got 'int4'"),
-        ({"name": "diloco", "steps": 4, "fragments": 3}, "fragments must divide its steps, got 3 for 4"),
-        ({"name": "diloco", "steps": 4, "fragments": 2, "delay": 2}, "delay must be below the 2 steps"),
-        ({"name": "diloco", "steps": "epoch", "delay": 1}, "need a number of steps"),
-        ({"name": "elastic", "steps": 2, "alpha": 0}, "alpha must be above 0 and at most 1, got 0"),
+        ("DiLoCo", {"steps": "training"}, "steps must be .*, got 'training'"),
+        ("DiLoCo", {"steps": 2, "outerMomentum": 1}, "outer_momentum must be from 0 to below 1, got 1.0"),
+        ("DiLoCo", {"steps": 2, "send": "int4"}, "send must be 'fp32', .*, got 'int4'"),
+        ("DiLoCo", {"steps": 4, "fragments": 3}, "fragments must divide its steps, got 3 for 4"),
+        ("DiLoCo", {"steps": 4, "fragments": 2, "delay": 2}, "delay must be below the 2 steps"),
+        ("DiLoCo", {"steps": "epoch", "delay": 1}, "need a number of steps"),
+        ("ElasticAveraging", {"steps": 2, "alpha": 0}, "alpha must be above 0 and at most 1, got 0"),
+        ("ParameterServer", {"staleness": -1}, "staleness must not be negative, got -1"),
+        ("ParameterServer", {"staleness": True}, "staleness must be a whole number, got True"),
+        ("ParameterServer", {"correction": "rate"}, "correction must be 'none' or 'staleness', got 'rate'"),
     ],
 )
-def test_a_bad_value_of_local_steps_is_one_sentence(value: Any, message: str) -> None:
+def test_a_bad_option_of_workers_apart_is_one_sentence(name: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        sync_of(localSteps=value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (3, "consistency must be 'bsp', 'ssp', 'asp', 'hogwild' or a dict, got 3"),
-        ("sps", "must be one of bsp, ssp, asp, hogwild, got 'sps'"),
-        ({"staleness": 3}, "must be one of bsp, .*, got None"),
-        ({"name": ["ssp"]}, r"must be one of bsp, .*, got \['ssp'\]"),
-        ("ssp", "'ssp' needs a staleness"),
-        ({"name": "ssp", "staleness": -1}, "staleness must not be negative, got -1"),
-        ({"name": "ssp", "staleness": True}, "staleness must be a whole number, got True"),
-        ({"name": "asp", "staleness": 3}, "'asp' takes none"),
-        ({"name": "asp", "correction": "rate"}, "correction must be 'none' or 'staleness', got 'rate'"),
-    ],
-)
-def test_a_bad_consistency_is_one_sentence(value: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message) as caught:
-        sync_of(consistency=value)
+        Sync.of({"name": name, **options}, "sync")
     assert "\n" not in str(caught.value)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
+from short_sync import sync_of
 from small_training import config_of, train_ranks
 from torch import nn
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import small_training
 import torch
-from earlier_settings import sync_of
 from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
+from short_sync import sync_of
 from torch import nn
 
 from ringspark.estimators import WorkerError

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
 from peak_memory import memory_use
 from ranks import run_ranks
+from short_sync import sync_of
 from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
@@ -63,7 +63,7 @@ def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShard
         model=ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH], "out_features": 1}).to_json(),
         optimizer="momentum",
         num_workers=5,
-        sync=sync_of(localSteps="training"),
+        sync=sync_of(local="training"),
         checkpoint_every_steps=1,
         collective="torch",
     )

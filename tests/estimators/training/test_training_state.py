@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from earlier_settings import sync_of
 from peak_memory import memory_use
 from ranks import run_ranks
+from short_sync import sync_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective

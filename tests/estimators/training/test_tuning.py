@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
 from safetensors.torch import load_file
+from short_sync import sync_of
 from small_training import config_of, train_gang
 from torch import nn
 

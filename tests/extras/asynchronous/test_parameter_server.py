@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from earlier_settings import sync_of
 from ranks import run_ranks
+from short_sync import sync_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
@@ -79,7 +79,7 @@ def _prepare(
     rate: float = 0.05,
     decay: float = 0.1,
 ) -> GradientSync:
-    settings = SyncSettings(sync=sync_of(consistency=consistency), timeout_seconds=30)
+    settings = SyncSettings(sync=sync_of(apart=consistency), timeout_seconds=30)
     make = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
     return STRATEGIES[settings.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), settings)
 
@@ -179,7 +179,7 @@ def _convex(collective: Collective) -> dict[str, Any]:
     """Solves least squares by Hogwild; then one rank writes, and the other one reads."""
     generator = torch.Generator().manual_seed(0)
     features, truth = torch.randn(600, 8, generator=generator), torch.linspace(-1, 1, 8)
-    settings = SyncSettings(sync=sync_of(consistency=HOGWILD))
+    settings = SyncSettings(sync=sync_of(apart=HOGWILD))
     module = nn.Linear(8, 1, bias=False)
     with torch.no_grad():
         module.weight.zero_()
@@ -246,7 +246,7 @@ class _Gaps(nn.Module):
 
 
 def _hogwild_of(collective: Collective) -> GradientSync:
-    settings = SyncSettings(sync=sync_of(consistency=HOGWILD), timeout_seconds=30)
+    settings = SyncSettings(sync=sync_of(apart=HOGWILD), timeout_seconds=30)
     return STRATEGIES["hogwild"]().prepare(
         _Gaps(), lambda m: _Counting(m.parameters(), lr=0.1), RankMesh.of(collective), settings
     )

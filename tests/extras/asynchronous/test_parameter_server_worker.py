@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
 from safetensors.torch import load_file
+from short_sync import sync_of
 from small_training import config_of, train_gang, train_in_turn, train_ranks, weights_of
 from torch import nn
 
@@ -56,7 +56,7 @@ def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
     served = replace(
         plain,
         run_uri=str(tmp_path / "b"),
-        sync=sync_of(consistency={"name": "ssp", "staleness": 0, "correction": "none"}),
+        sync=sync_of(apart={"name": "ssp", "staleness": 0, "correction": "none"}),
     )
     one, other = train_gang(plain), train_gang(served)
     assert torch.equal(_weights(one), _weights(other))
@@ -115,7 +115,7 @@ def test_staleness_0_keeps_what_a_callback_does_to_the_weights(
 ) -> None:
     plain = _config(_shards(make_shards), tmp_path / "a")
     consistency = {"name": "ssp", "staleness": 0, "correction": "none"}
-    served = replace(plain, run_uri=str(tmp_path / "b"), sync=sync_of(consistency=consistency))
+    served = replace(plain, run_uri=str(tmp_path / "b"), sync=sync_of(apart=consistency))
     one, other = (train_gang(c, UserObjects(callbacks=(_Shrinks(),))) for c in (plain, served))
     assert torch.equal(_weights(one), _weights(other))
 
@@ -148,7 +148,7 @@ def test_ranks_apart_keep_what_a_callback_does_to_the_weights(
         manifest,
         tmp_path / "run",
         model=None,
-        sync=sync_of(consistency=APART[name] | {"correction": "none"}),
+        sync=sync_of(apart=APART[name] | {"correction": "none"}),
         optimizer="sgd",
         learning_rate=1.0,
     )
@@ -167,7 +167,7 @@ def test_a_checkpoint_has_the_steps_before_it_and_none_after(
         manifest,
         tmp_path / "run",
         model=None,
-        sync=sync_of(consistency=APART[name] | ({} if name == "hogwild" else {"correction": "none"})),
+        sync=sync_of(apart=APART[name] | ({} if name == "hogwild" else {"correction": "none"})),
         optimizer="sgd",
         learning_rate=1.0,
         checkpoint_every_steps=3,
@@ -189,7 +189,7 @@ def test_a_rank_without_rows_records_no_loss(make_shards: MakeShards, tmp_path: 
     config = _config(
         _shards(make_shards),
         tmp_path / "run",
-        sync=sync_of(consistency=APART["asp"]),
+        sync=sync_of(apart=APART["asp"]),
         batch_size=2,
         log_every_steps=1,
     )
@@ -219,7 +219,7 @@ def test_a_rank_that_waits_is_blamed_for_its_own_loss(make_shards: MakeShards, t
     config = _config(
         _shards(make_shards),
         tmp_path / "run",
-        sync=sync_of(consistency={"name": "ssp", "staleness": 2, "correction": "none"}),
+        sync=sync_of(apart={"name": "ssp", "staleness": 2, "correction": "none"}),
         num_workers=3,
     )
     with pytest.raises(WorkerError, match="is not finite in epoch 1, step 3 on rank 1;"):
@@ -243,7 +243,7 @@ def test_workers_of_unequal_speed_learn_and_end_with_one_model(
     config = _config(
         _shards(make_shards),
         tmp_path / "run",
-        sync=sync_of(consistency=APART[name]),
+        sync=sync_of(apart=APART[name]),
         weight_column="w",
         epochs=6,
         learning_rate=0.05,
@@ -268,7 +268,7 @@ def test_a_training_goes_on_from_its_checkpoint(make_shards: MakeShards, tmp_pat
     config = _config(
         _shards(make_shards),
         tmp_path / "run",
-        sync=sync_of(consistency=APART[name]),
+        sync=sync_of(apart=APART[name]),
         optimizer="momentum",
         epochs=4,
         pause_after=2,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from earlier_settings import sync_of
 from ranks import run_ranks
 from safetensors.torch import load, save
+from short_sync import sync_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -85,7 +85,7 @@ def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> t
 
 
 def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
-    exchange = SyncSettings(sync=sync_of(localSteps=setting))
+    exchange = SyncSettings(sync=sync_of(local=setting))
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
     return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), exchange)
 
@@ -440,7 +440,7 @@ class _TwoWeights(nn.Module):
 def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: float) -> None:
     """All replicas of the fixtures take the same steps, so one rank is enough."""
     setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
-    exchange = SyncSettings(sync=sync_of(localSteps={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
+    exchange = SyncSettings(sync=sync_of(local={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
     make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
     sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(
         _TwoWeights(), make, RankMesh.of(LocalCollective()), exchange
@@ -502,7 +502,7 @@ class _Rank(LocalCollective):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
     """The next step has no rows, so it moves the weights that the rank's last rows moved."""
-    exchange = SyncSettings(sync=sync_of(localSteps="training"))
+    exchange = SyncSettings(sync=sync_of(local="training"))
     make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
     scaler = LossScaler("fp32", torch.device("cpu"))
 
@@ -546,7 +546,7 @@ class _Sends(_Doubles):
 
 def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
     """Such a buffer has the size of the network."""
-    exchange = SyncSettings(sync=sync_of(localSteps={"steps": 3, "after": 1}))
+    exchange = SyncSettings(sync=sync_of(local={"steps": 3, "after": 1}))
     make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
     sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(
         nn.Linear(1024, 600), make, RankMesh.of(_Sends()), exchange

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
+from short_sync import sync_of
 from small_training import config_of, train_gang, weights_of
 from torch import nn
 
@@ -59,7 +59,7 @@ def _config(make_shards: MakeShards, folder: Path, way: Any, name: str) -> Any:
         model=SPEC.to_json(),
         optimizer="adamw",
         num_workers=2,
-        sync=sync_of(localSteps=way),
+        sync=sync_of(local=way),
         checkpoint_every_steps=5,
     )
 

@@ -26,13 +26,13 @@ from ringspark.estimators import (
 )
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.finetuning import Pretrained
-from ringspark.estimators.search import OptunaSearch, Uniform
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.losses import NETWORK_LOSS
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.tuning import cross_validate
 from ringspark.extras.privacy.check import check_private_fit
+from ringspark.extras.search import OptunaSearch, Uniform
+from ringspark.extras.tuning import cross_validate
 from ringspark.models import ModelSpec
 from ringspark.models.reports import add_loss
 from ringspark.pipelines import HashBuckets, Padded, ShardManifest, Vocabulary

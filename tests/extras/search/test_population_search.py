@@ -16,7 +16,7 @@ import pytest
 import torch
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 
-from ringspark.estimators import TorchRegressor
+from ringspark.estimators import AllReduce, TorchRegressor, Zero
 from ringspark.extras.search import Choice, PopulationSearch, SearchModel, Uniform
 from ringspark.models import ModelSpec
 from tests.extras.search.test_search import MLP, Paced, estimator, small_table
@@ -58,8 +58,8 @@ def test_a_mistake_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "optimizer"])
-def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, sharding: str) -> None:
+@pytest.mark.parametrize("sync", [AllReduce(), Zero(stage=1)], ids=str)
+def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, sync: Any) -> None:
     """All members are equal here, so each is one long training, copied or not."""
     network = ModelSpec("mlp", {**MLP.kwargs, "dropout": 0.2})
     trainer = estimator(
@@ -70,7 +70,7 @@ def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, 
         lrSchedule="one_cycle",
         emaDecay=0.9,
         numWorkers=2,
-        sharding=sharding,
+        sync=sync,
         checkpointEverySeconds=0,
     )
     search = PopulationSearch(

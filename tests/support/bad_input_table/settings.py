@@ -144,7 +144,7 @@ SETTINGS = [
       lambda p: p.train(sync=Zero(stage=3), collective="torch", numWorkers=2, optimizer=whole),
       r"sync=Zero\(stage=3\) splits parameters at any element, but optimizer Whole", "or set sync=AllReduce"),
     R("fit: parameters in parts with horovod",
-      lambda p: p.fit(sharding="parameters", collective="horovod", numWorkers=2),
+      lambda p: p.fit(sync=Zero(stage=3), collective="horovod", numWorkers=2),
       r"sync=Zero\(stage=3\) gathers", "set collective='torch'"),
     R("fit: no chain to recompute", lambda p: p.train(gradientCheckpointing="sqrt"),
       "found no chain of blocks", ";"),

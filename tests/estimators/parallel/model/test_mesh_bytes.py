@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from earlier_settings import sync_of
 from rank_bytes import (
     KINDS,
     columns,
@@ -19,6 +18,7 @@ from rank_bytes import (
     trained_within,
 )
 from safetensors.torch import load_file
+from short_sync import sync_of
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.memory.columns import shard_columns

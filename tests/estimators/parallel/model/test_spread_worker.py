@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from earlier_settings import sync_of
 from failing_callback import Fails
+from short_sync import sync_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
