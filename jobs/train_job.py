@@ -282,18 +282,23 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
         raise file.error(
             ("save", "model"), f"save.model: {output} exists; set save.overwrite or another folder"
         )
-    try:
-        for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
-            source.check_apart(spark, output)
-        inputs = {"run": estimator.getRunUri(), "teacher": estimator.getTeacher()}
-        inputs["pretrained weights"] = getattr(estimator.getPretrained(), "uri", None)
-        for what, uri in inputs.items():
-            if isinstance(uri, str):
-                check_apart(spark, output, uri, f"the {what}")
-        if storage.exists(output):
-            check_removal(storage.normalize(output), _SAVED)
-    except ValueError as error:
-        raise file.error(("save", "model"), f"save.model: {error}") from None
+    inputs = {"run": estimator.getRunUri(), "teacher": estimator.getTeacher()}
+    inputs["initial model"] = estimator.getInitialModel()
+    inputs["pretrained weights"] = getattr(estimator.getPretrained(), "uri", None)
+    written = {("save", "model"): output}
+    if job.evaluation is not None and job.evaluation.output is not None:
+        written["evaluation", "output"] = resolve(spark, job.evaluation.output)
+    for key, place in written.items():
+        try:
+            for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
+                source.check_apart(spark, place)
+            for what, uri in inputs.items():
+                if isinstance(uri, str):
+                    check_apart(spark, place, uri, f"the {what}")
+            if key == ("save", "model") and storage.exists(output):
+                check_removal(storage.normalize(output), _SAVED)
+        except ValueError as error:
+            raise file.error(key, f"{'.'.join(key)}: {error}") from None
     if estimator.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume need a run folder; set params.runUri")
     features = _features(job)

@@ -238,7 +238,7 @@ def test_a_job_replaces_only_what_it_wrote(spark: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("input_of", ["pretrained", "teacher", "nobody"])
+@pytest.mark.parametrize("input_of", ["pretrained", "teacher", "initialModel", "evaluation", "nobody"])
 def test_a_saved_job_does_not_write_over_its_inputs(
     spark: Any, tmp_path: Path, input_of: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,14 +247,22 @@ def test_a_saved_job_does_not_write_over_its_inputs(
     (output / "thesis.tex").write_text("")
     spark.range(64).write.parquet(str(tmp_path / "rows"))
     setting = {"pretrained": f"  pretrained: {{uri: {output}/a}}\n", "teacher": f"  teacher: {output}\n"}
+    setting["initialModel"] = f"  initialModel: {output}\n"
     changed = f"{setting.get(input_of, '')}save:\n  overwrite: true\n  model: {output}"
-    assert command.main(["train", str(_job(tmp_path, f"save:\n  model: {tmp_path}/model", changed))]) == 2
+    if input_of == "evaluation":
+        changed = f"  teacher: {output}\nsave:\n  model: {tmp_path}/model"
+    job = _job(tmp_path, f"save:\n  model: {tmp_path}/model", changed)
+    if input_of == "evaluation":
+        job.write_text(job.read_text().replace("evaluation:\n", f"evaluation:\n  output: {output}/a.json\n"))
+    assert command.main(["train", str(job)]) == 2
     message = {
         "pretrained": "would be written over the pretrained weights",
         "teacher": "would be written over the teacher",
+        "initialModel": "would be written over the initial model",
+        "evaluation": r"evaluation.output: .*/kept/a.json would be written over the teacher",
         "nobody": "is kept, because it holds 'thesis.tex'",
     }
-    assert message[input_of] in capsys.readouterr().err
+    assert re.search(message[input_of], capsys.readouterr().err)
     assert (output / "thesis.tex").exists()
 
 
