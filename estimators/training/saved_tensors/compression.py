@@ -27,12 +27,12 @@ _SPREAD = 0x0101010101010101
 # Byte i of the word keeps bit i; negative, because the word is signed.
 _SELECT = 0x8040201008040201 - 2**64
 
-# "int8" and "fp8" store a byte per value and an fp32 scale per block: up to 256 rows of one column, so that
-# a column of small values keeps its digits next to one of large values. The largest finite magnitude of a
-# block becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN, because a loss scaler must
-# still see an overflow. A value other than 0 keeps its sign: it gets at least the smallest code. The error of
-# a value is at most 1/252 of the block's largest with int8 (1/126 for values that small); with fp8 at most
-# 1/16 of the value, or 1/200,000 of the block's largest.
+# "int8" and "fp8" store a byte per value and two fp32 numbers per block: its middle and its scale. The middle
+# is 0 unless the values are nearer to each other than to 0; then it keeps their digits. The largest distance
+# from the middle becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN, because a loss
+# scaler must still see an overflow. A value other than 0 keeps its sign: it gets at least the smallest code.
+# The error of a value is at most 1/252 of the block's largest with int8 (1/126 for values that small); with
+# fp8 at most 1/16 of the value, or 1/200,000 of the block's largest.
 BLOCK = 256
 # Values converted at a time, so that temporaries stay small compared with the result.
 _CHUNK = 1024 * BLOCK
@@ -58,28 +58,55 @@ def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
     return words.view(torch.uint8)[:count].ne(0)
 
 
-def quantize(
-    values: torch.Tensor, block_format: BlockFormat, width: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts values (n,), which are rows of `width` columns.
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Which values share a scale: `rows` rows of a column, if values (n,) are rows of `width` columns."""
 
-    Returns codes, bytes (n,), and scales, fp32 (ceil(n / width / BLOCK) * width,).
+    width: int = 1
+    rows: int = BLOCK
+
+    def chunks(self, rows: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
+        """Yields the rows, the columns and the blocks of rows of chunks of at most about _CHUNK values."""
+        count = len(rows)
+        columns = max(1, min(self.width, _CHUNK // self.rows))
+        step = max(1, _CHUNK // self.rows // columns) * self.rows
+        for start in range(0, count, step):
+            stop, block = min(start + step, count), start // self.rows
+            for first in range(0, self.width, columns):
+                blocks = slice(block, block + -(-(stop - start) // self.rows))
+                yield slice(start, stop), slice(first, first + columns), blocks
+
+
+def quantize(
+    values: torch.Tensor, block_format: BlockFormat, blocks: Blocks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Converts values (n,); n must be a multiple of `blocks.width`.
+
+    Returns codes, bytes (n,), and the middle and the scale of each block, fp32 (2 * number of blocks,).
     """
-    rows = values.view(-1, width)
+    rows = values.view(-1, blocks.width)
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=values.device)
-    scales = torch.empty(-(-len(rows) // BLOCK), width, dtype=torch.float32, device=values.device)
-    for part, columns, of_part in _chunks(rows):
+    scales = torch.empty(2, -(-len(rows) // blocks.rows), blocks.width, device=values.device)
+    for part, columns, of_part in blocks.chunks(rows):
         chunk = rows[part, columns].float()
-        chunk = F.pad(chunk, (0, 0, 0, -len(chunk) % BLOCK))
-        blocks = chunk.view(-1, BLOCK, chunk.shape[1])
-        largest = blocks.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(1)
-        # A block of zeros would divide by zero.
-        scale = largest.div_(_LARGEST[block_format]).clamp_min_(torch.finfo(torch.float32).tiny)
-        scaled = blocks / scale[:, None]
-        scaled.abs_().clamp_min_(_SMALLEST[block_format]).copysign_(blocks)
-        scaled.masked_fill_(blocks == 0, 0)
-        codes[part, columns] = _encode(scaled, block_format).view(chunk.shape)[: codes[part].shape[0]]
-        scales[of_part, columns] = scale
+        count = len(chunk)
+        # Repeats a row, which changes no minimum and no maximum.
+        chunk = torch.cat([chunk, chunk[-1:].expand(-count % blocks.rows, -1)])
+        chunk = chunk.view(-1, blocks.rows, chunk.shape[1])
+        lowest = chunk.nan_to_num(nan=torch.inf, neginf=torch.inf).amin(1).nan_to_num_(posinf=0.0)
+        highest = chunk.nan_to_num(nan=-torch.inf, posinf=-torch.inf).amax(1).nan_to_num_(neginf=0.0)
+        middle = lowest / 2 + highest / 2
+        is_far = middle.abs() > highest - lowest
+        middle.masked_fill_(~is_far, 0)
+        distance = torch.maximum(highest - middle, middle - lowest)
+        # A block of equal values would divide by zero.
+        scale = distance.div_(_LARGEST[block_format]).clamp_min_(torch.finfo(torch.float32).tiny)
+        scaled = (chunk - middle[:, None]).div_(scale[:, None])
+        smallest = torch.full_like(scaled, _SMALLEST[block_format]).copysign_(scaled)
+        is_lifted = (scaled.abs() < smallest.abs()) & (chunk != 0) & ~is_far[:, None]
+        scaled = torch.where(is_lifted, smallest, scaled)
+        codes[part, columns] = _encode(scaled, block_format).view(-1, chunk.shape[2])[:count]
+        scales[0, of_part, columns], scales[1, of_part, columns] = middle, scale
     return codes.view(-1), scales.view(-1)
 
 
@@ -88,29 +115,17 @@ def dequantize(
     scales: torch.Tensor,
     block_format: BlockFormat,
     dtype: torch.dtype,
-    width: int = 1,
+    blocks: Blocks,
 ) -> torch.Tensor:
     """Undoes `quantize` except for the rounding; returns (n,)."""
     table = _table(block_format, codes.device)
-    codes, scales = codes.view(-1, width), scales.view(-1, width)
+    codes, scales = codes.view(-1, blocks.width), scales.view(2, -1, blocks.width)
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for part, columns, of_part in _chunks(codes):
+    for part, columns, of_part in blocks.chunks(codes):
         chunk = table[codes[part, columns].to(torch.int32)]
-        scale = scales[of_part, columns].repeat_interleave(BLOCK, 0)[: len(chunk)]
-        values[part, columns] = chunk.mul_(scale)
+        middle, scale = scales[:, of_part, columns].repeat_interleave(blocks.rows, 1)[:, : len(chunk)]
+        values[part, columns] = chunk.mul_(scale).add_(middle)
     return values.view(-1)
-
-
-def _chunks(rows: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields the rows, the columns and the blocks of rows of chunks of at most _CHUNK values."""
-    count, width = rows.shape
-    columns = min(width, _CHUNK // BLOCK)
-    blocks = _CHUNK // BLOCK // max(columns, 1)
-    for start in range(0, count, blocks * BLOCK):
-        block = start // BLOCK
-        for first in range(0, width, columns):
-            part = slice(start, min(start + blocks * BLOCK, count))
-            yield part, slice(first, first + columns), slice(block, block + -(-(part.stop - start) // BLOCK))
 
 
 def _encode(scaled: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
@@ -161,11 +176,11 @@ def _dropout_factors(kept: float) -> TensorCodec:
 
 
 @cache  # the codec is a part of a tensor's key
-def in_blocks(block_format: BlockFormat, width: int) -> TensorCodec:
+def in_blocks(block_format: BlockFormat, blocks: Blocks) -> TensorCodec:
     """Returns the codec of `quantize`."""
     return TensorCodec(
-        lambda values: quantize(values, block_format, width),
-        lambda parts, count, dtype: dequantize(parts[0], parts[1], block_format, dtype, width),
+        lambda values: quantize(values, block_format, blocks),
+        lambda parts, count, dtype: dequantize(parts[0], parts[1], block_format, dtype, blocks),
     )
 
 
@@ -177,14 +192,13 @@ class Saving:
         codec: How to store them, if known.
         rounds: Whether its backward pass is linear in its activations, so that they may be rounded.
         largest: The number of elements of its largest activation.
-        by_columns: Whether each column of an activation has its own scale; else neighbours in memory share
-            one, which belong to one channel of an image.
+        channels: The dimension of its activations along which values may be of different size.
     """
 
     codec: TensorCodec | None = None
     rounds: bool = False
     largest: int = 0
-    by_columns: bool = True
+    channels: int = -1
 
 
 NOTHING = Saving()
@@ -211,7 +225,7 @@ class ForwardMode(TorchFunctionMode):
         saving = NOTHING
         if func in _LINEAR or func in _OF_CHANNELS:
             largest = _largest((*args, *kwargs.values()))
-            saving = Saving(rounds=True, largest=largest, by_columns=func in _LINEAR)
+            saving = Saving(rounds=True, largest=largest, channels=-1 if func in _LINEAR else 1)
         with self._saving(saving):
             return func(*args, **kwargs)
 
@@ -244,7 +258,7 @@ _LINEAR = {
     *(torch.mul, torch.multiply, F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm),
 }
 _OF_CHANNELS = {
-    *(F.batch_norm, torch.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, torch.instance_norm),
+    *(F.batch_norm, torch.batch_norm),
     *(getattr(F, f"conv{name}{n}d") for name in ("", "_transpose") for n in (1, 2, 3)),
     *(getattr(F, f"{name}_pool{n}d") for name in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)),
     *(getattr(torch, f"max_pool{n}d") for n in (1, 2, 3)),

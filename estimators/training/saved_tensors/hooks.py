@@ -9,6 +9,7 @@ algorithms by strides, so other strides would change bits.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringspark.estimators.training.saved_tensors.compression import (
+    BLOCK,
     BLOCK_FORMATS,
     BOOLEANS,
     NOTHING,
     RAW,
+    Blocks,
     ForwardMode,
     Saving,
     TensorCodec,
@@ -41,8 +44,8 @@ SMALL_BYTES = 4096
 # No lossy codec for tensors below this fraction of the operation's largest (means, deviations: one number
 # per row): the gradient depends on all their digits.
 SMALL_SHARE = 8
-# With fewer rows, the scales of the columns would take half as many bytes as the codes.
-FEW_ROWS = 8
+# With fewer values, the two numbers of a block would take more bytes than rounding saves.
+FEW_VALUES = 8
 
 _LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Nodes whose output is a view or a copy of their input, or the input in autocast's dtype.
@@ -213,9 +216,9 @@ class SavedTensors:
         if layout == "dense" and self._saving.codec is not None and tensor.is_floating_point():
             return self._saving.codec
         if self._blocks and self._is_lossy(tensor) and layout != "overlapping":
-            width = _width(tensor, layout) if self._saving.by_columns else 1
-            if tensor.numel() >= FEW_ROWS * width:
-                return in_blocks(self._blocks, width)
+            like = tensor if layout == "dense" else torch.empty(tensor.shape, device="meta")
+            if blocks := find_blocks(tuple(tensor.shape), like.stride(), self._saving.channels):
+                return in_blocks(self._blocks, blocks)
         return rest
 
     def _is_lossy(self, tensor: torch.Tensor) -> bool:
@@ -252,11 +255,34 @@ class SavedTensors:
         return last[1].as_strided(*geometry)
 
 
-def _width(tensor: torch.Tensor, layout: Density) -> int:
-    """Returns the size of the dimension whose elements `flatten_values` puts next to each other."""
-    if layout != "dense":
-        return int(tensor.shape[-1])
-    return next((n for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s == 1 and n > 1), 1)
+def find_blocks(shape: tuple[int, ...], strides: tuple[int, ...], channels: int) -> Blocks | None:
+    """Returns blocks that never mix values of two channels; None if they would have too few values.
+
+    `channels` is a dimension of the dense tensor. With four dimensions or more, a block of columns also stays
+    within the second dimension in memory: heads of attention, or rows of an image.
+    """
+    sizes = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
+    if len(shape) < 2 or not sizes:
+        return None
+    run = strides[channels] if shape[channels] > 1 else math.prod(shape)
+    if run > 1:  # the values of a channel are next to each other
+        rows = _divisor(run)
+        if rows >= FEW_VALUES:
+            return Blocks(rows=rows)
+        # Few places, such as 2 x 2: each has its own scale, over the rows.
+        width, outer = sizes[-1][0], sizes[-1][1]
+        return Blocks(width=width) if shape[0] == outer >= FEW_VALUES and strides[0] == width else None
+    width = shape[channels]
+    rows = math.prod(shape) // width
+    if len(shape) > 3:
+        rows = sizes[1][1]
+        return Blocks(width=width, rows=_divisor(rows)) if _divisor(rows) >= FEW_VALUES else None
+    return Blocks(width=width) if rows >= FEW_VALUES else None
+
+
+def _divisor(count: int) -> int:
+    """Returns the largest divisor that is at most `BLOCK`."""
+    return next(size for size in range(min(count, BLOCK), 0, -1) if count % size == 0)
 
 
 def _address(tensor: torch.Tensor) -> int:
