@@ -21,6 +21,7 @@ from pyspark.sql.types import (
     LongType,
     NumericType,
     StringType,
+    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -88,6 +89,16 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
     return hold_out_at_random(dataset, names, share, estimator.getSeed())
 
 
+def hold_out_nothing(estimator: Any, dataset: DataFrame) -> HeldOut:
+    """Returns what `hold_out` does, without a job; only an indicator of the user chooses rows."""
+    check_one_choice(estimator)
+    if given := value_of(estimator, VALIDATION_INDICATOR_COL):
+        return HeldOut(dataset, given, ())
+    if time := estimator.getTimeCol():
+        _find_time(dataset, time)
+    return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN, ())
+
+
 def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, seed: int) -> HeldOut:
     """Adds an indicator, true in about `share` of the rows, chosen by a hash of the columns `names`.
 
@@ -146,12 +157,7 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     Raises:
         ValueError: The column holds no times or numbers, no value, or one value in all rows.
     """
-    field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
-    if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
-        raise ValueError(
-            f"timeCol {name!r} must hold dates, timestamps or numbers, "
-            f"it holds {field.dataType.simpleString()}"
-        )
+    field = _find_time(dataset, name)
     time = F.col(quote(field.name))
     number = exact_number(dataset, time, field.dataType, 1 - share)
     found = dataset.agg(
@@ -172,6 +178,16 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     return HeldOut(
         dataset.withColumn(_indicator(key), F.coalesce(newest, F.lit(False))), _indicator(key), key
     )
+
+
+def _find_time(dataset: DataFrame, name: str) -> StructField:
+    field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
+    if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
+        raise ValueError(
+            f"timeCol {name!r} must hold dates, timestamps or numbers, "
+            f"it holds {field.dataType.simpleString()}"
+        )
+    return field
 
 
 def exact_number(dataset: DataFrame, value: Column, data_type: DataType, share: float = 0.5) -> Column:
