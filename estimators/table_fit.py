@@ -464,6 +464,7 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     passes = _STEPS // max(1, plan.rows // min(used, batch))
     epochs = given("epochs", max(1, min(_MAX_EPOCHS, passes)))
     batch, steps = used, max(1, plan.rows // used)
+    sure = epochs if estimator.getTimeBudgetSeconds() is None else 1
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:
@@ -486,8 +487,8 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         "patience": max(8, epochs // 3),
         "keep": "best",
         # Over the steps of one epoch, because small tables are overfitted after a few epochs. In the end not
-        # more than 1 % of the initial weights may remain in the average.
-        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * epochs + 1))),
+        # more than 1 % of the initial weights may remain in the average; a budget may end after one epoch.
+        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * sure + 1))),
         "parameterGroups": [{"params": undecayed, "weightDecay": 0.0}],
     }
     if recipe["patience"] >= epochs:
