@@ -398,7 +398,7 @@ def _look_at_label(
         if not largest < math.inf:  # NaN is the largest for Spark
             raise ValueError(
                 f"label {label.name!r} has NaN or infinite values; drop these rows, for example by "
-                f"df.where(abs({label.name}) < double('inf'))"
+                f"df.where(\"abs({quote(label.name)}) < double('inf')\")"
             )
         if largest > _LARGEST_LABEL:
             raise ValueError(

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringspark.pipelines.columns import quote
-from ringspark.pipelines.kinds.table_row import double_of, is_number, local_seconds, title_of, try_cast
+from ringspark.pipelines.kinds.table_row import (
+    double_of,
+    is_number,
+    items_of_vector,
+    local_seconds,
+    title_of,
+    try_cast,
+)
 from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
@@ -199,9 +206,7 @@ def _items_of(
     from pyspark.sql import functions as F
 
     if simple == "vector":
-        from pyspark.ml.functions import vector_to_array
-
-        array = vector_to_array(array)
+        array = items_of_vector(array)
     # The size of a null array is -1 or null, by Spark's settings.
     size = F.when(array.isNotNull(), F.size(array))
     low, high = frame.agg(F.min(size), F.max(size)).head() or (None, None)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.estimators.table_fit import prepare_fit
@@ -24,6 +26,7 @@ COLUMNS = {
     "id + (1L << 60)": ("number", "32 bins"),
     "CAST(id + (1L << 60) AS decimal(30,0))": ("number", "32 bins"),
     "id - (1L << 62)": ("number", "32 bins"),
+    "if(id < 200, -1, 1) * CAST(repeat('9', 38) AS decimal(38,0))": ("number", "2 bins"),
     "named_struct('a', id + (1L << 60)).a": ("number", "32 bins"),
     "string(sqrt(id))": ("number", "text of numbers, 32 bins"),
     "concat(' ', sqrt(id))": ("number", "text of numbers"),
@@ -139,6 +142,14 @@ def test_items_of_arrays_of_booleans_and_decimals_are_numbers(spark: Any) -> Non
     uses = model.summary.columns.set_index("column")["reason"].to_dict()
     assert uses == {"flags[0]": "2 bins", "flags[1]": "every row lacks a value", "prices[0]": "32 bins"}
     assert model.transform(rows).where("prediction IN (0, 1)").count() == ROWS
+
+
+def test_vectors_may_be_null(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id", "array(double(id), 1D) AS v", LABEL)
+    vectors = rows.withColumn("v", F.when(F.col("id") % 3 > 0, array_to_vector("v")))
+    model = TorchClassifier(**FAST).fit(vectors)
+    assert "v[0]" in set(model.summary.columns["column"])
+    assert model.transform(vectors).where("prediction IN (0, 1)").count() == ROWS
 
 
 def test_evaluate_names_the_text_of_a_new_class(spark: Any) -> None:
