@@ -27,7 +27,7 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, sketch_fit, wants_table
+from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, Plans, prepare_fit, wants_table
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.arguments import list_arguments
@@ -178,7 +178,7 @@ class CheckedFit:
 
 def check_settings(estimator: Any, dataset: DataFrame) -> None:
     """Refuses wrong settings and columns before the jobs that plan a table or find the newest rows."""
-    sketch = sketch_fit(estimator, dataset)
+    sketch = prepare_fit(estimator, dataset, Plans(is_sketch=True))
     if sketch.dataset is not dataset:
         CheckedFit.of(sketch.estimator, sketch.dataset, warns=False)
 

@@ -72,11 +72,11 @@ def check_one_choice(estimator: Any) -> None:
             )
 
 
-def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOut:
+def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str], is_sketch: bool = False) -> HeldOut:
     """Splits by validationIndicatorCol, else by timeCol, else at random by the seed.
 
     Holds out 15 % of the rows if validationFraction is unset. A random split keeps rows that are equal in
-    the columns `names` together.
+    the columns `names` together. A sketch runs no job, and holds out no row that has no indicator.
     """
     check_one_choice(estimator)
     given, fraction = value_of(estimator, VALIDATION_INDICATOR_COL), estimator.getValidationFraction()
@@ -84,19 +84,13 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
     if given:
         return HeldOut(dataset, given, ())
     share = _SHARE if fraction is None else fraction
+    if is_sketch:
+        if time:
+            _find_time(dataset, time)
+        return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN, ())
     if time:
         return hold_out_newest(dataset, time, share)
     return hold_out_at_random(dataset, names, share, estimator.getSeed())
-
-
-def hold_out_nothing(estimator: Any, dataset: DataFrame) -> HeldOut:
-    """Returns what `hold_out` does, without a job; only an indicator of the user chooses rows."""
-    check_one_choice(estimator)
-    if given := value_of(estimator, VALIDATION_INDICATOR_COL):
-        return HeldOut(dataset, given, ())
-    if time := estimator.getTimeCol():
-        _find_time(dataset, time)
-    return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN, ())
 
 
 def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, seed: int) -> HeldOut:

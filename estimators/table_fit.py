@@ -27,13 +27,7 @@ from pyspark.sql.types import (
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
-from ringspark.estimators.held_out_rows import (
-    HeldOut,
-    check_one_choice,
-    hold_out,
-    hold_out_newest,
-    hold_out_nothing,
-)
+from ringspark.estimators.held_out_rows import HeldOut, hold_out
 from ringspark.estimators.initial_model import table_plan
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import value_of
@@ -65,6 +59,8 @@ _OF_TUNERS = re.compile(r"(CrossValidator|TrainValidationSplit)_[0-9a-f]+_rand")
 _WIDTHS, _WIDTH = 2_048, 12
 # Below this share of the mean, float32 rounds a hundredth of the deviation away.
 _FEW_DIGITS = 100 * 2.0**-24
+# Of so few rows that `_recipe` chooses the most epochs.
+_SKETCH = TablePlan(kind=TableRow((TableColumn(name=""),)), edges=[[0.0, 1.0]], uses=[], rows=1)
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
@@ -82,15 +78,17 @@ class Plans:
     Attributes:
         known: Inputs, label and held-out rows -> the plan.
         rows: Result of `fix_rows`; None until a fit needs it.
+        is_sketch: Whether to run no job: the fit is only checked, with the settings of any rows.
     """
 
     known: dict[tuple[Any, ...], TablePlan] = field(default_factory=dict)
     rows: DataFrame | None = None
+    is_sketch: bool = False
 
     def fix_rows(self, dataset: DataFrame) -> DataFrame:
         # One job measures the training rows, and another one writes them.
         if self.rows is None:
-            self.rows = fix_rows(dataset)
+            self.rows = dataset if self.is_sketch else fix_rows(dataset)
         return self.rows
 
 
@@ -156,31 +154,22 @@ def prepare_fit(
     Fits on one DataFrame share `plans`. `search_uri` is the folder of a search, which may hold a plan. With a
     teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
     """
+    plans = plans or Plans()
     with explain_worker_errors():
-        fit = _prepare(estimator, dataset, plans or Plans(), search_uri)
-    return fit if estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
+        fit = _prepare(estimator, dataset, plans, search_uri)
+    return fit if plans.is_sketch or estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
 
 
-def sketch_fit(estimator: Any, dataset: DataFrame) -> PreparedFit:
-    """Returns the fit that `prepare_fit` would make of other rows, without a Spark job.
-
-    Its settings and columns are refused for the same reasons; raises ValueError like `prepare_fit`.
-    """
-    return _prepare(estimator, dataset, None, None)
-
-
-def _prepare(estimator: Any, dataset: DataFrame, plans: Plans | None, search_uri: str | None) -> PreparedFit:
+def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     check_batch(dataset, f"{type(estimator).__name__}.fit")
     estimator = estimator._complete()
     if estimator.getPrivacy() is not None:
         load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=wants_table(estimator))
     if wants_table(estimator):
         return _prepare_table(estimator, dataset, plans, search_uri)
-    time, share = estimator.getTimeCol(), estimator.getValidationFraction()
-    if not time or share is None:
+    if not estimator.getTimeCol() or estimator.getValidationFraction() is None:
         return PreparedFit(estimator, dataset)
-    check_one_choice(estimator)
-    split = hold_out_newest(dataset, time, share) if plans else hold_out_nothing(estimator, dataset)
+    split = hold_out(estimator, dataset, (), plans.is_sketch)
     copy = estimator.copy()
     for param in (copy.validationFraction, copy.timeCol):  # the indicator replaces both
         copy.clear(param)
@@ -188,9 +177,7 @@ def _prepare(estimator: Any, dataset: DataFrame, plans: Plans | None, search_uri
     return PreparedFit(copy, split.dataset)
 
 
-def _prepare_table(
-    estimator: Any, dataset: DataFrame, plans: Plans | None, search_uri: str | None
-) -> PreparedFit:
+def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     task = estimator._task
     has_label = estimator.hasParam("labelCol")
     if task == "any" and has_label:
@@ -215,17 +202,14 @@ def _prepare_table(
             f"columns sets {chosen[0]!r} to {kinds[chosen[0]]}, but without a model, fit chooses the types; "
             "remove it, or give a model"
         )
+    split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_sketch)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
-    if plans is None:
-        split = hold_out_nothing(estimator, dataset)
-        plan = _sketch(initial, names, asked)
-    else:
-        split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names])
-        key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
-        if key not in plans.known:
-            kept = search_uri or _begun_run(estimator, dataset)
-            plans.known[key] = _stored_plan(kept, asked) or _plan(split, label, names, asked, initial)
-        plan = plans.known[key]
+    key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
+    if key not in plans.known:
+        stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
+        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_sketch)
+    plan = plans.known[key]
+    if not plans.is_sketch:
         _warn_of_columns(plan.uses)
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
@@ -235,7 +219,7 @@ def _prepare_table(
     if initial is None and estimator.isDefined(estimator.model):
         model = estimator.getModel()
     completion = _completion(estimator, plan, model)
-    if plans is None:
+    if plans.is_sketch:
         # The rows decide both; these values break no rule that other values keep.
         completion |= _unset(estimator, {"batchSize": _LARGE, "warmupSteps": 0})
     inner._set(
@@ -248,9 +232,8 @@ def _prepare_table(
         inner._set(**inner._table_objective(plan))
     sources = set(plan.kind.sources)
     table = StructType([field for field in split.dataset.schema.fields if field.name in sources])
-    if plans is None and initial is None:
-        row = F.struct(*(F.lit(0.0).alias(column.source) for column in plan.kind.columns))
-    else:
+    row = F.struct(F.lit(0.0).alias(_SKETCH.kind.columns[0].source))
+    if plan.kind != _SKETCH.kind:
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
     if label is not None and isinstance(label.dataType, DecimalType):
@@ -297,29 +280,21 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
     return plan
 
 
-def _sketch(initial: Any, names: list[str], asked: list[str]) -> TablePlan:
-    """Returns a plan without a look at the rows: so few that `_recipe` chooses the most epochs."""
-    if initial is None:
-        plan = TablePlan(kind=TableRow((TableColumn(name=names[0]),)), edges=[[0.0, 1.0]], uses=[], rows=1)
-    else:
-        plan = table_plan(initial, names, 1, asked)
-    needs_outputs = asked[0] != "any" and (initial is None or initial.without_label)
-    return replace(plan, outputs={"out_features": 2 - (asked[0] == "regression")}) if needs_outputs else plan
-
-
 def _plan(
-    split: HeldOut, label: StructField | None, names: list[str], asked: list[str], initial: Any
+    split: HeldOut, label: StructField | None, asked: list[str], initial: Any, is_sketch: bool
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
     outputs: dict[str, Any] = {}
     if label is None:
         target = F.lit(0.0)
+    elif is_sketch:
+        outputs = {"out_features": 1 if asked[0] == "regression" else 2}
     elif initial is None or initial.without_label:
         target, outputs = _look_at_label(split.dataset, held, label, asked[0])
     if initial is None:
-        plan = plan_table(split.dataset, names, held, target)
+        plan = _SKETCH if is_sketch else plan_table(split.dataset, asked[2:], held, target)
         return replace(plan, outputs=outputs, asked=asked)
-    plan = table_plan(initial, names, split.dataset.where(~held).count(), asked)
+    plan = table_plan(initial, asked[2:], 1 if is_sketch else split.dataset.where(~held).count(), asked)
     return replace(plan, outputs=outputs) if initial.without_label else plan
 
 
@@ -372,17 +347,13 @@ def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
 
 
 def _check_label_type(label: StructField, task: str) -> None:
-    holds = f"label {label.name!r} holds {label.dataType.simpleString()}"
-    if task == "regression" and not isinstance(label.dataType, NumericType | BooleanType):
-        raise ValueError(
-            f"{holds}; TorchRegressor without a model predicts one number, so give a column of numbers, or a "
-            "model"
-        )
-    if task == "classification" and not isinstance(label.dataType, StringType | NumericType | BooleanType):
-        raise ValueError(
-            f"{holds}; TorchClassifier predicts one class per row, so give a column of strings or of class "
-            "numbers"
-        )
+    types: tuple[Any, ...] = (NumericType, BooleanType)
+    advice = "TorchRegressor without a model predicts one number, so give a column of numbers, or a model"
+    if task == "classification":
+        types = (*types, StringType)
+        advice = "TorchClassifier predicts one class per row, so give a column of strings or of class numbers"
+    if not isinstance(label.dataType, types):
+        raise ValueError(f"label {label.name!r} holds {label.dataType.simpleString()}; {advice}")
 
 
 def _look_at_label(

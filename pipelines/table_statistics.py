@@ -249,12 +249,9 @@ def measure(
             index, rows, rows_held = row.pop("leaf"), row.pop("rows"), row.pop("held")
             lowest_held = row.pop("lowest_held", None)
             # Differences and sums of two larger doubles may be infinite.
-            numbers = {
-                name: np.clip(row[name], -LARGEST, LARGEST).tolist()
-                for name in ("low", "high", "quantiles", "tails")
-                if name in row
-            }
-            measures[index] = Measure(**row | numbers)
+            for name in {"low", "high", "quantiles", "tails"} & row.keys():
+                row[name] = np.clip(row[name], -LARGEST, LARGEST).tolist()
+            measures[index] = Measure(**row)
             measures[index].is_beyond = lowest_held is not None and lowest_held > measures[index].high
     return rows, rows_held, measures
 

@@ -193,12 +193,7 @@ class Trainer:
         return is_due
 
     def _pace_rates(self, epochs: int, seconds: float) -> None:
-        """Lets the rates reach their end with the last epoch in the time budget.
-
-        Args:
-            epochs: Number of finished epochs.
-            seconds: Duration of an epoch.
-        """
+        """Ends the schedule with the last epoch in the time budget; `seconds`: duration of an epoch."""
         config, steps, step = self._config, self._train_state.steps, self._state.step
         # A replay of a certified training has no clock, and ranks that step on their own do not wait here.
         if config.time_budget_seconds is None or config.certify or self._together is None:
