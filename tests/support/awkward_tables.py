@@ -289,6 +289,10 @@ def settings_of(spark: Any, table: AwkwardTable, zone: str | None = None) -> Ite
         "spark.sql.preserveCharVarcharTypeInfo": "true",
         "spark.sql.timeType.enabled": "true",
         "spark.sql.shuffle.partitions": "1",
+        # Each case has plans of its own, and to compile them takes longer than to run them.
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+        "spark.sql.adaptive.enabled": "false",
     }
     before = {name: spark.conf.get(name, None) for name in wanted}
     for name, value in wanted.items():
