@@ -27,7 +27,7 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, wants_table
+from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, Plans, prepare_fit, wants_table
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.arguments import list_arguments
@@ -37,9 +37,10 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.columns import Column, check_frame, check_masks, is_case_sensitive
+from ringspark.pipelines.columns import Column, check_batch, check_masks, is_case_sensitive
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.spark_paths import is_remote, resolve
+from ringspark.pipelines.writing.split import check_indicator_type
 
 # Finds the modules of innerCols.
 CHECK_INNER = "ringspark.extras.inner_columns:check_modules"
@@ -65,8 +66,8 @@ class CheckedFit:
     data: FitData
 
     @classmethod
-    def of(cls, estimator: Any, dataset: DataFrame) -> CheckedFit:
-        check_frame(dataset, f"{type(estimator).__name__}.fit")
+    def of(cls, estimator: Any, dataset: DataFrame, *, warns: bool = True) -> CheckedFit:
+        check_batch(dataset, f"{type(estimator).__name__}.fit")
         spark = dataset.sparkSession
         run_uri = estimator._run_uri(spark)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
@@ -83,11 +84,11 @@ class CheckedFit:
             load_object(CHECK_INNER)(estimator.getModel(), inner)
         outputs += inner.values()
         check_distinct(outputs, exact)
-        # As in Spark's own fit, transform refuses a column whose name differs in case.
-        check_free(schema, outputs, exact=True)
+        check_free(schema, outputs, exact)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._check_precision()
-        estimator._warn()
+        if warns:
+            estimator._warn()
         packed = PackedObjects.of(objects)
         is_split = indicator is not None or fraction is not None
         heads = check_schema(config, objects, columns, ("validation", "train") if is_split else ("train",))
@@ -175,6 +176,13 @@ class CheckedFit:
         return training
 
 
+def check_settings(estimator: Any, dataset: DataFrame) -> None:
+    """Refuses wrong settings and columns before the jobs that plan a table or find the newest rows."""
+    sketch = prepare_fit(estimator, dataset, Plans(is_sketch=True))
+    if sketch.dataset is not dataset:
+        CheckedFit.of(sketch.estimator, sketch.dataset, warns=False)
+
+
 def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
     """Raises ValueError if a DataFrame lacks columns to evaluate an estimator's model."""
     if wants_table(estimator):
@@ -230,7 +238,9 @@ def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, ex
     given = value_of(estimator, VALIDATION_INDICATOR_COL)
     if given is None:
         return None
-    name = find_field(given, "validationIndicatorCol", schema, exact).name
+    field = find_field(given, "validationIndicatorCol", schema, exact)
+    check_indicator_type(field)
+    name = field.name
     if any(column.name == name for column in columns):
         raise ValueError(
             f"validationIndicatorCol {name!r} must not also be an input, label or "

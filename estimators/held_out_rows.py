@@ -21,6 +21,7 @@ from pyspark.sql.types import (
     LongType,
     NumericType,
     StringType,
+    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
@@ -71,11 +72,11 @@ def check_one_choice(estimator: Any) -> None:
             )
 
 
-def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOut:
+def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str], is_sketch: bool = False) -> HeldOut:
     """Splits by validationIndicatorCol, else by timeCol, else at random by the seed.
 
     Holds out 15 % of the rows if validationFraction is unset. A random split keeps rows that are equal in
-    the columns `names` together.
+    the columns `names` together. A sketch runs no job, and holds out no row that has no indicator.
     """
     check_one_choice(estimator)
     given, fraction = value_of(estimator, VALIDATION_INDICATOR_COL), estimator.getValidationFraction()
@@ -83,6 +84,10 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str]) -> HeldOu
     if given:
         return HeldOut(dataset, given, ())
     share = _SHARE if fraction is None else fraction
+    if is_sketch:
+        if time:
+            _find_time(dataset, time)
+        return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN, ())
     if time:
         return hold_out_newest(dataset, time, share)
     return hold_out_at_random(dataset, names, share, estimator.getSeed())
@@ -146,12 +151,7 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     Raises:
         ValueError: The column holds no times or numbers, no value, or one value in all rows.
     """
-    field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
-    if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
-        raise ValueError(
-            f"timeCol {name!r} must hold dates, timestamps or numbers, "
-            f"it holds {field.dataType.simpleString()}"
-        )
+    field = _find_time(dataset, name)
     time = F.col(quote(field.name))
     number = exact_number(dataset, time, field.dataType, 1 - share)
     found = dataset.agg(
@@ -172,6 +172,16 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     return HeldOut(
         dataset.withColumn(_indicator(key), F.coalesce(newest, F.lit(False))), _indicator(key), key
     )
+
+
+def _find_time(dataset: DataFrame, name: str) -> StructField:
+    field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
+    if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
+        raise ValueError(
+            f"timeCol {name!r} must hold dates, timestamps or numbers, "
+            f"it holds {field.dataType.simpleString()}"
+        )
+    return field
 
 
 def exact_number(dataset: DataFrame, value: Column, data_type: DataType, share: float = 0.5) -> Column:

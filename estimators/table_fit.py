@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -26,7 +27,7 @@ from pyspark.sql.types import (
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
-from ringspark.estimators.held_out_rows import HeldOut, check_one_choice, hold_out, hold_out_newest
+from ringspark.estimators.held_out_rows import HeldOut, hold_out
 from ringspark.estimators.initial_model import table_plan
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import value_of
@@ -35,8 +36,11 @@ from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
+from ringspark.pipelines.columns import check_batch, is_case_sensitive, quote
 from ringspark.pipelines.fixed_rows import fix_rows
+from ringspark.pipelines.kinds import TableRow
+from ringspark.pipelines.kinds.table_row import TableColumn
+from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
 
 TABLE_COLUMN = "__ringspark_table"
@@ -55,6 +59,9 @@ _OF_TUNERS = re.compile(r"(CrossValidator|TrainValidationSplit)_[0-9a-f]+_rand")
 _WIDTHS, _WIDTH = 2_048, 12
 # Below this share of the mean, float32 rounds a hundredth of the deviation away.
 _FEW_DIGITS = 100 * 2.0**-24
+# Of so few rows that `_recipe` chooses the most epochs.
+_SKETCH = TablePlan(kind=TableRow((TableColumn(name=""),)), edges=[[0.0, 1.0]], uses=[], rows=1)
+_LARGEST_LABEL = float(np.finfo(np.float32).max)
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MAX_EPOCHS = 100
@@ -71,15 +78,17 @@ class Plans:
     Attributes:
         known: Inputs, label and held-out rows -> the plan.
         rows: Result of `fix_rows`; None until a fit needs it.
+        is_sketch: Whether to run no job: the fit is only checked, with the settings of any rows.
     """
 
     known: dict[tuple[Any, ...], TablePlan] = field(default_factory=dict)
     rows: DataFrame | None = None
+    is_sketch: bool = False
 
     def fix_rows(self, dataset: DataFrame) -> DataFrame:
         # One job measures the training rows, and another one writes them.
         if self.rows is None:
-            self.rows = fix_rows(dataset)
+            self.rows = dataset if self.is_sketch else fix_rows(dataset)
         return self.rows
 
 
@@ -145,22 +154,22 @@ def prepare_fit(
     Fits on one DataFrame share `plans`. `search_uri` is the folder of a search, which may hold a plan. With a
     teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
     """
-    fit = _prepare(estimator, dataset, plans or Plans(), search_uri)
-    return fit if estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
+    plans = plans or Plans()
+    with explain_worker_errors():
+        fit = _prepare(estimator, dataset, plans, search_uri)
+    return fit if plans.is_sketch or estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
 
 
 def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
-    check_frame(dataset, f"{type(estimator).__name__}.fit")
+    check_batch(dataset, f"{type(estimator).__name__}.fit")
     estimator = estimator._complete()
     if estimator.getPrivacy() is not None:
         load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=wants_table(estimator))
     if wants_table(estimator):
         return _prepare_table(estimator, dataset, plans, search_uri)
-    time, share = estimator.getTimeCol(), estimator.getValidationFraction()
-    if not time or share is None:
+    if not estimator.getTimeCol() or estimator.getValidationFraction() is None:
         return PreparedFit(estimator, dataset)
-    check_one_choice(estimator)
-    split = hold_out_newest(dataset, time, share)
+    split = hold_out(estimator, dataset, (), plans.is_sketch)
     copy = estimator.copy()
     for param in (copy.validationFraction, copy.timeCol):  # the indicator replaces both
         copy.clear(param)
@@ -180,12 +189,9 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     labels = estimator._label_columns() if has_label else []
     label = next((find_field(name, "labelCol", schema, exact) for name in labels), None)
     label_names = [] if label is None else [label.name]
-    others = {
-        find_field(name, setting.name, schema, exact).name
-        for setting in (VALIDATION_INDICATOR_COL, WEIGHT_COL)
-        if (name := value_of(estimator, setting))
-    }
-    names = [name for name in _input_names(estimator, schema, exact) if name not in {*label_names, *others}]
+    if label is not None:
+        _check_label_type(label, task)
+    names = _input_names(estimator, schema, exact, label_names)
     if not names:
         besides = f" besides the label {label.name!r}" if label else ""
         raise ValueError(f"the DataFrame has no column{besides}; give it some inputs")
@@ -196,14 +202,15 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
             f"columns sets {chosen[0]!r} to {kinds[chosen[0]]}, but without a model, fit chooses the types; "
             "remove it, or give a model"
         )
-    split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names])
+    split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_sketch)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
     key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
     if key not in plans.known:
-        kept = search_uri or _begun_run(estimator, dataset)
-        plans.known[key] = _stored_plan(kept, asked) or _plan(split, label, names, asked, initial)
+        stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
+        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_sketch)
     plan = plans.known[key]
-    _warn_of_columns(plan.uses)
+    if not plans.is_sketch:
+        _warn_of_columns(plan.uses)
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
@@ -212,6 +219,9 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     if initial is None and estimator.isDefined(estimator.model):
         model = estimator.getModel()
     completion = _completion(estimator, plan, model)
+    if plans.is_sketch:
+        # The rows decide both; these values break no rule that other values keep.
+        completion |= _unset(estimator, {"batchSize": _LARGE, "warmupSteps": 0})
     inner._set(
         inputCols=[TABLE_COLUMN],
         columns={**kinds, TABLE_COLUMN: plan.kind},
@@ -222,7 +232,9 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         inner._set(**inner._table_objective(plan))
     sources = set(plan.kind.sources)
     table = StructType([field for field in split.dataset.schema.fields if field.name in sources])
-    row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
+    row = F.struct(F.lit(0.0).alias(_SKETCH.kind.columns[0].source))
+    if plan.kind != _SKETCH.kind:
+        row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
     if label is not None and isinstance(label.dataType, DecimalType):
         frame = frame.withColumn(label.name, F.col(quote(label.name)).cast("double"))
@@ -269,18 +281,20 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
 
 
 def _plan(
-    split: HeldOut, label: StructField | None, names: list[str], asked: list[str], initial: Any
+    split: HeldOut, label: StructField | None, asked: list[str], initial: Any, is_sketch: bool
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
     outputs: dict[str, Any] = {}
     if label is None:
         target = F.lit(0.0)
+    elif is_sketch:
+        outputs = {"out_features": 1 if asked[0] == "regression" else 2}
     elif initial is None or initial.without_label:
         target, outputs = _look_at_label(split.dataset, held, label, asked[0])
     if initial is None:
-        plan = plan_table(split.dataset, names, held, target)
+        plan = _SKETCH if is_sketch else plan_table(split.dataset, asked[2:], held, target)
         return replace(plan, outputs=outputs, asked=asked)
-    plan = table_plan(initial, names, split.dataset.where(~held).count(), asked)
+    plan = table_plan(initial, asked[2:], 1 if is_sketch else split.dataset.where(~held).count(), asked)
     return replace(plan, outputs=outputs) if initial.without_label else plan
 
 
@@ -296,13 +310,22 @@ def check_names_differ(names: Sequence[str], exact: bool) -> None:
         seen[key] = name
 
 
-def _input_names(estimator: Any, schema: StructType, exact: bool) -> list[str]:
-    if estimator.isSet(estimator.inputCols):
-        fields = FieldIndex(schema, exact)
-        return [fields.find(name, "inputCols").name for name in estimator.getInputCols()]
-    if estimator.isSet(estimator.featuresCol):
-        return [find_field(estimator.getFeaturesCol(), "featuresCol", schema, exact).name]
-    return [name for name in schema.names if not _OF_TUNERS.fullmatch(name)]
+def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequence[str]) -> list[str]:
+    fields = FieldIndex(schema, exact)
+    indicator, weight = (
+        fields.find(name, setting.name).name if (name := value_of(estimator, setting)) else None
+        for setting in (VALIDATION_INDICATOR_COL, WEIGHT_COL)
+    )
+    param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
+    if param is None:
+        others = {*labels, indicator, weight}
+        return [name for name in schema.names if name not in others and not _OF_TUNERS.fullmatch(name)]
+    # Only a named weight is an input, too.
+    names = [fields.find(name, param).name for name in estimator.inputColumns()]
+    for name in {*labels, indicator}.intersection(names):
+        setting = VALIDATION_INDICATOR_COL.name if name == indicator else "labelCol"
+        raise ValueError(f"{param} names {name!r}, which is {setting}; name only inputs")
+    return names
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
@@ -323,25 +346,35 @@ def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
         )
 
 
+def _check_label_type(label: StructField, task: str) -> None:
+    types: tuple[Any, ...] = (NumericType, BooleanType)
+    advice = "TorchRegressor without a model predicts one number, so give a column of numbers, or a model"
+    if task == "classification":
+        types = (*types, StringType)
+        advice = "TorchClassifier predicts one class per row, so give a column of strings or of class numbers"
+    if not isinstance(label.dataType, types):
+        raise ValueError(f"label {label.name!r} holds {label.dataType.simpleString()}; {advice}")
+
+
 def _look_at_label(
     dataset: DataFrame, held: Column, label: StructField, task: str
 ) -> tuple[Column, dict[str, Any]]:
     """Returns the label as a number of mean 0 and variance 1, and network arguments that depend on it."""
     value, rows = F.col(quote(label.name)), dataset.where(~held)
     if task == "regression":
-        if not isinstance(label.dataType, NumericType | BooleanType):
-            raise ValueError(
-                f"label {label.name!r} holds {label.dataType.simpleString()}; TorchRegressor without a model "
-                "predicts one number, so give a column of numbers, or a model"
-            )
         number = value.cast("double")
-        found = rows.agg(F.avg(number), F.stddev_pop(number)).head()
+        found = rows.agg(F.avg(number), F.stddev_pop(number), F.max(F.abs(number))).head()
         assert found is not None
-        mean, deviation = found[0] or 0.0, found[1] or 0.0
-        if not math.isfinite(mean) or not math.isfinite(deviation):
+        mean, deviation, largest = (each or 0.0 for each in found)
+        if not largest < math.inf:  # NaN is the largest for Spark
             raise ValueError(
                 f"label {label.name!r} has NaN or infinite values; drop these rows, for example by "
-                f"df.where(abs({label.name}) < double('inf'))"
+                f"df.where(\"abs({quote(label.name)}) < double('inf')\")"
+            )
+        if largest > _LARGEST_LABEL:
+            raise ValueError(
+                f"label {label.name!r} has values of size {largest:.3g}, and networks hold numbers up to "
+                f"{_LARGEST_LABEL:.3g}; divide the label by a constant"
             )
         if 0 < deviation < abs(mean) * _FEW_DIGITS:
             warnings.warn(
@@ -352,11 +385,6 @@ def _look_at_label(
             )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
-    if not isinstance(label.dataType, StringType | NumericType | BooleanType):
-        raise ValueError(
-            f"label {label.name!r} holds {label.dataType.simpleString()}; TorchClassifier predicts one class "
-            "per row, so give a column of strings or of class numbers"
-        )
     # Classes that only held-out rows have count, too: which rows are held out must not change the network.
     is_class = value.isNotNull()
     if isinstance(label.dataType, StringType):
@@ -407,6 +435,7 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     passes = _STEPS // max(1, plan.rows // min(used, batch))
     epochs = given("epochs", max(1, min(_MAX_EPOCHS, passes)))
     batch, steps = used, max(1, plan.rows // used)
+    sure = epochs if estimator.getTimeBudgetSeconds() is None else 1
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:
@@ -429,8 +458,8 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         "patience": max(8, epochs // 3),
         "keep": "best",
         # Over the steps of one epoch, because small tables are overfitted after a few epochs. In the end not
-        # more than 1 % of the initial weights may remain in the average.
-        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * epochs + 1))),
+        # more than 1 % of the initial weights may remain in the average; a budget may end after one epoch.
+        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * sure + 1))),
         "parameterGroups": [{"params": undecayed, "weightDecay": 0.0}],
     }
     if recipe["patience"] >= epochs:

@@ -17,7 +17,7 @@ from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
-from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
@@ -90,6 +90,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         for estimator in estimators:
             if estimator.getPrivacy() is not None:
                 load_object(REFUSE_MANY)(estimator, "fitMultiple, as in a CrossValidator,")
+            check_settings(estimator, dataset)
         plans = Plans()
         fits = [prepare_fit(estimator, dataset, plans) for estimator in estimators]
         checked = [CheckedFit.of(fit.estimator, fit.dataset) for fit in fits]
@@ -160,6 +161,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
+        check_settings(self, dataset)
         prepared = prepare_fit(self, dataset)
         fit = CheckedFit.of(prepared.estimator, prepared.dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)

@@ -114,7 +114,8 @@ class _EvaluatedModel(TorchModel, _EvaluatedParams):
     def _label(self, schema: StructType, exact: bool) -> tuple[StructField, Column]:
         label = find_field(self.getLabelCol(), "labelCol", schema, exact)
         if self._labels:
-            return label, class_number(label, self._labels)
+            # With its text, by which an error names a class that the model does not know.
+            return label, F.struct(class_number(label, self._labels), F.col(quote(label.name)).cast("string"))
         return label, label_expression(label, self._label_fields)
 
     def _evaluation(self, label: StructField, names: Sequence[str] = ()) -> Evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ class ColumnStats:
         fractional: Number of finite values that are not whole numbers; counted for scalar columns only.
         minimum: Smallest finite element (an int for integers); None if there is none.
         mean: Mean of the finite elements.
-        deviations: Sum of squared deviations of the finite elements from their mean; None if unknown.
+        deviations: Sum of squared deviations of the finite elements from their mean; None if unknown, such as
+            a sum beyond the largest double.
     """
 
     rows: int = 0
@@ -62,9 +63,11 @@ class ColumnStats:
             else:
                 # Chan, Golub, LeVeque: "Updating formulae and a pairwise algorithm", 1979.
                 share = other.finite / (self.finite + other.finite)
-                gap = other.mean - mean
-                deviations = (deviations or 0.0) + (other.deviations or 0.0) + gap * gap * self.finite * share
-                mean += gap * share
+                gap, both = other.mean - mean, (deviations, other.deviations)
+                deviations = _known(
+                    sum(math.nan if d is None else d for d in both) + gap * gap * self.finite * share
+                )
+                mean = mean + gap * share if math.isfinite(gap) else mean * (1 - share) + other.mean * share
         counts = ("rows", "nulls", "values", "nans", "infs", "fractional")
         return ColumnStats(
             **{count: getattr(self, count) + getattr(other, count) for count in counts},
@@ -74,20 +77,16 @@ class ColumnStats:
             deviations=deviations,
         )
 
-    def without_overflows(self) -> ColumnStats:
-        """Returns a copy in which moments that have overflowed are None, because JSON has no infinities."""
-        mean = self.mean if self.mean is not None and math.isfinite(self.mean) else None
-        deviations = self.deviations
-        if deviations is not None and not (math.isfinite(deviations) and mean == self.mean):
-            deviations = None
-        return replace(self, mean=mean, deviations=deviations)
-
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> ColumnStats:
         return record(ColumnStats, data)
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _pick(choose: Any, left: Any, right: Any) -> Any:
@@ -121,22 +120,24 @@ def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
             return counts, numbers
         low, high = numbers.min(), numbers.max()
     exact = float if numbers.dtype.kind == "f" else int
-    mean, deviations = _moments(numbers)
+    mean, deviations = _moments(numbers, max(abs(float(low)), abs(float(high))))
     moments = {"minimum": exact(low), "maximum": exact(high), "mean": mean, "deviations": deviations}
     return counts | moments, numbers
 
 
-def _moments(numbers: NumpyArray) -> tuple[float, float]:
+def _moments(numbers: NumpyArray, largest: float) -> tuple[float, float | None]:
     count, mean, deviations = 0, 0.0, 0.0
-    # Squares of doubles beyond 1e150 overflow; such columns get an infinite deviation without a warning.
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(numbers), _BLOCK):
-            block = numbers[start : start + _BLOCK].astype(np.float64)
-            block_mean = float(block.mean())
-            block -= block_mean
-            share = len(block) / (count + len(block))
-            gap = block_mean - mean
-            deviations += float(block @ block) + gap * gap * count * share
-            mean += gap * share
-            count += len(block)
-    return mean, deviations
+    # Squares of larger numbers, or sums of them, are infinite.
+    unit = 2.0**600 if largest > 1e140 else 1.0
+    for start in range(0, len(numbers), _BLOCK):
+        block = numbers[start : start + _BLOCK].astype(np.float64)
+        if unit > 1:
+            block /= unit
+        block_mean = float(block.mean())
+        block -= block_mean
+        share = len(block) / (count + len(block))
+        gap = block_mean - mean
+        deviations += float(block @ block) + gap * gap * count * share
+        mean += gap * share
+        count += len(block)
+    return mean * unit, _known(deviations * unit * unit)

@@ -126,6 +126,13 @@ def check_frame(value: Any, subject: str) -> None:
         )
 
 
+def check_batch(df: Any, subject: str) -> None:
+    """Raises ValueError for anything but a DataFrame of rows that exist already."""
+    check_frame(df, subject)
+    if df.isStreaming:
+        raise ValueError(f"{subject} takes a batch DataFrame, got a streaming one; call it in foreachBatch")
+
+
 def quote(name: str) -> str:
     """Quotes a column name for Spark, which would read a dot in it as access to a struct field."""
     return "`" + name.replace("`", "``") + "`"

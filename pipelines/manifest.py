@@ -305,7 +305,7 @@ class ShardManifest:
                 "columns": [column.to_json() for column in self.columns],
                 "files": [file.to_json() for file in self.files],
                 "stats": {
-                    split: {name: stats.without_overflows().to_json() for name, stats in columns.items()}
+                    split: {name: stats.to_json() for name, stats in columns.items()}
                     for split, columns in self.stats.items()
                 },
                 "skipped_rows": self.skipped_rows,

@@ -15,6 +15,7 @@ from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.table_statistics import (
     FOLDS,
+    LARGEST,
     QUANTILES,
     TAILS,
     Leaf,
@@ -154,8 +155,8 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
         choice = _choose(leaf, measured, rows, zone)
         columns += choice.columns
         edges += choice.edges
-        # Few rows agree with anything.
-        correlation = 0.0 if math.isnan(measured.correlation) else measured.correlation
+        # Few rows agree with anything. The correlation of huge numbers is unknown.
+        correlation = measured.correlation if math.isfinite(measured.correlation) else 0.0
         leaks = rows >= 100 and max(correlation**2, measured.explained()) > _LEAK
         uses.append(
             ColumnUse(
@@ -266,8 +267,8 @@ def _standard(measured: Measure) -> tuple[float, float]:
     """Returns the median of a number, and its standard deviation as estimated from its quantiles."""
     q: NumpyArray = np.array(measured.quantiles)
     spread = float(np.interp(0.9, QUANTILES, q) - np.interp(0.1, QUANTILES, q)) / 2.563
-    spread = spread or float(np.std(q)) or float(measured.high - measured.low) or 1.0
-    return float(np.interp(0.5, QUANTILES, q)), spread
+    middle, unit = float(np.interp(0.5, QUANTILES, q)), float(np.ptp(q)) or 1.0  # its square may be infinite
+    return middle, spread or float(np.std((q - middle) / unit)) * unit or measured.high - measured.low or 1.0
 
 
 def _clip(measured: Measure) -> tuple[float, float]:
@@ -281,7 +282,7 @@ def _clip(measured: Measure) -> tuple[float, float]:
 
 def _edges(measured: Measure, center: float, scale: float, low: float, high: float) -> list[float]:
     """Returns the edges of a number's bins: quantiles, or midpoints between its values if there are few."""
-    values = sorted(float(value) for value in measured.values)
+    values = sorted({min(max(float(value), -LARGEST), LARGEST) for value in measured.values})
     if values and len(values) <= BINS and measured.distinct <= BINS:
         points: NumpyArray = np.array(values)
         edges = np.array([points[0], *(points[1:] + points[:-1]) / 2, points[-1]])

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringspark.pipelines.columns import quote
-from ringspark.pipelines.kinds.table_row import double_of, local_seconds, title_of, try_cast
+from ringspark.pipelines.kinds.table_row import (
+    double_of,
+    is_number,
+    items_of_vector,
+    local_seconds,
+    title_of,
+    try_cast,
+)
 from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
@@ -30,6 +37,9 @@ MAX_VALUES = 20_000
 FEW_TEXTS = 20
 """Up to this many distinct texts are categories, even if each text is a number."""
 
+LARGEST = 1e300
+"""Larger numbers, of either sign, count as this one."""
+
 FOLDS = 5
 QUANTILES = tuple(np.linspace(0.0, 1.0, 129).tolist())
 TAILS = (0.0005, 0.002, 0.005, 0.01, 0.02)
@@ -40,7 +50,6 @@ _MAX_COLLECTED, _MAX_PAIRS = 1_000_000, 30_000_000
 # Spark sorts the pairs if it aggregates for more than 128 columns.
 _COLUMNS_PER_JOB = 100
 _DAY = 86_400.0
-_NUMERIC = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,7 @@ def _leaves_of(
     refused: dict[str, tuple[str, str]],
 ) -> Iterator[Leaf]:
     simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
-    if simple in _NUMERIC or simple.startswith("decimal"):
+    if is_number(simple):
         # Only whole numbers get an origin; decimals with a fraction are rounded to doubles.
         source = value if simple == "bigint" or simple.endswith(",0)") else None
         yield Leaf(name, simple, double_of(value, family), path, source=source)
@@ -176,10 +185,14 @@ def _leaves_of(
         for inner in data_type.fields:  # type: ignore[attr-defined]
             part = value.getField(inner.name)
             yield from _leaves_of(frame, name, (*path, inner.name), inner.dataType, part, refused)
-    elif simple == "vector" or (family == "array" and data_type.elementType.simpleString() in _NUMERIC):  # type: ignore[attr-defined]
+    elif simple == "vector" or (family == "array" and _is_countable(data_type.elementType)):  # type: ignore[attr-defined]
         yield from _items_of(frame, name, path, simple, value, refused)
     else:
         refused[".".join((name, *path))] = simple, "a network for tables cannot take this type"
+
+
+def _is_countable(data_type: DataType) -> bool:
+    return is_number(simple := data_type.simpleString()) or simple == "boolean"
 
 
 def _items_of(
@@ -193,9 +206,7 @@ def _items_of(
     from pyspark.sql import functions as F
 
     if simple == "vector":
-        from pyspark.ml.functions import vector_to_array
-
-        array = vector_to_array(array)
+        array = items_of_vector(array)
     # The size of a null array is -1 or null, by Spark's settings.
     size = F.when(array.isNotNull(), F.size(array))
     low, high = frame.agg(F.min(size), F.max(size)).head() or (None, None)
@@ -237,6 +248,9 @@ def measure(
             row = {key: value for key, value in found.asDict().items() if value is not None}
             index, rows, rows_held = row.pop("leaf"), row.pop("rows"), row.pop("held")
             lowest_held = row.pop("lowest_held", None)
+            # Differences and sums of two larger doubles may be infinite.
+            for name in {"low", "high", "quantiles", "tails"} & row.keys():
+                row[name] = np.clip(row[name], -LARGEST, LARGEST).tolist()
             measures[index] = Measure(**row)
             measures[index].is_beyond = lowest_held is not None and lowest_held > measures[index].high
     return rows, rows_held, measures

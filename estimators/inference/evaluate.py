@@ -18,6 +18,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.own_metrics import try_metric
 from ringspark.pipelines.kinds.base import is_list, list_offsets
+from ringspark.pipelines.spark_errors import explain_worker_errors
 
 _SCHEMA = "state binary, problem string"
 
@@ -56,8 +57,9 @@ class Evaluation:
         return replace(self, own=user_code.dumps(found))
 
     def over(self, scored: DataFrame) -> dict[str, float]:
-        """Returns the metrics by name, from a column of outputs and a column of labels (double or array)."""
-        rows = scored.mapInArrow(self._in_task, _SCHEMA).collect()
+        """Returns the metrics by name, from a column of outputs and a column of labels (`check_labels`)."""
+        with explain_worker_errors():
+            rows = scored.mapInArrow(self._in_task, _SCHEMA).collect()
         for row in rows:
             if row["problem"] is not None:
                 raise ValueError(row["problem"])
@@ -88,7 +90,13 @@ class Evaluation:
         return None
 
     def check_labels(self, labels: Any) -> tuple[np.ndarray[Any, Any], str | None]:
-        """Returns the numbers of an Arrow column of labels, and an error message or None."""
+        """Returns the numbers of an Arrow column of labels, and an error message or None.
+
+        Labels with class names are structs of number and name.
+        """
+        texts: Any = None
+        if pa.types.is_struct(labels.type):
+            labels, texts = labels.flatten()
         given, counts = _numbers(labels)
         if np.isnan(given).any():
             return given, f"labelCol {self.label!r} has a null or NaN; fill or drop such rows before evaluate"
@@ -100,12 +108,17 @@ class Evaluation:
                 f"{counts[counts != expected][0]}; give the label that the model was trained on"
             )
         if self.num_classes is not None:
-            counted = given if self.ignored is None else given[given != self.ignored]
-            wrong = counted[(counted % 1 != 0) | (counted < 0) | (counted >= self.num_classes)]
+            is_wrong = (given % 1 != 0) | (given < 0) | (given >= self.num_classes)
+            wrong = np.flatnonzero(is_wrong if self.ignored is None else is_wrong & (given != self.ignored))
+            if len(wrong) and texts is not None:
+                return given, (
+                    f"labelCol {self.label!r} has the class {texts[wrong[0]].as_py()!r:.80}, which the model "
+                    "was not trained on; drop such rows, or fit on rows with this class"
+                )
             if len(wrong):
                 return given, (
                     f"labelCol {self.label!r} must hold whole class numbers in 0..{self.num_classes - 1}, "
-                    f"got {wrong[0]}"
+                    f"got {given[wrong[0]]}"
                 )
         return given, None
 

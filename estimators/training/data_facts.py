@@ -48,10 +48,7 @@ class DataFacts:
                 for column in manifest.columns
             ),
             splits={split: _sizes(view) for split, view in found.items() if view.files},
-            stats={
-                split: {name: stats.without_overflows() for name, stats in columns.items()}
-                for split, columns in manifest.stats.items()
-            },
+            stats={split: dict(columns) for split, columns in manifest.stats.items()},
             skipped_rows=manifest.skipped_rows,
             is_table=manifest.table is not None,
         )

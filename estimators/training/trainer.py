@@ -37,6 +37,9 @@ from ringspark.models.meta_device import dense_parts
 from ringspark.pipelines.epoch_plan import EpochPlan
 from ringspark.pipelines.readers import ShardReader
 
+# After this share of the first epoch, its duration is known well enough.
+_PACED_SHARE = 16
+
 
 class _PauseError(Exception):
     """The training ends within an epoch, at `pause_after_step`."""
@@ -126,6 +129,7 @@ class Trainer:
             if self._config.keeps_state:
                 self._save()
             return True  # the final weights are written next
+        self._pace_rates(epoch + 1, train_state.log.history[-1].seconds)
         if self._recovery.schedule.is_due_after_epoch(epoch + 1) or is_due:
             self._save()
         return False
@@ -159,6 +163,10 @@ class Trainer:
                 rows += global_rows
                 state.step += 1
                 train_state.step_in_epoch = step + 1
+                if state.step == max(1, plan.num_steps // _PACED_SHARE) < plan.num_steps:
+                    # A budget may be shorter than the first epoch.
+                    elapsed = time.monotonic() - train_state.epoch_start
+                    self._pace_rates(0, elapsed * plan.num_steps / state.step)
                 if self._observed.losses.is_due(state.step):
                     self._record_step(rows)
                 if train_state.callbacks.has_step_end:
@@ -183,6 +191,17 @@ class Trainer:
                             raise _PauseError
         self._status.phase = f"training, end of epoch {epoch + 1}"
         return is_due
+
+    def _pace_rates(self, epochs: int, seconds: float) -> None:
+        """Ends the schedule with the last epoch in the time budget; `seconds`: duration of an epoch."""
+        config, steps, step = self._config, self._train_state.steps, self._state.step
+        # A replay of a certified training has no clock, and ranks that step on their own do not wait here.
+        if config.time_budget_seconds is None or config.certify or self._together is None:
+            return
+        left = config.time_budget_seconds - (self._recovery.seconds if epochs else 0.0)
+        more = max(1, int(min(left / seconds, config.epochs - epochs)))
+        fits = min(int(each) for each in self._mesh.world.all_gather(torch.tensor([more])))
+        self._train_state.rates.end_at(step, steps.after(epochs + fits))
 
     def _hold_new_parameters(self) -> None:
         """Trains layers that a callback or `forward` has thawed, as torch does, and names what it cannot."""

@@ -38,6 +38,7 @@ _RELATION = re.compile(r"Relation (?:[\w.`-]+)?\[(.*)\] parquet$")
 _ATTRIBUTE = re.compile(r"[^()\[\]#]+#(\d+)L?")
 # A cast that only renames the fields of a struct.
 _RENAME = re.compile(r"cast\((.*) as struct<.*>\)")
+_ENDS = re.compile(r"#\d+L?(?:,|$)")
 _NAMED = r"(?:\[|, )((?:cast\([^\[,]+? as struct<(?:(?! AS ).)*>\)|[^\[,]+?)) AS [^()\[\]]*?#{}L?(?:,|\])"
 _CAST = re.compile(r"cast\((.*) as (tinyint|smallint|int|bigint|float|double|boolean)\)")
 
@@ -89,7 +90,8 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
         raise InPlaceError(
             f"the DataFrame is cached and calls {call!r}, so its files may now give other rows than the cache"
         )
-    above, stored = "\n".join(lines[:-1]), _top_level_names(section(extended, "Physical Plan"))
+    above, names_below = "\n".join(lines[:-1]), {*_ENDS.split(relation[1]), *_nested_names(df.schema)}
+    stored = _top_level_names(section(extended, "Physical Plan"), names_below - {""})
     found, has_ids = {}, df.sparkSession.conf.get(READS_FIELD_IDS, "false") == "true"
     for index, name in enumerate(names):
         # The mark ends the expression; the start is a bracket, or the mark of the column before it.
@@ -127,11 +129,12 @@ def _follow(expression: str, above: str, relation: str, *, renames: bool) -> Fil
             casts += cast.groups()[1:]
             expression = cast[1]
             continue
+        # First, because the name of a column may look like an expression.
+        if re.search(rf"(?:^|,){re.escape(expression)}(?:,|$)", relation):
+            return FileColumn(name=expression.rpartition("#")[0], casts=tuple(reversed(casts)))
         attribute = _ATTRIBUTE.fullmatch(expression)
         if attribute is None:
             return None
-        if re.search(rf"(?:^|,){re.escape(expression)}(?:,|$)", relation):
-            return FileColumn(name=expression.rpartition("#")[0], casts=tuple(reversed(casts)))
         # Spark gives an attribute of the scan the name of the column, and a renamed column a new number.
         named = re.search(_NAMED.format(attribute[1]), above)
         if named is None:
@@ -139,14 +142,24 @@ def _follow(expression: str, above: str, relation: str, *, renames: bool) -> Fil
         expression = named[1]
 
 
-def _top_level_names(physical: str) -> set[str]:
-    """Returns the columns that Spark reads from the files, which it prints as `ReadSchema: struct<a:int>`."""
+def _nested_names(data_type: Any) -> set[str]:
+    inner = [getattr(data_type, part, None) for part in ("elementType", "keyType", "valueType")]
+    inner += [field.dataType for field in getattr(data_type, "fields", ())]
+    names = {field.name for field in getattr(data_type, "fields", ())}
+    return names.union(*(_nested_names(each) for each in inner if each is not None))
+
+
+def _top_level_names(physical: str, known: set[str]) -> set[str]:
+    """Returns the columns that Spark reads from the files, which it prints as `ReadSchema: struct<a:int>`.
+
+    `known`: Names of columns and fields, which may hold the marks of such a text.
+    """
+    each = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
     names: set[str] = set()
     for schema in re.findall(r"ReadSchema: struct<(.*)>", physical):
-        depth, start = 0, 0
-        for at, mark in enumerate(f"{schema},"):
-            depth += (mark in "<(") - (mark in ">)")
-            if mark == "," and not depth:
-                names.add(schema[start:at].partition(":")[0])
-                start = at + 1
+        depth = 0
+        for name, mark in re.findall(rf"(?<![^,<])({each}):|([<>()])", schema):
+            depth += (mark in ("<", "(")) - (mark in (">", ")"))
+            if name and not depth:
+                names.add(name)
     return names

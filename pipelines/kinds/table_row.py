@@ -340,9 +340,7 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
         value, value_type = value.getField(part), _field(value_type, part)
     if column.item is not None:
         if value_type.typeName() != "array":
-            from pyspark.ml.functions import vector_to_array
-
-            value = vector_to_array(value)
+            value = items_of_vector(value)
         item = F.get(value, F.lit(column.item))
         given = F.concat(
             F.lit(f"{MARK}column {column.title!r} is in an array of "), F.size(value).cast("string")
@@ -365,6 +363,14 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
     return double_of(value, name, column.origin)
 
 
+def items_of_vector(vector: SparkColumn) -> SparkColumn:
+    from pyspark.ml.functions import vector_to_array
+    from pyspark.sql import functions as F
+
+    # Spark's function fails on null.
+    return F.when(vector.isNotNull(), vector_to_array(vector))
+
+
 def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
     """Casts a string; null if it cannot be cast."""
     trimmed = value.cast("string")
@@ -376,9 +382,11 @@ def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColum
     """Returns a number as a double, after the subtraction of `origin`."""
     from pyspark.sql import functions as F
 
+    rounded = number_of(value, type_name).cast("double")
     if not origin:
-        return number_of(value, type_name).cast("double")
-    return (value.cast("decimal(38,0)") - F.lit(Decimal(origin))).cast("double")
+        return rounded
+    distance = F.try_subtract(value.cast("decimal(38,0)"), F.lit(Decimal(origin))).cast("double")
+    return F.coalesce(distance, rounded - F.lit(float(origin)))  # beyond 38 digits
 
 
 def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:

@@ -19,7 +19,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import (
     Column,
-    check_frame,
+    check_batch,
     check_masks,
     check_names,
     columns_from_spark,
@@ -128,9 +128,7 @@ def write_shards(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
-    check_frame(df, "write_shards")
-    if df.isStreaming:
-        raise ValueError("write_shards takes a batch DataFrame, got a streaming one; call it in foreachBatch")
+    check_batch(df, "write_shards")
     exact = is_case_sensitive(df.sparkSession)
     check_names(name if exact else name.lower() for name in df.columns)
     for name in df.columns:
@@ -257,7 +255,8 @@ def learn(df: DataFrame, column: Column) -> Column:
         counted = counted.limit(MAX_WORDS + 1)
     else:
         counted = counted.orderBy(F.desc("rows"), "word").limit(column.kind.max_size)
-    counts = [(row["word"], row["rows"]) for row in counted.collect()]
+    with explain_worker_errors():
+        counts = [(row["word"], row["rows"]) for row in counted.collect()]
     if column.kind.max_size is None and len(counts) > MAX_WORDS:
         raise ValueError(
             f"column {column.name!r} has more than {MAX_WORDS:,} different strings; keep the most frequent "

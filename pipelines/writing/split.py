@@ -14,6 +14,7 @@ from ringspark.pipelines.kinds.vector import canonical_vector, is_vector
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructField
 
 # The hash is reduced to this many steps; a share of them is for validation.
 _FRACTION_STEPS = 1 << 30
@@ -37,11 +38,7 @@ def split_expression(
             )
         if columns is not None and validation_col in columns:
             raise ValueError(f"validation_col {validation_col!r} is not stored; remove it from columns")
-        simple = df.schema[validation_col].dataType.simpleString()
-        if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
-            raise ValueError(
-                f"validation column {validation_col!r} must be boolean or 0/1, got type {simple}"
-            )
+        check_indicator_type(df.schema[validation_col])
         return F.col(quote(validation_col))
     if fraction is None:
         return None
@@ -62,6 +59,12 @@ def split_expression(
         hashed = F.expr(f"xxhash64(CAST({seed} AS BIGINT), {names})")
     steps = F.pmod(hashed, F.lit(_FRACTION_STEPS).cast("bigint"))
     return steps < F.lit(round(fraction * _FRACTION_STEPS)).cast("bigint")
+
+
+def check_indicator_type(field: StructField) -> None:
+    simple = field.dataType.simpleString()
+    if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
+        raise ValueError(f"validation column {field.name!r} must be boolean or 0/1, got type {simple}")
 
 
 def check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.estimators.table_fit import prepare_fit
-from ringspark.pipelines import Vocabulary
+from ringspark.models import ModelSpec
+from ringspark.pipelines import Vocabulary, write_shards
 from ringspark.pipelines.kinds.table_row import _SHORT_ZONES, _on_clock
 
 pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -23,6 +26,7 @@ COLUMNS = {
     "id + (1L << 60)": ("number", "32 bins"),
     "CAST(id + (1L << 60) AS decimal(30,0))": ("number", "32 bins"),
     "id - (1L << 62)": ("number", "32 bins"),
+    "if(id < 200, -1, 1) * CAST(repeat('9', 38) AS decimal(38,0))": ("number", "2 bins"),
     "named_struct('a', id + (1L << 60)).a": ("number", "32 bins"),
     "string(sqrt(id))": ("number", "text of numbers, 32 bins"),
     "concat(' ', sqrt(id))": ("number", "text of numbers"),
@@ -37,7 +41,17 @@ COLUMNS = {
     "map('a', id)": ("left out", "cannot take this type"),
     "INTERVAL '1' DAY * id": ("left out", "cannot take this type"),
     "collate(string(id % 5), 'UTF8_LCASE')": ("category", "5 values"),
+    "if(id % 2 = 0, 1e300, -1.7e308) * (id / 400)": ("number", "bins"),
+    "if(id % 2 = 0, 1.7e308, -1.7e308)": ("number", "2 bins"),
+    "double(id) * 1e-310": ("number", "32 bins"),
+    "named_struct('b', array(id % 2 = 0)).b[0]": ("category", "2 values"),
 }
+
+NETWORK = {"rates": [1.0, 0.5], "dropouts": [0.0, 0.2], "width": 8, "depth": 1, "number_width": 2}
+FAST: dict[str, Any] = {
+    "labelCol": "label", "model": ModelSpec("tabpack", NETWORK), "epochs": 1, "showProgress": False,
+    "collective": "local",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -119,3 +133,99 @@ def test_changed_features_change_the_statistics_of_a_table(spark: Any, tmp_path:
     changed = rows.selectExpr("if(x = 7, 300, x) AS x", "label")
     with pytest.raises(ValueError, match="__ringspark_table"):
         TorchClassifier(**settings, resume=True).fit(changed)
+
+
+def test_items_of_arrays_of_booleans_and_decimals_are_numbers(spark: Any) -> None:
+    arrays = ["array(id % 2 = 0, null) AS flags", "array(CAST(id AS decimal(30,2))) AS prices"]
+    rows = spark.range(0, ROWS, 1, 2).selectExpr(*arrays, LABEL)
+    model = TorchClassifier(**FAST).fit(rows)
+    uses = model.summary.columns.set_index("column")["reason"].to_dict()
+    assert uses == {"flags[0]": "2 bins", "flags[1]": "every row lacks a value", "prices[0]": "32 bins"}
+    assert model.transform(rows).where("prediction IN (0, 1)").count() == ROWS
+
+
+def test_vectors_may_be_null(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id", "array(double(id), 1D) AS v", LABEL)
+    vectors = rows.withColumn("v", F.when(F.col("id") % 3 > 0, array_to_vector("v")))
+    model = TorchClassifier(**FAST).fit(vectors)
+    assert "v[0]" in set(model.summary.columns["column"])
+    assert model.transform(vectors).where("prediction IN (0, 1)").count() == ROWS
+
+
+def test_evaluate_names_the_text_of_a_new_class(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id", "if(id > 200, 'late', 'on time') AS label")
+    model = TorchClassifier(**FAST, metrics=["accuracy"]).fit(rows)
+    assert model.evaluate(rows)["accuracy"] <= 1
+    with pytest.raises(ValueError, match="labelCol 'label' has the class 'never', which the model was not"):
+        model.evaluate(rows.selectExpr("id", "if(id = 7, 'never', label) AS label"))
+
+
+# Settings that `fit` refuses, and a part of the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "workers": ({"numWorkers": 2, "batchSize": 1, "collective": "torch"}, "batchSize counts rows over all"),
+    "metric": ({"metrics": ["mae"]}, "metrics of a classification must be among"),
+    "precision": ({"inferencePrecision": "int8", "inferenceUseGpu": True}, "runs on the CPU"),
+    "weight": ({"weightCol": "word"}, "column 'word' has type string"),
+    "indicator": ({"validationIndicatorCol": "word"}, "'word' must be boolean or 0/1, got type string"),
+    "time": ({"timeCol": "word"}, "must hold dates, timestamps or numbers"),
+    "label as input": ({"inputCols": ["x", "label"]}, "inputCols names 'label', which is labelCol"),
+    "indicator as input": (
+        {"inputCols": ["x", "held"], "validationIndicatorCol": "held"},
+        "inputCols names 'held', which is validationIndicatorCol",
+    ),
+    "label of an array": ({"labelCol": "pair"}, "give a column of strings or of class numbers"),
+    "output": ({"predictionCol": "X"}, "Output column X already exists"),
+    "name of a class": ({"labelCol": "word", "predictedLabelCol": "x"}, "Output column x already exists"),
+    "a model and a time": (
+        {
+            "model": ModelSpec("mlp", {"in_features": 1, "out_features": 2}),
+            "featuresCol": "x",
+            "timeCol": "x",
+            "validationFraction": 0.2,
+            "metrics": ["mae"],
+        },
+        "metrics of a classification must be among",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_setting_is_refused_before_any_job(spark: Any, name: str) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr(
+        "id AS x", "string(id % 3) AS word", "id % 5 = 0 AS held", "array(id) AS pair", LABEL
+    )
+    settings, reason = REFUSED[name]
+    tracker = spark.sparkContext.statusTracker()
+    before = len(tracker.getJobIdsForGroup(None))
+    with pytest.raises(ValueError, match=reason):
+        TorchClassifier(**FAST | settings).fit(rows)
+    assert len(tracker.getJobIdsForGroup(None)) == before
+
+
+def test_a_weight_that_is_named_as_input_is_an_input(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "id % 5 + 1 AS w", LABEL)
+    for named, found in ({"inputCols": ["x", "w"]}, ["x", "w"]), ({}, ["x"]):
+        plan = prepare_fit(TorchClassifier(**FAST, weightCol="w", **named), rows).plan
+        assert plan is not None
+        assert [use.column for use in plan.uses] == found
+
+
+def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "1e300 * id AS label")
+    with pytest.raises(ValueError, match=r"values of size 3.99e\+302, and networks hold numbers up to 3.4e"):
+        TorchRegressor(**FAST).fit(rows)
+
+
+def test_a_failed_job_is_explained_as_in_a_write(spark: Any, tmp_path: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", LABEL)
+    rows.write.parquet(str(tmp_path / "rows"))
+    rows.selectExpr("string(x) AS x", "label").write.mode("append").parquet(str(tmp_path / "rows"))
+    mixed = spark.read.schema("x double, label int").parquet(str(tmp_path / "rows"))
+    with pytest.raises(ValueError, match=r"Spark cannot read the file .*; remove it, or write it again"):
+        TorchClassifier(**FAST).fit(mixed)
+    words = spark.read.schema("x string, label int").parquet(str(tmp_path / "rows"))
+    with pytest.raises(ValueError, match=r"Spark cannot read the file .*; remove it, or write it again"):
+        write_shards(words, str(tmp_path / "shards"), columns={"x": Vocabulary()})
+    stream = spark.readStream.schema("x double, label int").parquet(str(tmp_path / "rows"))
+    with pytest.raises(ValueError, match="fit takes a batch DataFrame, got a streaming one; call it in"):
+        TorchClassifier(**FAST).fit(stream)

@@ -226,6 +226,8 @@ def test_seconds_bound_the_training(table: Any) -> None:
     assert model.summary is not None
     assert model.summary.stop_reason == "timeBudgetSeconds=0.001 left no time for another epoch"
     assert len(model.summary.history) == 1
+    # Planned for 500 epochs, the warm-up and the decay fit into the one for which there was time.
+    assert model.summary.history["learning_rate"].iloc[0] < 1e-3
 
 
 def test_a_resume_continues_with_the_columns_of_the_first_start(table: Any, tmp_path: Path) -> None:

@@ -77,5 +77,14 @@ def test_rows_of_arrays_are_counted_apart_from_their_elements() -> None:
     assert (stats.rows, stats.values, stats.mean) == (2, 6, 2.5)
 
 
-def test_squares_that_overflow_do_not_warn() -> None:
-    assert _stats(np.array([1e300, -1e300])).std == math.inf
+def test_statistics_of_huge_doubles_are_finite_or_unknown() -> None:
+    huge = [np.array([1.7e308] * 3), np.array([-1.7e308, 1.7e308]), np.array([1e200, 3e200])]
+    for stats in (_stats(*huge[:1]), _stats(*huge), _stats(np.concatenate(huge)), _stats(huge[2], [1.0])):
+        assert stats.mean is not None
+        assert math.isfinite(stats.mean)
+        assert stats.deviations is None or math.isfinite(stats.deviations)
+    assert _stats(huge[0]).mean == pytest.approx(1.7e308)
+    assert _stats(*huge).mean == pytest.approx(np.mean(np.concatenate(huge) / 1e100) * 1e100)
+    assert _stats(huge[2], [1.0]).std is None
+    assert _stats([1e145, 3e145]).std == pytest.approx(math.sqrt(2) * 1e145)
+    assert _stats([1.0, 2.0], np.zeros(0), huge[0], [1.0]).std is None

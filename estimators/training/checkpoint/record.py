@@ -33,7 +33,7 @@ class Position:
         epoch: Number of the current epoch, from 1; 0 before the first.
         steps_per_epoch: Steps of the current epoch with this data and batch size; 0 if unknown.
         seconds: Training time over all continuations.
-        first_rate_step: Steps of earlier trainings that count for the learning rate; see `LearningRates`.
+        first_rate_step, rate_pace: `first_step` and `pace` of `LearningRates`.
     """
 
     epoch: int = 0
@@ -47,6 +47,7 @@ class Position:
     scaler: dict[str, Any] = field(default_factory=dict)
     rate_scales: tuple[float, ...] = ()
     first_rate_step: int = added(0)
+    rate_pace: tuple[float, ...] = added(())
     resumed_steps: tuple[int, ...] = ()
     non_finite: tuple[NonFiniteStep, ...] = ()
     history: tuple[EpochRecord, ...] = ()

@@ -192,7 +192,7 @@ class Recovery:
         restore_rank(train_state, ranks, self._mesh, self._config.seed)
         train_state.scaler.load_state_dict(record.position.scaler)
         scales = [scale * factor for scale in record.position.rate_scales]
-        train_state.rates.resume(scales, record.position.first_rate_step)
+        train_state.rates.resume(scales, record.position.first_rate_step, record.position.rate_pace)
 
     def load_initial(self, train_state: TrainState) -> None:
         """Starts from the training state of `initialModel`, if the config names one. Runs on every rank.
@@ -379,6 +379,7 @@ class Recovery:
             scaler=train_state.scaler.state_dict(),
             rate_scales=tuple(train_state.rates.scales),
             first_rate_step=train_state.rates.first_step,
+            rate_pace=train_state.rates.pace,
             resumed_steps=self.resumed_steps,
             non_finite=tuple(self.non_finite),
             history=tuple(state.history),

@@ -101,6 +101,7 @@ class LearningRates:
     Attributes:
         scales: Product of these ratios for each group; checkpoints keep them.
         first_step: Steps of earlier trainings; a schedule without an end continues after them.
+        pace: A step, its position in the schedule, and positions per later step; see `end_at`.
     """
 
     def __init__(
@@ -117,19 +118,30 @@ class LearningRates:
         self._bases = [group["lr"] for group in optimizer.param_groups]
         self.scales = [1.0 for _ in self._bases]
         self.first_step = 0
+        self.pace: tuple[float, ...] = (0.0, 0.0, 1.0)
         self._last: list[float] | None = [float(base) for base in self._bases]
 
     def set(self, step: int) -> None:
         """Sets the rates of `step`, from 0; steps may be skipped. Raises like `take_changes`."""
-        factor = self._schedule(step + self.first_step, self._num_steps)
+        factor = self._schedule(round(self._at(step)) + self.first_step, self._num_steps)
         self._set_rates([base * factor for base in self._bases])
 
-    def resume(self, scales: Sequence[float], first_step: int = 0) -> None:
-        """Restores `scales`; rates in the optimizer's loaded state do not count as changes.
+    def end_at(self, step: int, last: int) -> None:
+        """Spreads the rest of the schedule, warm-up included, over the steps from `step` to `last`."""
+        position = self._at(step)
+        self.pace = float(step), position, (self._num_steps - position) / (last - step)
+
+    def _at(self, step: int) -> float:
+        start, position, pace = self.pace
+        return position + (step - start) * pace
+
+    def resume(self, scales: Sequence[float], first_step: int = 0, pace: Sequence[float] = ()) -> None:
+        """Restores `scales` and `pace`; rates in the optimizer's loaded state do not count as changes.
 
         A schedule that depends on the number of steps ignores `first_step` and starts at its beginning.
         """
         self.scales = list(scales)
+        self.pace = tuple(pace) or self.pace
         self.first_step = first_step if self._is_endless else 0
         self._last = None
 

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ringspark.estimators.training.optimizers.schedules import SCHEDULES, add_warmup, make_rates
+from ringspark.estimators.training.optimizers.schedules import (
+    SCHEDULES,
+    LearningRates,
+    add_warmup,
+    make_rates,
+)
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 NUM_STEPS = 20
@@ -238,3 +243,28 @@ def test_a_warm_up_that_never_ends_is_refused() -> None:
         ValueError, match=r"warmupSteps must be below the training's number of steps \(10\), got 10"
     ):
         make_rates("constant", _optimizer(), 10, warmup_steps=10)
+
+
+def test_a_schedule_that_ends_earlier_has_its_whole_warm_up_and_decay() -> None:
+    optimizer = _optimizer()
+    rates = make_rates("cosine", optimizer, 1_000, warmup_steps=100)
+    whole = [_set(rates, optimizer, step) for step in range(1_000)]
+    assert [_set(rates, optimizer, step) for step in range(3)] == whole[:3]
+    rates.end_at(3, 53)
+    early = [_set(rates, optimizer, step) for step in range(3, 53)]
+    assert early[0] == whole[3]
+    assert max(early) == pytest.approx(0.4, rel=0.05)
+    assert early[-1] < 0.01 * 0.4
+    optimizer = _optimizer()
+    resumed = make_rates("cosine", optimizer, 1_000, warmup_steps=100)
+    resumed.resume(rates.scales, pace=rates.pace)
+    assert [_set(resumed, optimizer, step) for step in range(3, 53)] == early
+    # More time than it seemed: the rest takes longer.
+    resumed.end_at(28, 78)
+    assert _set(resumed, optimizer, 28) == early[25]
+    assert _set(resumed, optimizer, 77) < 0.01 * 0.4
+
+
+def _set(rates: LearningRates, optimizer: torch.optim.Optimizer, step: int) -> float:
+    rates.set(step)
+    return _rates(optimizer)[0]
