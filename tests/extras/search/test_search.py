@@ -371,7 +371,7 @@ def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path:
     )
     model = Pipeline(stages=[search]).fit(table).stages[0]
     with search._split(table, CheckedFit.of(trainer, table)) as parts:
-        kept = [{row.id for row in part.collect()} for part in parts]
+        kept = [{row.id for row in part.collect()} for part in parts[:2]]
         # This holds even if Spark returns the rows in another order.
         with search._split(table.repartition(5, "a"), CheckedFit.of(trainer, table)) as again:
             assert [{row.id for row in part.collect()} for part in again[:2]] == kept
