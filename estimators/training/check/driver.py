@@ -69,7 +69,7 @@ from ringspark.models.adapters import MESH_SUPPORT
 from ringspark.models.hugging_face import LIBRARY
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.outputs import as_outputs
-from ringspark.models.process_state import fork_generators
+from ringspark.models.process_state import fork_generators, print_any_text
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
 
@@ -129,6 +129,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
 
 # Building a network draws random numbers; the fork keeps the driver's own random state.
 @fork_generators()
+@print_any_text()
 def check_training(
     config: TrainConfig,
     objects: UserObjects,
