@@ -83,9 +83,12 @@ class GradientSync:
         self.make_optimizer: MakeOptimizer | None = None
         self.left_out = set(self._find_unheld().values())
 
+    def held(self) -> set[nn.Parameter]:
+        """Returns the parameters that the optimizers of the ranks train."""
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
+
     def _find_unheld(self) -> dict[nn.Parameter, str]:
-        held = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = self.network.named_parameters()
+        named, held = self.network.named_parameters(), self.held()
         return {p: name for name, p in named if p.requires_grad and p not in held}
 
     def regroup(self) -> bool:

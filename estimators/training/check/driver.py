@@ -29,7 +29,6 @@ from ringspark.estimators.parallel.sharded.parameter_shards import (
     is_elementwise,
 )
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
-from ringspark.estimators.training.average import has_modes
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
@@ -40,6 +39,7 @@ from ringspark.estimators.training.check.data import (
     check_regression,
 )
 from ringspark.estimators.training.check.mesh import check_mesh
+from ringspark.estimators.training.check.optimizer import check_own_optimizer
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
 from ringspark.estimators.training.check.same_network import check_copy, check_prediction
 from ringspark.estimators.training.check.schema import (
@@ -249,7 +249,7 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     if (state := config.initial_training_state) is not None:
         check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
     if objects.optimizer is not None:
-        _check_own_optimizer(config, optimizer)
+        check_own_optimizer(config, partial(build_configured_optimizer, config, objects), module)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)
@@ -272,25 +272,6 @@ def _replay(rates: LearningRates, num_steps: int) -> None:
             raise ValueError(
                 f"lrSchedule fails in step {step + 1} of {num_steps} ({type(error).__name__}: {error}); make "
                 "it last for all steps of the training"
-            ) from error
-
-
-def _check_own_optimizer(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if a user's optimizer needs a closure, or modes that the strategy does not know."""
-    name = type(optimizer).__name__
-    is_plain = config.sync == AllReduce() and config.ema_decay is None
-    if has_modes(optimizer) and not is_plain:
-        raise ValueError(
-            f"optimizer {name} has the modes train() and eval(), which need whole weights on each worker, "
-            f"but sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
-        )
-    try:
-        optimizer.step()  # changes nothing, because there are no gradients yet
-    except Exception as error:  # of any kind, depending on the optimizer
-        if "closure" in str(error):
-            raise ValueError(
-                f"optimizer {name} evaluates the loss several times per step, which the training loop does "
-                f"not offer ({error}); use one whose step() needs no closure"
             ) from error
 
 
