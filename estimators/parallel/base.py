@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import ClassVar, Protocol
 
 import torch
@@ -116,8 +116,13 @@ class GradientSync:
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Makes the collective calls of a step on a rank without rows.
 
-        `inputs` are the arguments of `module`, each with 0 rows.
+        `inputs` are the arguments of `module`, each with 0 rows. A pass over a row of zeros moves what the
+        other ranks' passes move, such as a count of the network's own.
         """
+        zeros = [values.new_zeros((1, *values.shape[1:])) for values in inputs]
+        devices = {values.device for values in zeros if values.is_cuda}
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), suppress(Exception):  # of user code
+            self.network(*zeros)
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 
