@@ -39,7 +39,6 @@ from ringspark.estimators.training.check.data import (
     check_regression,
 )
 from ringspark.estimators.training.check.mesh import check_mesh
-from ringspark.estimators.training.check.optimizer import check_own_optimizer
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
 from ringspark.estimators.training.check.same_network import check_copy, check_prediction
 from ringspark.estimators.training.check.schema import (
@@ -82,6 +81,7 @@ MAX_INITIAL_SHARE = 0.5
 REPLAYED_STEPS = 50_000
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
+CHECK_OWN_OPTIMIZER = "ringspark.extras.own_optimizers.check:check_own_optimizer"
 CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
 # Checks the network and the noise of a private training.
 CHECK_PRIVATE_TRAINING = "ringspark.extras.privacy.check:check_private_training"
@@ -157,6 +157,7 @@ def check_training(
         check_copy(config, given, objects.module, manifest)
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
+    check_state(module.state_dict())
     if whole is module and config.lora is None:
         spec = None if config.model is None else ModelSpec.from_json(config.model)
         skeleton = copy_to_meta(given.module) if spec is None else build_on_meta(spec.build)
@@ -175,7 +176,6 @@ def check_training(
     if config.initial_training_state is None:
         _check_average(config, num_steps)
     _check_sparse(config, whole)
-    check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(whole, segment_policy(config.gradient_checkpointing))
     shapes = [tuple(output.shape) for output in outputs]
@@ -249,7 +249,8 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     if (state := config.initial_training_state) is not None:
         check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
     if objects.optimizer is not None:
-        check_own_optimizer(config, partial(build_configured_optimizer, config, objects), module)
+        make = partial(build_configured_optimizer, config, objects)
+        load_object(CHECK_OWN_OPTIMIZER)(config, make, module)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)
