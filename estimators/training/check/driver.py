@@ -81,7 +81,7 @@ MAX_INITIAL_SHARE = 0.5
 REPLAYED_STEPS = 50_000
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
-CHECK_OWN_OPTIMIZER = "ringspark.extras.own_optimizers.check:check_own_optimizer"
+CHECK_OWN_OPTIMIZER = "ringspark.extras.own_code.optimizer_check:check_own_optimizer"
 CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
 # Checks the network and the noise of a private training.
 CHECK_PRIVATE_TRAINING = "ringspark.extras.privacy.check:check_private_training"

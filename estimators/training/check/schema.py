@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
@@ -24,13 +25,13 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
-from ringspark.models.network_copy import tensor_attributes
-from ringspark.models.parameters import find_overlap, has_linear_hooks
 from ringspark.models.registry import MODELS
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, HashBuckets, Padded
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.manifest import Split
+
+CHECK_PARAMETERS = "ringspark.extras.own_code.parameter_check:check_parameters"
 
 
 def check_schema(
@@ -98,21 +99,7 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "shortens the rows that a worker's own batch uses, so that the workers' weights would "
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
-    named = dict(module.named_parameters()) if config.num_workers > 1 else {}
-    if config.sync.sharding != "none" and (pair := find_overlap(named)):
-        raise ValueError(
-            f"parameters {pair[0]!r} and {pair[1]!r} of {model} share memory, but sync={config.sync!r} lets "
-            "different workers change them; set sync=AllReduce(), or use one parameter twice"
-        )
-    known = {name: vars(p).keys() | {"__class__"} for name, p in named.items()}
-    hooked = [name for name, p in named.items() if tensor_attributes(p).keys() - known[name]]
-    unfit = next((name for name in hooked if not has_linear_hooks(named[name])), None)
-    if unfit is not None and config.is_in_step:
-        raise ValueError(
-            f"a hook of parameter {unfit!r} of {model} is not linear in the gradient, and each of the "
-            f"numWorkers ({config.num_workers}) has only a part of the gradient; set maxGradNorm instead, "
-            "change the gradient in the optimizer's step, or set numWorkers=1"
-        )
+    hooked = load_object(CHECK_PARAMETERS)(config, module) if config.num_workers > 1 else []
     if hooked and config.sync.sharding == "parameters":
         raise ValueError(
             f"parameter {hooked[0]!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "

@@ -17,7 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from awkward_networks import BATCH, CASES, EPOCHS, ROWS, Recipe, Thaws, make_columns, recipes, train_plain
+from awkward_networks import (
+    BATCH,
+    CASES,
+    EPOCHS,
+    PARTS,
+    ROWS,
+    Net,
+    Recipe,
+    Thaws,
+    make_columns,
+    recipes,
+    train_plain,
+)
 from hypothesis import given, reject, settings
 from ranks import run_ranks
 from small_training import config_of
@@ -31,7 +43,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.memory.planner import Planner
-from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import tensor_file
@@ -140,6 +152,49 @@ def test_composed_networks_equal_plain_pytorch_or_are_refused(
     check()
     print(f"{counts[True]} networks trained, {counts[False]} were refused")
     assert counts[True] >= counts[False]
+
+
+@pytest.mark.parametrize(
+    "name", ["number_that_only_training_reads", "buffer_that_only_training_reads", "moving_teacher"]
+)
+def test_a_rank_without_rows_moves_what_the_others_move(tmp_path: Path, name: str) -> None:
+    """In the last of three steps, the second rank has no rows."""
+    columns, recipe = make_columns(ROWS[1]), Recipe(parts=((name, "lin"),), rows=ROWS[1])
+    manifest = written(tmp_path / "shards", columns, row_group_rows=20, num_files=1, validation=None)
+    assert _try(recipe, manifest, columns, tmp_path / "run", workers=2) == ""
+
+
+def _step_in_backward(net: Any) -> None:
+    optimizer = torch.optim.SGD([net.mid.weight], 0.1)
+    net.mid.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+
+
+@pytest.mark.parametrize(
+    ("change", "sync", "sentence"),
+    [
+        (
+            lambda net: PARTS["hook_that_clips"](net, net.mid),
+            AllReduce(),
+            r"'mid.weight' .* not linear .*maxGrad",
+        ),
+        (_step_in_backward, AllReduce(), r"'mid.weight' .* not linear"),
+        (lambda net: PARTS["tied_weights"](net, net.lin), Zero(stage=1), r"'lin.weight' .* share memory"),
+        (
+            lambda net: PARTS["overlapping_parameters"](net, net.lin),
+            Zero(stage=2),
+            r"'mid.weight' .* share memory",
+        ),
+    ],
+)
+def test_parameters_that_several_workers_cannot_train_are_refused(
+    make_shards: MakeShards, tmp_path: Path, change: Callable[[Any], None], sync: Any, sentence: str
+) -> None:
+    manifest, net = make_shards(make_columns(83)), Net()
+    change(net)
+    config = replace(_config(manifest, tmp_path / "run"), sync=sync)
+    check_training(config, UserObjects(module=net), manifest)
+    with pytest.raises(ValueError, match=sentence):
+        check_training(replace(config, num_workers=2), UserObjects(module=net), manifest)
 
 
 def test_a_hook_that_sharding_would_drop_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
