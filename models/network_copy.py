@@ -132,12 +132,12 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if is_plain and torch._C._has_storage(tensor) else None
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Returns the attributes, the hooks and the class that a user gave to a tensor."""
-    given = {name: getattr(tensor, name, None) for name in _HOOKS} if tensor.is_leaf else {}
+    given = {name: getattr(tensor, name, None) for name in HOOKS} if tensor.is_leaf else {}
     if type(tensor) is not nn.Parameter and _is_parameter(tensor):
         given["__class__"] = type(tensor)  # torch makes a plain parameter of it
     return vars(tensor) | {name: value for name, value in given.items() if value}

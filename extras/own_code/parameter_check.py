@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -10,22 +10,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.models.network_copy import tensor_attributes
 
 
-def check_parameters(config: TrainConfig, module: nn.Module) -> list[str]:
-    """Returns the names of parameters with hooks.
+def check_parameters(
+    config: TrainConfig, model: str, named: Mapping[str, nn.Parameter], hooked: Sequence[str]
+) -> None:
+    """Raises ValueError if a hook needs the whole gradient, or if `sync` shards parameters that share memory.
 
-    Raises ValueError if a hook needs the whole gradient, or if `sync` shards parameters that share memory.
+    Args:
+        model: The network in words.
+        hooked: Names of the parameters with hooks.
     """
-    model, named = f"model {type(module).__name__}", dict(module.named_parameters())
     if config.sync.sharding != "none" and (pair := find_overlap(named)):
         raise ValueError(
             f"parameters {pair[0]!r} and {pair[1]!r} of {model} share memory, but sync={config.sync!r} lets "
             "different workers change them; set sync=AllReduce(), or use one parameter twice"
         )
-    known = {name: vars(p).keys() | {"__class__"} for name, p in named.items()}
-    hooked = [name for name, p in named.items() if tensor_attributes(p).keys() - known[name]]
     unfit = next((name for name in hooked if not has_linear_hooks(named[name])), None)
     if unfit is not None and config.is_in_step:
         raise ValueError(
@@ -33,7 +33,6 @@ def check_parameters(config: TrainConfig, module: nn.Module) -> list[str]:
             f"numWorkers ({config.num_workers}) has only a part of the gradient; set maxGradNorm instead, "
             "change the gradient in the optimizer's step, or set numWorkers=1"
         )
-    return hooked
 
 
 def find_overlap(named: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:

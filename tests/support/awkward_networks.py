@@ -694,7 +694,7 @@ class Counting(torch.optim.SGD):
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=RATE, eps=EPS),
     "amsgrad": partial(torch.optim.Adam, lr=RATE, eps=EPS, amsgrad=True, weight_decay=0.1),
-    "rmsprop": partial(torch.optim.RMSprop, lr=RATE / 5, eps=EPS, momentum=0.5, centered=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=RATE / 5, eps=10 * EPS, momentum=0.5),
     "adagrad": partial(torch.optim.Adagrad, lr=RATE, eps=EPS),
     "flags": adamw_by_flag,
     "two rates": two_rates,

@@ -18,7 +18,7 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import collective_class
-from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.lazy_imports import load_check, load_object
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.sync import AllReduce, ParameterServer
 from ringspark.estimators.parallel import STRATEGIES
@@ -250,7 +250,7 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
         check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
     if objects.optimizer is not None:
         make = partial(build_configured_optimizer, config, objects)
-        load_object(CHECK_OWN_OPTIMIZER)(config, make, module)
+        load_check(CHECK_OWN_OPTIMIZER)(config, make, module)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)

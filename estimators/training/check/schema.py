@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.lazy_imports import load_check
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
@@ -25,6 +25,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
+from ringspark.models.network_copy import HOOKS
 from ringspark.models.registry import MODELS
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, HashBuckets, Padded
@@ -99,7 +100,10 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "shortens the rows that a worker's own batch uses, so that the workers' weights would "
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
-    hooked = load_object(CHECK_PARAMETERS)(config, module) if config.num_workers > 1 else []
+    named = dict(module.named_parameters()) if config.num_workers > 1 else {}
+    hooked = [name for name, p in named.items() if any(getattr(p, kind, None) for kind in HOOKS)]
+    if hooked or config.sync.sharding != "none":
+        load_check(CHECK_PARAMETERS)(config, model, named, hooked)
     if hooked and config.sync.sharding == "parameters":
         raise ValueError(
             f"parameter {hooked[0]!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "

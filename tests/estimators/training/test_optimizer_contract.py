@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,12 @@ def test_an_optimizer_trains_and_is_saved_in_its_modes(make_shards: MakeShards, 
     trained = _net()
     load_checkpoint(result.checkpoint_uri, trained)
     assert torch.allclose(trained.weight, plain.weight, atol=1e-5)  # type: ignore[arg-type]
-    sharded = replace(config, sync=Zero(stage=1), num_workers=2)
+
+
+@pytest.mark.extras
+def test_modes_of_a_sharded_optimizer_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    sharded = config_of(manifest, tmp_path / "run", sync=Zero(stage=1), num_workers=2)
     with pytest.raises(ValueError, match=r"Modal .* modes"):
         check_training(sharded, UserObjects(module=_net(), optimizer=Modal), manifest)
 
@@ -234,6 +238,7 @@ class Joint(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("make", "sentence", "changes", "allowed"),
     [
@@ -274,6 +279,7 @@ class _Sharpness(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.extras
 def test_an_optimizer_that_needs_a_closure_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = make_shards(make_columns(83))
     objects = UserObjects(module=_net(), optimizer=lambda p: _Sharpness(p, 0.1))

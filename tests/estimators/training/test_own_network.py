@@ -127,6 +127,7 @@ def test_one_worker_equals_plain_pytorch(make_shards: MakeShards, tmp_path: Path
     assert re.search(recipe.refusal or "^$", sentence)
 
 
+@pytest.mark.extras
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("num_recipes", [12, pytest.param(NUM_RECIPES or 100, marks=pytest.mark.slow)])
 def test_composed_networks_equal_plain_pytorch_or_are_refused(
@@ -169,6 +170,7 @@ def _step_in_backward(net: Any) -> None:
     net.mid.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("change", "sync", "sentence"),
     [
