@@ -63,9 +63,10 @@ def print_any_text() -> Iterator[None]:
     """Lets a print of user code write "\\xe9" in the block if the encoding of stdout lacks the character."""
     stream: Any = sys.stdout
     errors = getattr(stream, "errors", None)
+    lenient = "backslashreplace" if errors in ("strict", "surrogateescape") else errors
     # The user may have put another object there, or closed it.
     with suppress(AttributeError, ValueError, OSError):
-        stream.reconfigure(errors="backslashreplace" if errors in ("strict", "surrogateescape") else errors)
+        stream.reconfigure(errors=lenient)
     try:
         yield
     finally:

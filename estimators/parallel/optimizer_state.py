@@ -30,10 +30,7 @@ NO_PARAMETER = "(optimizer)"
 
 
 def common_state(optimizer: torch.optim.Optimizer) -> dict[str, StateValue]:
-    """Returns what `state_dict()` has besides the state of parameters and plain values of groups.
-
-    There is ":" between keys.
-    """
+    """Returns what `state_dict()` has besides states of parameters and plain values; ":" joins keys."""
     found: dict[str, Any] = {}
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):

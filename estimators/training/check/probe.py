@@ -97,13 +97,6 @@ def run_module(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         module.train()
 
 
-def _runs_with_gradients(module: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
-    with suppress(Exception):  # user code may raise anything
-        module.eval()(*inputs)
-        return True
-    return False
-
-
 def probe(
     module: nn.Module, config: TrainConfig, manifest: ShardManifest, objects: UserObjects
 ) -> tuple[torch.Tensor, ...]:
@@ -126,8 +119,10 @@ def probe(
         remedy = "match the model's input size to the columns"
         if others := {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}:
             remedy = f"its weights are {', '.join(map(str, others))}, so cast the network with .float()"
-        elif _runs_with_gradients(module, inputs):
-            remedy = "put `with torch.enable_grad():` around the part of forward that differentiates"
+        else:
+            with suppress(Exception):  # user code may raise anything
+                module.eval()(*inputs)
+                remedy = "put `with torch.enable_grad():` around the part of forward that differentiates"
         raise ValueError(
             f"model {name} cannot take the input columns [{given}]: {type(error).__name__}: {error}; {remedy}"
         ) from error

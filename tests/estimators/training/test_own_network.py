@@ -226,7 +226,7 @@ def test_two_workers_equal_plain_pytorch(make_shards: MakeShards, tmp_path: Path
     manifest = make_shards(columns, num_files=1, row_group_rows=20)
     configs, pickled = {}, {}
     for name, recipe in CASES.items():
-        if recipe.refusal is None:
+        if recipe.refusal is None and name != "hook_that_clips":  # which needs the whole gradient
             case = recipe.make()
             config = _config(manifest, tmp_path / name, workers=2)
             configs[name] = check_training(config, case.objects(), manifest).config
