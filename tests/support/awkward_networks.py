@@ -661,8 +661,8 @@ def adamw_by_flag(parameters: Any) -> torch.optim.Optimizer:
 
 
 def two_rates(parameters: Any) -> torch.optim.Optimizer:
-    first, *rest = parameters
-    groups = [{"params": [first], "lr": RATE / 2, "nesterov": False}, {"params": rest}]
+    vectors, rest = ([p for p in parameters if (p.dim() < 2) == is_vector] for is_vector in (True, False))
+    groups = [{"params": vectors, "lr": RATE / 2, "nesterov": False}, {"params": rest}]
     return torch.optim.SGD([group for group in groups if group["params"]], RATE, momentum=0.9, nesterov=True)
 
 
