@@ -132,13 +132,19 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if is_plain and torch._C._has_storage(tensor) else None
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns the attributes and hooks that a user gave to a tensor."""
-    hooks = {name: getattr(tensor, name, None) for name in _HOOKS} if tensor.is_leaf else {}
-    return vars(tensor) | {name: value for name, value in hooks.items() if value}
+    """Returns the attributes, the hooks and the class that a user gave to a tensor."""
+    given = {name: getattr(tensor, name, None) for name in HOOKS} if tensor.is_leaf else {}
+    if type(tensor) is not nn.Parameter and _is_parameter(tensor):
+        given["__class__"] = type(tensor)  # torch makes a plain parameter of it
+    return vars(tensor) | {name: value for name, value in given.items() if value}
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return type(tensor).__reduce_ex__ is nn.Parameter.__reduce_ex__
 
 
 def set_tensor_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
@@ -151,7 +157,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if not attributes:
         return NotImplemented
     bare = tensor.detach()
-    if type(tensor) is nn.Parameter:
+    if _is_parameter(tensor):
         bare = nn.Parameter(bare, tensor.requires_grad)
     elif type(tensor) is torch.Tensor:
         bare.requires_grad_(tensor.requires_grad)

@@ -58,6 +58,22 @@ def silence_thread() -> Iterator[None]:
             handler.removeFilter(thread)
 
 
+@contextmanager
+def print_any_text() -> Iterator[None]:
+    """Lets a print of user code write "\\xe9" in the block if the encoding of stdout lacks the character."""
+    stream: Any = sys.stdout
+    errors = getattr(stream, "errors", None)
+    lenient = "backslashreplace" if errors in ("strict", "surrogateescape") else errors
+    # The user may have put another object there, or closed it.
+    with suppress(AttributeError, ValueError, OSError):
+        stream.reconfigure(errors=lenient)
+    try:
+        yield
+    finally:
+        with suppress(AttributeError, ValueError, OSError):
+            stream.reconfigure(errors=errors)
+
+
 class _ThisThread:
     """Recognizes the thread that created this object; once `has_ended` is set, recognizes no thread."""
 

@@ -21,6 +21,7 @@ from ringspark.estimators.training.settings.choices import InferencePrecision, W
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.outputs import as_outputs
+from ringspark.models.process_state import print_any_text
 
 if TYPE_CHECKING:
     from ringspark.estimators.inference.results import Results
@@ -75,7 +76,7 @@ class Predictor:
         widths = (*self.output_widths, *self.results.inner_widths)
         outputs = np.empty((num_rows, sum(widths)), dtype=np.float64)
         # Not `inference_mode`, whose tensors a forward pass that differentiates cannot use.
-        with torch.no_grad(), self.results.capture(module) as inner:
+        with torch.no_grad(), print_any_text(), self.results.capture(module) as inner:
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
                 rows = slice_rows(columns, self.layout, start, stop)

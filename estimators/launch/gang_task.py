@@ -33,6 +33,7 @@ from ringspark.estimators.launch.host_allocator import keep_freed_memory
 from ringspark.estimators.launch.rank_output import RankOutput
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
+from ringspark.models.process_state import print_any_text
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import record
 
@@ -144,6 +145,7 @@ class GangTask:
         # The driver may have given up this rank, and removed the folder.
         with (
             storage.only_where(self.pulse.run_uri, run_layout.OWNER),
+            print_any_text(),
             RankOutput(self.pulse, member.rank, member.host),
             keep_freed_memory(),
         ):

@@ -34,6 +34,7 @@ from ringspark.estimators.training.checkpoint.resume import BIND_FILES
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import FinishedRun, TrainResult, train_worker
+from ringspark.models.process_state import print_any_text
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.folder_removal import remove_folder
 
@@ -42,6 +43,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "horovod.torch", __
 _MAIN_LOCK = threading.Lock()
 
 
+@print_any_text()
 def train_here(config: TrainConfig, objects: UserObjects | None = None, device: str = "cpu") -> TrainResult:
     # A copy, as on a worker of Spark, so that the training does not change the user's module.
     objects = user_code.copy(objects) if objects is not None and objects.module is not None else objects
@@ -168,7 +170,7 @@ def _run_rank(
     torch.set_num_threads(1)
     status = Status("connecting")
     try:
-        with RankOutput(pulse, member.rank, member.host):
+        with print_any_text(), RankOutput(pulse, member.rank, member.host):
             connected = collective_class(collective).connect(member, meeting)
             result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))

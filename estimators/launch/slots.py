@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from pyspark.sql import SparkSession
 from ringspark.estimators.collectives.horovod_collective import check_nccl
 from ringspark.estimators.launch.devices import check_enough
 from ringspark.estimators.launch.resources import plan_stage, profile_of, slots_of_conf
-from ringspark.estimators.stages.session import spark_conf
+from ringspark.estimators.stages.session import ENCRYPTION, spark_conf
 from ringspark.pipelines import spark_plans
 from ringspark.pipelines.spark_paths import is_local, is_remote
 
@@ -36,6 +37,14 @@ def check_slots(
     """Returns `count_slots`; raises ValueError for a gang that Spark would only retry and never start."""
     conf = spark_conf(spark)
     check_fixed_size(conf)
+    encrypted = [f"{key}=true" for key in ENCRYPTION if conf.get(key, "").lower() == "true"]
+    if encrypted and num_workers > 1 and not is_local(conf):
+        warnings.warn(
+            f"{encrypted[0]} encrypts Spark's own traffic, but gradients and weights travel between workers "
+            "in clear text; use an encrypted or a private network",
+            UserWarning,
+            stacklevel=4,
+        )
     if use_gpu:
         check_address_space(conf)
     task_cpus = plan_stage(conf, str(spark.version), use_gpu).task_cpus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import ClassVar, Protocol
 
 import torch
@@ -83,9 +83,12 @@ class GradientSync:
         self.make_optimizer: MakeOptimizer | None = None
         self.left_out = set(self._find_unheld().values())
 
+    def held(self) -> set[nn.Parameter]:
+        """Returns the parameters that the optimizers of the ranks train."""
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
+
     def _find_unheld(self) -> dict[nn.Parameter, str]:
-        held = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = self.network.named_parameters()
+        named, held = self.network.named_parameters(), self.held()
         return {p: name for name, p in named if p.requires_grad and p not in held}
 
     def regroup(self) -> bool:
@@ -113,8 +116,13 @@ class GradientSync:
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Makes the collective calls of a step on a rank without rows.
 
-        `inputs` are the arguments of `module`, each with 0 rows.
+        `inputs` are the arguments of `module`, each with 0 rows. A pass over a row of zeros moves what the
+        other ranks' passes move, such as a count of the network's own.
         """
+        zeros = [values.new_zeros((1, *values.shape[1:])) for values in inputs]
+        devices = {values.device for values in zeros if values.is_cuda}
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), suppress(Exception):  # of user code
+            self.network(*zeros)
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 

@@ -30,25 +30,35 @@ NO_PARAMETER = "(optimizer)"
 
 
 def common_state(optimizer: torch.optim.Optimizer) -> dict[str, StateValue]:
-    """Returns what `state_dict()` has besides groups and the state of parameters, with ":" between keys."""
+    """Returns what `state_dict()` has besides states of parameters and plain values; ":" joins keys."""
     found: dict[str, Any] = {}
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
-            found |= {f"state:{key}:{k}": v for k, v in value.items()}
+            is_dict = isinstance(value, dict)
+            found |= {f"state:{key}:{k}": v for k, v in value.items()} if is_dict else {f"state:{key}": value}
+    for index, group in enumerate(optimizer.param_groups):
+        tensors = {k: v for k, v in group.items() if isinstance(v, torch.Tensor) and v.numel() != 1}
+        found |= {f"group:{index}:{k}": v for k, v in tensors.items()}
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         others = optimizer.state_dict()
         found |= {f"{k}": v for k, v in others.items() if k not in ("state", "param_groups")}
-    return {key: check_value("of all parameters", key, value) for key, value in found.items()}
+    return {key: check_value(NO_PARAMETER, key, value) for key, value in found.items()}
 
 
-def _load_common(optimizer: torch.optim.Optimizer, values: Mapping[str, StateValue]) -> None:
-    others = {key: value for key, value in values.items() if not key.startswith("state:")}
+def load_common(optimizer: torch.optim.Optimizer, values: Mapping[str, StateValue]) -> None:
+    others = {key: value for key, value in values.items() if not key.startswith(("state:", "group:"))}
     if others:
         optimizer.load_state_dict(optimizer.state_dict() | others)
     for key in values.keys() - others.keys():
-        _, owner, name = key.split(":", 2)
-        value = values[key]
-        optimizer.state[owner][name] = value.clone() if isinstance(value, torch.Tensor) else value  # type: ignore[index]
+        kind, owner, *name = key.split(":", 2)
+        place: Any = optimizer.param_groups[int(owner)] if kind == "group" else optimizer.state
+        if kind == "state" and name:
+            place = place[owner]
+        last, value = name[0] if name else owner, values[key]
+        if isinstance(value, torch.Tensor):
+            present = place.get(last)
+            value = value.to(present.device if isinstance(present, torch.Tensor) else "cpu", copy=True)
+        place[last] = value
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
@@ -81,8 +91,7 @@ def state_by_name(
 def load_by_name(module: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     names = parameter_names(module)
     check_known(state, [*names.values(), NO_PARAMETER])
-    if NO_PARAMETER in state:
-        _load_common(optimizer, state[NO_PARAMETER])
+    load_common(optimizer, state.get(NO_PARAMETER, {}))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = state.get(names[parameter])
@@ -160,8 +169,9 @@ def check_value(name: str, key: str, value: object) -> StateValue:
         return value  # type: ignore[return-value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    owner = "no parameter" if name == NO_PARAMETER else f"parameter {name!r}"
     raise ValueError(
-        f"the optimizer's state {key!r} of parameter {name!r} is a {type(value).__name__}, but only dense "
+        f"the optimizer's state {key!r} of {owner} is a {type(value).__name__}, but only dense "
         "tensors, numbers and texts can be saved; choose another optimizer"
     )
 

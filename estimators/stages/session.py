@@ -8,9 +8,13 @@ from pyspark.sql import SparkSession
 
 from ringspark.pipelines.spark_paths import is_remote
 
+# Conf keys that encrypt Spark's traffic over the network.
+ENCRYPTION = ("spark.ssl.enabled", "spark.ssl.rpc.enabled", "spark.network.crypto.enabled")
+
 # Read one by one: to list a conf takes Spark Classic three round trips per entry, and Spark Connect before
 # 4.0 cannot list it.
 _KEYS = (
+    *ENCRYPTION,
     "spark.app.id",
     "spark.cores.max",
     "spark.driver.host",

@@ -25,6 +25,7 @@ import cloudpickle
 import psutil
 
 from ringspark.estimators import user_code
+from ringspark.models.process_state import print_any_text
 
 CALL, RESULT, ERROR = "call", "result", "error"
 # Exit code if the function raised an exception; `error` then describes the exception.
@@ -76,8 +77,9 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pickled, raised = cloudpickle.dumps(None), None
     try:
-        call = user_code.loads((folder / CALL).read_bytes())
-        pickled = _pickle_value(call.function(*call.args, **call.kwargs))
+        with print_any_text():
+            call = user_code.loads((folder / CALL).read_bytes())
+            pickled = _pickle_value(call.function(*call.args, **call.kwargs))
     except BaseException as error:
         if os.getpid() != own_id:
             raise

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 from pyspark.sql import SparkSession
 
 from ringspark.estimators import run_layout, user_code
@@ -56,7 +57,7 @@ def run(
     - `TORCHELASTIC_RESTART_COUNT`: number of restarts so far.
 
     Args:
-        function: A function, or the path of a Python script on the driver; `args` of a script are strings.
+        function: A function, or the path of a Python script on the driver, which gets `args` as text.
         numWorkers: Number of ranks; each needs a task slot of the cluster.
         useGpu: Whether every rank gets a GPU.
         maxRestarts: Number of restarts of all ranks after a process, an executor or a connection is lost. The
@@ -76,6 +77,10 @@ def run(
         WorkerError: A rank failed; the message has its traceback and its last lines of output.
         TrainingCancelledError: Somebody cancelled the Spark job.
     """
+    given: list[Any] = [numWorkers, useGpu, maxRestarts, timeoutSeconds]
+    numWorkers, useGpu, maxRestarts, timeoutSeconds = (
+        value.item() if isinstance(value, np.generic) else value for value in given
+    )
     settings: tuple[tuple[Setting[Any], Any], ...] = (
         (NUM_WORKERS, numWorkers),
         (USE_GPU, useGpu),
@@ -86,7 +91,10 @@ def run(
         if type(value) not in {"float": (int, float), "int": (int,), "bool": (bool,)}[setting.kind]:
             raise TypeError(f"{setting.name} {setting.type_rule()}, got {value!r}")
         setting.check(value)
-    call = Call(function=_load(function, args, kwargs), args=args, kwargs=kwargs)
+    loaded = _load(function, args, kwargs)
+    call = Call(
+        function=loaded, args=[*map(str, args)] if isinstance(loaded, Script) else args, kwargs=kwargs
+    )
     variables = _check_environment(environment or {})
     pickled = user_code.dumps(call)
     session = spark or SparkSession.builder.getOrCreate()
@@ -161,10 +169,10 @@ def _load(function: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
         path = Path(function)
         if not path.is_file():
             raise ValueError(f"the driver has no script {str(path)!r}; give a file, or a function")
-        if kwargs or not all(isinstance(arg, str) for arg in args):
+        if kwargs or not all(isinstance(arg, str | int | float | np.generic | os.PathLike) for arg in args):
             raise ValueError(
-                f"the script {path.name!r} takes strings, like a command line; got "
-                f"{[*args, *(f'{name}={value!r}' for name, value in kwargs.items())]}"
+                f"the script {path.name!r} takes strings and numbers, like a command line, got "
+                f"{[*args, *(f'{name}={value!r}' for name, value in kwargs.items())]}; give the rest as text"
             )
         return Script(path.name, path.read_bytes())
     if not callable(function):

@@ -230,13 +230,22 @@ def test_pipelines_and_folds_start_from_the_model(table: Any, tmp_path: Path) ->
 def test_a_saved_stage_names_a_saved_model(table: Any, tmp_path: Path) -> None:
     model = _estimator(tmp_path).fit(table)
     stage = _estimator(tmp_path, initialModel=model)
-    with pytest.raises(ValueError, match="save that model, and set initialModel to its path"):
-        stage.save(str(tmp_path / "stage"))
+    grid = ParamGridBuilder().addGrid(stage.learningRate, [1e-12]).build()
+    validator = CrossValidator(estimator=stage, evaluator=RegressionEvaluator(), estimatorParamMaps=grid)
+    holders: dict[str, Any] = {"stage": stage, "pipeline": Pipeline(stages=[stage]), "validator": validator}
+    for name, holder in holders.items():
+        with pytest.raises(ValueError, match="save that model, and set initialModel to its path"):
+            holder.save(str(tmp_path / name))
     with pytest.raises(ValueError, match=r"the only weights of this model are in .*; save the model first"):
         model.removeRun()
     model.save(str(tmp_path / "model"))
     stage.setInitialModel(str(tmp_path / "model")).save(str(tmp_path / "stage"))
     assert TorchRegressor.load(str(tmp_path / "stage")).fit(table).summary.steps == 6
+    for name, holder in holders.items():
+        holder.write().overwrite().save(str(tmp_path / name))
+    (piped,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
+    validated: Any = CrossValidator.load(str(tmp_path / "validator")).getEstimator()
+    assert [one.getInitialModel() for one in (piped, validated)] == [str(tmp_path / "model")] * 2
 
 
 def test_what_does_not_fit_the_model_is_refused(table: Any, tmp_path: Path) -> None:

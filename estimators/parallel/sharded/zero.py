@@ -22,10 +22,13 @@ from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.optimizer_state import (
+    NO_PARAMETER,
     OptimizerState,
     RootOf,
     check_known,
+    common_state,
     first_rank,
+    load_common,
 )
 from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
 from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, hide_empty_groups
@@ -121,9 +124,9 @@ class ZeroSync(GradientSync):
             bucket_bytes: Size of a bucket; None takes the default.
             reacts: Whether gradients are sent during the backward pass instead of after it.
         """
+        self._states: list[_GroupState] = []
         super().__init__(network, optimizer)
         self.ranks_differ = True
-        self._states: list[_GroupState] = []
         options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
         for group in groups:
             ranks = group.shard_group.shards
@@ -150,6 +153,9 @@ class ZeroSync(GradientSync):
                 for index, parameter in enumerate(own.shard.parameters):
                     hook = partial(self._on_gradient, own, index)
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def held(self) -> set[nn.Parameter]:
+        return super().held() | set(self._parameters())
 
     def _start_round(self) -> None:
         self._next = 0  # number of the next bucket to send
@@ -287,10 +293,13 @@ class ZeroSync(GradientSync):
             # The first replica gathers its state.
             if own.group.shard_group.replicas.rank == 0:
                 found |= gather_state(own.shard, self.optimizer, root_of)
+        if common := common_state(self.optimizer):
+            found[NO_PARAMETER] = common
         return {name: found[name] for name in sorted(found)}
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_known(state, [name for own in self._states for name in own.shard.names])
+        check_known(state, [NO_PARAMETER, *(name for own in self._states for name in own.shard.names)])
+        load_common(self.optimizer, state.get(NO_PARAMETER, {}))
         for own in self._states:
             load_state(own.shard, self.optimizer, state)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import collective_class
-from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.lazy_imports import load_check, load_object
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.sync import AllReduce, ParameterServer
 from ringspark.estimators.parallel import STRATEGIES
@@ -29,7 +29,6 @@ from ringspark.estimators.parallel.sharded.parameter_shards import (
     is_elementwise,
 )
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
-from ringspark.estimators.training.average import has_modes
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
@@ -69,7 +68,7 @@ from ringspark.models.adapters import MESH_SUPPORT
 from ringspark.models.hugging_face import LIBRARY
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.outputs import as_outputs
-from ringspark.models.process_state import fork_generators
+from ringspark.models.process_state import fork_generators, print_any_text
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
 
@@ -82,6 +81,7 @@ MAX_INITIAL_SHARE = 0.5
 REPLAYED_STEPS = 50_000
 
 CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
+CHECK_OWN_OPTIMIZER = "ringspark.extras.own_code.optimizer_check:check_own_optimizer"
 CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
 # Checks the network and the noise of a private training.
 CHECK_PRIVATE_TRAINING = "ringspark.extras.privacy.check:check_private_training"
@@ -129,6 +129,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
 
 # Building a network draws random numbers; the fork keeps the driver's own random state.
 @fork_generators()
+@print_any_text()
 def check_training(
     config: TrainConfig,
     objects: UserObjects,
@@ -156,6 +157,7 @@ def check_training(
         check_copy(config, given, objects.module, manifest)
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
+    check_state(module.state_dict())
     if whole is module and config.lora is None:
         spec = None if config.model is None else ModelSpec.from_json(config.model)
         skeleton = copy_to_meta(given.module) if spec is None else build_on_meta(spec.build)
@@ -174,7 +176,6 @@ def check_training(
     if config.initial_training_state is None:
         _check_average(config, num_steps)
     _check_sparse(config, whole)
-    check_state(module.state_dict())
     if config.gradient_checkpointing != "none":
         apply_activation_checkpoint(whole, segment_policy(config.gradient_checkpointing))
     shapes = [tuple(output.shape) for output in outputs]
@@ -248,7 +249,8 @@ def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Modul
     if (state := config.initial_training_state) is not None:
         check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
     if objects.optimizer is not None:
-        _check_own_optimizer(config, optimizer)
+        make = partial(build_configured_optimizer, config, objects)
+        load_check(CHECK_OWN_OPTIMIZER)(config, make, module)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, num_rows)
@@ -271,25 +273,6 @@ def _replay(rates: LearningRates, num_steps: int) -> None:
             raise ValueError(
                 f"lrSchedule fails in step {step + 1} of {num_steps} ({type(error).__name__}: {error}); make "
                 "it last for all steps of the training"
-            ) from error
-
-
-def _check_own_optimizer(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if a user's optimizer needs a closure, or modes that the strategy does not know."""
-    name = type(optimizer).__name__
-    is_plain = config.sync == AllReduce() and config.ema_decay is None
-    if has_modes(optimizer) and not is_plain:
-        raise ValueError(
-            f"optimizer {name} has the modes train() and eval(), which need whole weights on each worker, "
-            f"but sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
-        )
-    try:
-        optimizer.step()  # changes nothing, because there are no gradients yet
-    except Exception as error:  # of any kind, depending on the optimizer
-        if "closure" in str(error):
-            raise ValueError(
-                f"optimizer {name} evaluates the loss several times per step, which the training loop does "
-                f"not offer ({error}); use one whose step() needs no closure"
             ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,10 @@ def probe(
         remedy = "match the model's input size to the columns"
         if others := {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}:
             remedy = f"its weights are {', '.join(map(str, others))}, so cast the network with .float()"
+        else:
+            with suppress(Exception):  # user code may raise anything
+                module.eval()(*inputs)
+                remedy = "put `with torch.enable_grad():` around the part of forward that differentiates"
         raise ValueError(
             f"model {name} cannot take the input columns [{given}]: {type(error).__name__}: {error}; {remedy}"
         ) from error

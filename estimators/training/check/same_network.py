@@ -37,14 +37,18 @@ _TOLERANCE = 1e-4
 def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, manifest: ShardManifest) -> None:
     """Raises ValueError if a training pass of the copy differs from one of `objects.module`."""
     module = objects.module
+
     # A pass would initialize the user's lazy layers.
-    made = None if _is_lazy(module) else _try_rows(config, objects, manifest, lambda x: _train(module, x))
+    def train(rows: Rows) -> Pass:
+        return _train(module, rows, copied)
+
+    made = None if _is_lazy(module) else _try_rows(config, objects, manifest, train)
     if made is None:
         return
     rows, expected = made
-    difference = _compare(expected, lambda: _train(copied, rows))
+    difference = _compare(expected, lambda: _train(copied, rows, module))
     # A network may also differ from itself, for example if it reads the time.
-    if difference and not _compare(expected, lambda: _train(module, rows)):
+    if difference and not _compare(expected, lambda: train(rows)):
         raise ValueError(
             f"model {type(module).__name__} computes something else once it is pickled for the workers: "
             f"{difference}; let its functions use the network only through `self` and closures, or give its "
@@ -135,8 +139,9 @@ def _forward(module: nn.Module, rows: Sequence[torch.Tensor]) -> Pass:
     return {f"output {number}": output for number, output in enumerate(outputs)}
 
 
-def _train(module: nn.Module, rows: Rows) -> Pass:
-    with _untouched(module):
+def _train(module: nn.Module, rows: Rows, twin: nn.Module) -> Pass:
+    """Runs a training pass, and takes back what it changes; `twin` has the weights from before."""
+    with _untouched(module, twin):
         found = _forward(module.train(), rows)
         generator = torch.Generator().manual_seed(0)
         sums = [
@@ -150,8 +155,12 @@ def _train(module: nn.Module, rows: Rows) -> Pass:
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Restores the network after the block: modes, gradients, buffers, attributes and own generators."""
+def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
+    """Restores the network after the block: modes, gradients, buffers, attributes and own generators.
+
+    Restores weights that a forward pass changes from `twin`, because a copy could take too much memory.
+    """
+    versions = [parameter._version for parameter in module.parameters()]
     kinds = (list, dict, set, OrderedDict)
     layers = [
         (vars(layer), {n: (v, v.copy() if type(v) in kinds else None) for n, v in vars(layer).items()})
@@ -178,6 +187,10 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, start in values:
                 buffer.copy_(start)
+            pairs = () if twin is None else zip(module.parameters(), twin.parameters(), versions, strict=True)
+            for parameter, kept, version in pairs:
+                if parameter._version != version:
+                    parameter.copy_(kept)
         for generator, drawn in generators:
             generator.set_state(drawn)
 
@@ -195,7 +208,7 @@ def _compare(expected: Pass, run: Callable[[], Pass]) -> str:
             if (one.shape, one.dtype, one.device) != (two.shape, two.dtype, two.device):
                 return f"{name} is {two.dtype} {tuple(two.shape)} on {two.device}"
             one, two = (t.to_dense() if t.is_sparse else t for t in (one.detach(), two.detach()))
-            one, two = one.double(), two.double()
+            one, two = (t.to(torch.complex128) if t.is_complex() else t.double() for t in (one, two))
             allowed = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
             if not torch.allclose(one, two, _TOLERANCE, allowed, equal_nan=True):
                 return f"{name} is off by {float((one - two).abs().max()):.3g}"

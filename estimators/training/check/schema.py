@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ringspark.estimators.lazy_imports import load_check
 from ringspark.estimators.names import nearest
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
@@ -24,12 +25,14 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
-from ringspark.models.network_copy import tensor_attributes
+from ringspark.models.network_copy import HOOKS
 from ringspark.models.registry import MODELS
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, HashBuckets, Padded
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.manifest import Split
+
+CHECK_PARAMETERS = "ringspark.extras.own_code.parameter_check:check_parameters"
 
 
 def check_schema(
@@ -97,8 +100,11 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "shortens the rows that a worker's own batch uses, so that the workers' weights would "
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
-    hooked = [name for name, p in module.named_parameters() if tensor_attributes(p).keys() - vars(p).keys()]
-    if hooked and config.num_workers > 1 and config.sync.sharding == "parameters":
+    named = dict(module.named_parameters()) if config.num_workers > 1 else {}
+    hooked = [name for name, p in named.items() if any(getattr(p, kind, None) for kind in HOOKS)]
+    if hooked or config.sync.sharding != "none":
+        load_check(CHECK_PARAMETERS)(config, model, named, hooked)
+    if hooked and config.sync.sharding == "parameters":
         raise ValueError(
             f"parameter {hooked[0]!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "
             "shards without hooks; set sync=Zero(stage=2), or change the gradient in the layer's own hook"

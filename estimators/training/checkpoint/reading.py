@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -218,4 +219,16 @@ def set_group_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
         if isinstance(present, torch.Tensor):
             present.fill_(value)
         else:
-            group[key] = tuple(value) if isinstance(present, tuple) else value
+            group[key] = _with_tuples(present, value)
+
+
+def _with_tuples(present: Any, value: Any) -> Any:
+    """Returns a stored value with tuples, which JSON lacks, where the present value has them."""
+    if isinstance(value, dict):
+        own = present if isinstance(present, dict) else {}
+        return {key: _with_tuples(own.get(key), item) for key, item in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    items = present if isinstance(present, list | tuple) else ()
+    made = [_with_tuples(one, item) for one, item in zip_longest(items[: len(value)], value)]
+    return tuple(made) if isinstance(present, tuple) else made

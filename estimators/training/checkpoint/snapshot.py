@@ -18,6 +18,7 @@ Invariant: a `Snapshot` shares no memory with the training, so it can be written
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -298,11 +299,13 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if key not in NOT_KEPT and _is_plain(value):
-            kept[key] = list(value) if isinstance(value, tuple | list) else value
+            kept[key] = copy.deepcopy(value)  # written while the training continues
     return kept
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
-        return all(_is_plain(item) and not isinstance(item, tuple | list) for item in value)
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return value is None or isinstance(value, bool | int | float | str)

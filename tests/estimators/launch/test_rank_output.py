@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import re
 import resource
@@ -13,20 +14,28 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_training import config_of
+from torch import nn
 from waiting import wait_for
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.inference.predictor import Predictor
+from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.log_process import HEAD_BYTES, TAIL_BYTES, KeptEnds, write_all
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 
 LIBRARY = b"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
@@ -97,6 +106,36 @@ def test_the_error_of_a_rank_that_ends_has_its_last_lines(
     *_, above, told = str(caught.value).splitlines()
     assert told == f"  | {last}"
     assert SENTENCE in above or above == "  | the last lines that the rank printed:"
+
+
+class _Snowman(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("\N{SNOWMAN}")
+        return super().forward(x)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("place", ["here", "rank", "prediction"])
+def test_a_print_that_the_encoding_lacks_ends_nothing(
+    place: str, make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = _Snowman(1, 1)
+
+    if place == "rank":
+        assert run_spawned(1, "local", lambda *rank: str(sys.stdout.errors)) == ["backslashreplace"]
+        return
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    if place == "here":
+        columns = {"x": np.ones((4, 1), np.float32), "y": np.ones(4, np.float32)}
+        train_here(config_of(make_shards(columns), tmp_path), UserObjects(module=network))
+    else:
+        results = SimpleNamespace(inner_widths=(), capture=lambda module: nullcontext(tuple))
+        predictor: Any = SimpleNamespace(layout=(), output_widths=(1,), batch_size=4, results=results)
+        Predictor.predict(predictor, network, [np.ones((4, 1), np.float32)])
+    assert stream.errors == "strict"
+    stream.flush()
+    assert b"\\u2603" in stream.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 class _Ends(Callback):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.resources import plan_stage, slots_of_conf
 from ringspark.estimators.launch.slots import (
     check_address_space,
@@ -169,6 +173,29 @@ def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pyt
         ValueError, match=r"spark\.executor\.pyspark\.memory \(4g\), .* raise spark\.executor\.mem"
     ):
         check_slots(None, 1, use_gpu=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "key", ["spark.ssl.enabled", "spark.ssl.rpc.enabled", "spark.network.crypto.enabled"]
+)
+def test_a_session_that_encrypts_hears_that_gradients_do_not(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "_count", lambda *_: 2)
+
+    def warn(value: str, workers: int, master: str = STANDALONE) -> list[str]:
+        session: Any = SimpleNamespace(
+            version="4.0",
+            sparkContext=SimpleNamespace(startTime=0, _conf={"spark.master": master, key: value}),
+        )
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            check_slots(session, workers)
+        return [str(warning.message) for warning in found]
+
+    (sentence,) = warn("true", 2)
+    assert f"{key}=true encrypts Spark's own traffic" in sentence
+    assert [warn("true", 1), warn("false", 2), warn("true", 2, "local[4]")] == [[], [], []]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,28 @@ def _cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
 
 
+class _Differentiates(nn.Module):
+    """Returns a gradient with respect to its input, which `torch.no_grad` of a prediction forbids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.lin(x).tanh().sum(), x, create_graph=True)
+        return slope.sum(1)
+
+
+class _DifferentiatesInTraining(_Differentiates):
+    """Fails only in the modes of prediction after it has trained on one branch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.lin(x)[:, 0]  # type: ignore[no-any-return]
+        return super().forward(x)
+
+
 def _net(outputs: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(4, outputs), *([nn.Flatten(0)] if outputs == 1 else []))
 
@@ -42,6 +64,8 @@ def _net(outputs: int = 1) -> nn.Module:
         ("one value per row", {"module": _net(3), "losses": (_MeanOfClasses(),)}),
         ("lrSchedule .* step 6 of 6", {"module": _net(), "lr_schedule": _cycle}),
         (r"float64, .*\.float\(\)", {"module": _net().double()}),
+        (r"with torch\.enable_grad\(\):", {"module": _Differentiates()}),
+        (r"with torch\.enable_grad\(\):", {"module": _DifferentiatesInTraining()}),
     ],
 )
 def test_the_driver_refuses_in_a_sentence(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from awkward_networks import make_columns
+from failing_callback import Fails
 from small_training import config_of
 from torch import nn
 
+from ringspark.estimators import user_code
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.optimizer_state import place_value
 from ringspark.estimators.training.check.driver import check_training
@@ -22,7 +27,8 @@ from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
@@ -119,9 +125,146 @@ def test_an_optimizer_trains_and_is_saved_in_its_modes(make_shards: MakeShards, 
     trained = _net()
     load_checkpoint(result.checkpoint_uri, trained)
     assert torch.allclose(trained.weight, plain.weight, atol=1e-5)  # type: ignore[arg-type]
-    sharded = replace(config, sync=Zero(stage=1), num_workers=2)
+
+
+@pytest.mark.extras
+def test_modes_of_a_sharded_optimizer_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
+    manifest = make_shards(make_columns(83))
+    sharded = config_of(manifest, tmp_path / "run", sync=Zero(stage=1), num_workers=2)
     with pytest.raises(ValueError, match=r"Modal .* modes"):
         check_training(sharded, UserObjects(module=_net(), optimizer=Modal), manifest)
+
+
+class Scaled(torch.optim.SGD):
+    """Its groups hold a tensor and a nested value, and each step depends on both."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.05)
+        self.param_groups[0] |= {"rates": torch.ones(3), "seen": {"rows": [0, (1.0, "a")]}}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["rates"][1] *= 0.7
+        group["seen"]["rows"][0] += 1
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(0.01 * group["rates"].sum() / group["seen"]["rows"][0] * parameter.grad)
+
+
+class Counted(torch.optim.SGD):
+    """Its `state_dict` has a key of its own, and `state` a value that belongs to no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.05)
+        self.calls = 0
+        self.state["steps"] = 0  # type: ignore[index, assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        self.state["steps"] += 2  # type: ignore[index, operator]
+        self.param_groups[0]["weight_decay"] = 0.1 * self.calls / self.state["steps"] ** 2  # type: ignore[index, operator]
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"calls": self.calls}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.calls = state_dict.pop("calls")
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("make", [Scaled, Counted])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_resumed_run_of_two_workers_is_bitwise_the_same(
+    make_shards: MakeShards, tmp_path: Path, make: Any, stage: int
+) -> None:
+    manifest, found = make_shards(make_columns(83)), []
+    for run in ("whole", "resumed"):
+        config = config_of(
+            manifest,
+            tmp_path / run,
+            num_workers=2,
+            checkpoint_every_steps=1,
+            sync=Zero(stage=stage) if stage else AllReduce(),
+        )
+
+        objects = UserObjects(module=_net(), optimizer=make, callbacks=(Fails(tmp_path / "mark", 5),))
+        config = check_training(config, objects, manifest).config
+        train = partial(_train, config, objects)
+        if run == "resumed":
+            with pytest.raises(RankError, match="step 5"):
+                run_in_turns(2, train)
+        (tmp_path / "mark").touch()
+        result = run_in_turns(2, train)[0]
+        (tmp_path / "mark").unlink()
+        assert result.checkpoint_errors == ()
+        assert len(result.resumed_steps) == (run == "resumed")
+        found.append(_net())
+        load_checkpoint(result.checkpoint_uri, found[-1])
+    assert all(map(torch.equal, found[0].parameters(), found[1].parameters()))
+
+
+def _train(config: TrainConfig, objects: UserObjects, world: Collective) -> TrainResult:
+    return train_worker(config, world, user_code.copy(objects))
+
+
+class Hides(torch.optim.SGD):
+    """Changes something in each step that no checkpoint holds: an attribute, an array or a nested state."""
+
+    def __init__(self, parameters: Any, place: str = "attribute") -> None:
+        super().__init__(parameters, 0.05)
+        self.place, self.calls = place, 0
+        self.param_groups[0]["array"] = np.ones(2)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += self.place == "attribute"
+        self.param_groups[0]["array"] += self.place == "array"
+        factor = self.calls + self.param_groups[0]["array"].sum()
+        if self.place == "nested":
+            self.state["all"] = {"history": [1, 2]}  # type: ignore[index]
+        self.param_groups[0]["lr"] = 0.1 / factor
+        super().step()
+
+
+class Joint(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(held)
+        for gradient in held:
+            gradient.div_(norm)
+        super().step()
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("make", "sentence", "changes", "allowed"),
+    [
+        *(
+            (partial(Hides, place=place), words, {}, {"checkpoint_every_seconds": 0.0})
+            for place, words in (
+                ("attribute", "Hides steps otherwise once its state is saved and loaded"),
+                ("array", "Hides steps otherwise once its state is saved and loaded"),
+                ("nested", "'state:all:history' of no parameter is a list"),
+            )
+        ),
+        (
+            partial(Joint, lr=0.1),
+            r"Joint .*each worker .*set sync=AllReduce\(\)",
+            {"num_workers": 2, "sync": Zero(stage=1)},
+            {"num_workers": 2},
+        ),
+    ],
+)
+def test_an_optimizer_that_would_resume_or_shard_wrongly_is_refused(
+    make_shards: MakeShards, tmp_path: Path, make: Any, sentence: str, changes: Any, allowed: Any
+) -> None:
+    manifest, objects = make_shards(make_columns(83)), UserObjects(module=_net(), optimizer=make)
+    with pytest.raises(ValueError, match=sentence):
+        check_training(config_of(manifest, tmp_path / "run", **changes), objects, manifest)
+    check_training(config_of(manifest, tmp_path / "run", **allowed), objects, manifest)
 
 
 def test_state_of_a_scalar_parameter_lies_on_its_device() -> None:
@@ -136,6 +279,7 @@ class _Sharpness(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.extras
 def test_an_optimizer_that_needs_a_closure_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = make_shards(make_columns(83))
     objects = UserObjects(module=_net(), optimizer=lambda p: _Sharpness(p, 0.1))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from waiting import wait_for
@@ -206,10 +207,30 @@ def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path:
     script.write_text(
         "import os, sys\nif __name__ == '__main__':\n    print('from', os.environ['RANK'], sys.argv[1:])\n"
     )
-    assert ringspark.run(script, "--lr", "0.1", numWorkers=2, runUri=str(tmp_path / "run")) == [None, None]
+    arguments: tuple[Any, ...] = ("--lr", 0.1, 32, True, np.float32(0.5), tmp_path)
+    found = ringspark.run(script, *arguments, numWorkers=np.int64(2), runUri=str(tmp_path / "run"))  # type: ignore[arg-type]
+    assert found == [None, None]
     for rank in (0, 1):
-        assert f"from {rank} ['--lr', '0.1']" in (logs / f"rank-{rank}.txt").read_text()
+        text = f"from {rank} ['--lr', '0.1', '32', 'True', '0.5', '{tmp_path}']"
+        assert text in (logs / f"rank-{rank}.txt").read_text()
     assert os.listdir(tmp_path / "run") == ["logs"]
+
+
+def test_arguments_of_a_function_keep_their_types(spark: Any) -> None:
+    given = (1, 2.5, True, None, np.float32(0.1), np.int64(3), np.bool_(True), float("inf"))
+    found = ringspark.run(lambda *args: args, *given, numWorkers=1)[0]
+    assert [(type(one), one) for one in found] == [(type(one), one) for one in given]
+
+
+def _prints() -> str:
+    print("\N{SNOWMAN}")
+    return sys.stdout.encoding
+
+
+def test_a_print_that_the_encoding_lacks_does_not_end_a_function(spark: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"environment": {"PYTHONIOENCODING": "ascii"}, "runUri": str(tmp_path / "run")}
+    assert ringspark.run(_prints, numWorkers=1, **settings) == ["ascii"]
+    assert "\\u2603" in (tmp_path / "run" / "logs" / "rank-0.txt").read_text()
 
 
 def _no_result() -> Any:
@@ -230,7 +251,12 @@ def _no_result() -> Any:
         ),
         (_waits, (), {"numWorkers": 2}, "_waits cannot be called .*'folder'"),
         ("none.py", (), {"numWorkers": 2}, "the driver has no script 'none.py'"),
-        (__file__, (1,), {"numWorkers": 2}, "takes strings, like a command line; got"),
+        (
+            __file__,
+            (None,),
+            {"numWorkers": 2},
+            r"takes strings and numbers, .* got \[None\]; give the rest as text",
+        ),
         (7, (), {"numWorkers": 2}, "run takes a function or the path of a script, got int"),
         (_waits, ("",), {"numWorkers": 2, "environment": {"A=B": 1}}, "environment .* got 'A=B'"),
         (_waits, ("",), {"numWorkers": 2, "environment": {"A": None}}, "environment .* got 'A': None"),

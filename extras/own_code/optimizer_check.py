@@ -1,0 +1,141 @@
+"""Checks on the driver that a user's optimizer can be trained, resumed and sharded as the config needs.
+
+Its first steps run on random gradients of small parameters, whose weights are restored afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from ringspark.estimators.options.sync import AllReduce
+from ringspark.estimators.parallel.base import MakeOptimizer
+from ringspark.estimators.parallel.optimizer_state import common_state, load_by_name, state_by_name
+from ringspark.estimators.parallel.sharded.parameter_shards import hide_empty_groups
+from ringspark.estimators.training.average import has_modes
+from ringspark.estimators.training.checkpoint.reading import set_group_values
+from ringspark.estimators.training.checkpoint.snapshot import group_values
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models.process_state import ignore_warnings
+
+_log = logging.getLogger(__name__)
+
+# Elements per group that are tried, but at least two parameters.
+_MAX_ELEMENTS = 1 << 20
+_STEPS = 2
+
+
+@ignore_warnings()  # of further optimizers, because the first one has warned
+def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Module) -> None:
+    """Raises ValueError if the optimizers of `make` need what the training does not offer them."""
+    optimizer: Any = make(module)
+    name, is_modal = f"optimizer {type(optimizer).__name__}", has_modes(optimizer)
+    if is_modal and (config.sync != AllReduce() or config.ema_decay is not None):
+        raise ValueError(
+            f"{name} has the modes train() and eval(), which need whole weights on each worker, but "
+            f"sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
+        )
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    groups = [group["params"] for group in optimizer.param_groups]
+    tried = [p for own in groups for p in (own if is_modal else _smallest(own)) if not is_lazy(p)]
+    start = [p.detach().clone() for p in tried]
+    try:
+        try:
+            _run(optimizer, tried)
+        except Exception as error:  # of any kind, depending on the optimizer
+            if "closure" not in str(error):
+                _log.info("%s fails on random gradients: %s", name, error)
+                return
+            raise ValueError(
+                f"{name} evaluates the loss several times per step, which the training loop does not offer "
+                f"({error}); use one whose step() needs no closure"
+            ) from error
+        if (config.writes_checkpoints or config.keeps_state) and not _resumes(optimizer, make, module, tried):
+            raise ValueError(
+                f"{name} steps otherwise once its state is saved and loaded; keep all that step() changes in "
+                "`state`, in numbers and tensors of `param_groups`, or in what state_dict() returns, or set "
+                "checkpointEverySeconds=0 and no other checkpoints"
+            )
+        if config.num_workers > 1 and config.sync.sharding != "none":
+            ends = []
+            for held in (tried, tried[:1]):
+                _put(tried, start)
+                optimizer = make(module)
+                for group in optimizer.param_groups:
+                    group["params"][:] = [p for p in group["params"] if p in set(held)]
+                _run(optimizer, tried)
+                ends.append(copy.deepcopy((held[0].detach(), common_state(optimizer), _groups(optimizer))))
+            if not _equal(*ends):
+                raise ValueError(
+                    f"{name} steps otherwise on some of the parameters, and sync={config.sync!r} gives each "
+                    "worker only some; set sync=AllReduce()"
+                )
+    finally:
+        _put(tried, start)
+
+
+def _resumes(optimizer: Any, make: MakeOptimizer, module: nn.Module, tried: Sequence[nn.Parameter]) -> bool:
+    """Whether the next steps are bitwise equal if the optimizer's state is saved and loaded before them."""
+
+    def values(of: Any) -> tuple[Any, ...]:
+        return copy.deepcopy(([p.detach() for p in tried], state_by_name(module, of), _groups(of)))
+
+    weights, state, groups = values(optimizer)
+    _run(optimizer, tried, _STEPS)
+    expected, loaded = values(optimizer), make(module)
+    if has_modes(loaded):
+        loaded.train()  # type: ignore[attr-defined]
+    _put(tried, weights)
+    try:
+        load_by_name(module, loaded, state)
+        for group, own in zip(loaded.param_groups, groups, strict=True):
+            set_group_values(group, own)
+        _run(loaded, tried, _STEPS)
+    except Exception as error:  # user code may raise anything
+        _log.info("the loaded optimizer fails: %s", error)
+        return False
+    return _equal(expected, values(loaded))
+
+
+def _smallest(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    ordered = sorted(parameters, key=torch.Tensor.numel)
+    ends = accumulate(parameter.numel() for parameter in ordered)
+    return ordered[: max(2, sum(end <= _MAX_ELEMENTS for end in ends))]
+
+
+def _run(optimizer: Any, parameters: Sequence[nn.Parameter], first: int = 0) -> None:
+    """Takes steps with the gradients of the steps from `first` on."""
+    if not first and has_modes(optimizer):
+        optimizer.train()
+    for step in range(first, first + _STEPS):
+        torch.manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        with hide_empty_groups(optimizer):
+            optimizer.step()
+
+
+@torch.no_grad()
+def _put(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+        parameter.grad = None
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [group_values(group) for group in optimizer.param_groups]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    leaves = zip(tree_leaves(one), tree_leaves(two), strict=False)
+    same = (torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else a == b for a, b in leaves)
+    return len(tree_leaves(one)) == len(tree_leaves(two)) and all(same)

@@ -1,0 +1,86 @@
+"""Checks on the driver that several workers can train parameters with hooks or shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ringspark.estimators.training.settings.config import TrainConfig
+
+
+def check_parameters(
+    config: TrainConfig, model: str, named: Mapping[str, nn.Parameter], hooked: Sequence[str]
+) -> None:
+    """Raises ValueError if a hook needs the whole gradient, or if `sync` shards parameters that share memory.
+
+    Args:
+        model: The network in words.
+        hooked: Names of the parameters with hooks.
+    """
+    if config.sync.sharding != "none" and (pair := find_overlap(named)):
+        raise ValueError(
+            f"parameters {pair[0]!r} and {pair[1]!r} of {model} share memory, but sync={config.sync!r} lets "
+            "different workers change them; set sync=AllReduce(), or use one parameter twice"
+        )
+    unfit = next((name for name in hooked if not has_linear_hooks(named[name])), None)
+    if unfit is not None and config.is_in_step:
+        raise ValueError(
+            f"a hook of parameter {unfit!r} of {model} is not linear in the gradient, and each of the "
+            f"numWorkers ({config.num_workers}) has only a part of the gradient; set maxGradNorm instead, "
+            "change the gradient in the optimizer's step, or set numWorkers=1"
+        )
+
+
+def find_overlap(named: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Returns the names of two parameters that share memory; None if no two do."""
+    spans = []
+    for name, tensor in named.items():
+        if tensor.layout == torch.strided and not is_lazy(tensor) and tensor.numel():
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            first = tensor.storage_offset() * tensor.itemsize
+            storage = tensor.untyped_storage()._cdata
+            spans.append((storage, first, first + (last + 1) * tensor.itemsize, name))
+    for one, two in pairwise(sorted(spans)):
+        if one[0] == two[0] and two[1] < one[2]:
+            return one[3], two[3]
+    return None
+
+
+@torch.no_grad()
+def has_linear_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's hooks give the same sum for two gradients as for their sum; calls the hooks."""
+    if parameter.is_meta or is_lazy(parameter):
+        return True
+    weight, gradient, version = parameter.detach().clone(), parameter.grad, parameter._version
+    generator = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(weight.shape, generator=generator).to(weight) for _ in range(2))
+
+    def run(value: torch.Tensor) -> torch.Tensor | None:
+        for hook in (parameter._backward_hooks or {}).values():
+            changed = hook(value.clone())
+            value = value if changed is None else changed
+        parameter.grad = value.clone()
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
+        return parameter.grad
+
+    try:
+        for scale in (1.0, 1e6):  # beyond any bound of a hook that clips
+            found = [run(value * scale) for value in (one, two, one + two)]
+            if parameter._version != version or any(value is None for value in found):
+                return False  # a step of an optimizer
+            first, second, both = (value for value in found if value is not None)
+            if not torch.allclose(first + second, both, 1e-3, 1e-3 * scale):
+                return False
+    except Exception:  # user code may raise anything
+        return True
+    finally:
+        parameter.copy_(weight)
+        parameter.grad = gradient
+    return True
