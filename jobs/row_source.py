@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,9 @@ class RowSource:
         elif kind in ("table", *FORMATS) and not (kind == "delta" and self.inPlace):
             # Spark finds the files of a table or pattern, such as "/data/2024-*", and those behind links.
             with suppress(ValueError):  # `read` says it, when the rows are needed
-                uris = [unquote(file) for file in self.read(spark).inputFiles()] or uris
+                files = [unquote(file) for file in self.read(spark).inputFiles()]
+                # A new file in a folder would become rows of it; a pattern or a table is no folder.
+                uris = [*files, *(uris if kind != "table" and not re.search(r"[*?\[{]", uri) else ())] or uris
         for each in uris:
             check_apart(spark, output, each, "the rows")
 

@@ -73,9 +73,9 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     output = resolve(spark, args.output)
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
+    source.check_apart(spark, output)
     if storage.exists(output):
         remove_output(output, "score", check_removal)
-    source.check_apart(spark, output)
     given = args.named_model or args.model
     with ExitStack() as stack:
         if given.startswith(_OF_MLFLOW):

@@ -295,7 +295,9 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
             for what, uri in inputs.items():
                 if isinstance(uri, str):
                     check_apart(spark, place, uri, f"the {what}")
-            if key == ("save", "model") and storage.exists(output):
+            if key != ("save", "model"):
+                check_apart(spark, place, output, "the model")
+            elif storage.exists(output):
                 check_removal(storage.normalize(output), _SAVED)
         except ValueError as error:
             raise file.error(key, f"{'.'.join(key)}: {error}") from None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,9 +48,13 @@ FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
 OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
+_TENSORS = r"(?:model|adapter|optimizer|average|ranks)(?:-[\w.-]+)?\.safetensors|checkpoint\.json"
+# All that a stage writes into its folder; overwriting removes nothing else.
 _PATHS = (
-    rf"(?:(?:estimator|best-model|evaluator)/)*(?:{METADATA}/[^/]+|{WEIGHTS_FOLDER}/[^/]+|[\w.-]+\.(?:json|pkl)|"
-    rf"[\w.-]+\.safetensors|{CHECKPOINTS}/step-\d+/[\w.-]+)|evaluator/.+"
+    rf"(?:(?:estimator|best-model|evaluator)/)*(?:{METADATA}/(?:\.?part-[\w.-]+|\.?_SUCCESS(?:\.crc)?)|"
+    rf"{WEIGHTS_FOLDER}/(?:{_TENSORS})|{CHECKPOINTS}/step-\d+/(?:{_TENSORS}|training\.json|part-[\w.-]+\.json)|"
+    rf"{re.escape(DESCRIPTION)}|{re.escape(OBJECTS)}|"
+    r"[a-z]\w*\.(?:(?:constants\.)?safetensors|program\.json))|evaluator/.+"
 )
 ALLOW_PICKLE = "RINGSPARK_ALLOW_PICKLE"
 
@@ -196,6 +201,11 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         if found.rsplit(".", 1)[-1] != self._cls.__name__:
             raise ValueError(f"{path} holds a {found}, not a {self._cls.__name__}; load it with that class")
         stage: Stage = self._cls()
+        if unknown := sorted({*metadata["paramMap"]} - {param.name for param in stage.params}):
+            raise ValueError(
+                f"{path} has the setting {unknown[0]!r}, which {self._cls.__name__} lacks, because another "
+                "version of ringspark saved it; load it with that version, or make the stage again"
+            )
         cast(Any, stage)._resetUid(metadata["uid"])
         try:
             try:

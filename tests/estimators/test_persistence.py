@@ -137,6 +137,28 @@ def test_a_stage_that_was_saved_with_its_training_state_is_overwritten(tmp_path:
     assert not step.exists()
 
 
+@pytest.mark.parametrize("name", ["metrics.json", "thesis.pkl", "weights/thesis.bin", "metadata/notes.md"])
+def test_overwrite_keeps_a_file_that_somebody_put_into_a_saved_stage(
+    name: str, tmp_path: Path, spark: Any
+) -> None:
+    make(tmp_path / "c").save(str(tmp_path / "model"))
+    (tmp_path / "model" / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"holds '{name}', which ringspark did not write there"):
+        make(tmp_path / "d").write().overwrite().save(str(tmp_path / "model"))
+    assert (tmp_path / "model" / name).read_text() == "mine"
+
+
+def test_a_stage_with_a_setting_of_another_version_is_no_damaged_one(tmp_path: Path, spark: Any) -> None:
+    make(tmp_path / "c").save(str(tmp_path / "model"))
+    (file,) = (tmp_path / "model" / METADATA).glob("part-*")
+    text = json.loads(file.read_text())
+    text["paramMap"]["localSteps"] = 4
+    file.write_text(json.dumps(text))
+    (tmp_path / "model" / METADATA / f".{file.name}.crc").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=r"setting 'localSteps', which .* lacks, because another version"):
+        TorchRegressionModel.load(str(tmp_path / "model"))
+
+
 def test_overwrite_takes_no_folder_of_something_else(tmp_path: Path, spark: Any) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")

@@ -211,6 +211,10 @@ def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> 
     for rows, output in (("disk/rows", "link/rows"), ("link/rows", "disk/rows"), ("link/rows", "disk")):
         with pytest.raises(ValueError, match=r"would be written over the rows in .*rows"):
             RowSource(parquet=str(tmp_path / rows)).check_apart(spark, str(tmp_path / output))
+    with pytest.raises(ValueError, match=r"would be written over the rows in .*rows"):
+        RowSource(parquet=str(tmp_path / "disk/rows")).check_apart(
+            spark, str(tmp_path / "disk/rows/new.json")
+        )
     RowSource(parquet=str(tmp_path / "link/rows")).check_apart(spark, str(tmp_path / "disk/predictions"))
     # A folder inside the table may be a link, too.
     (tmp_path / "table").mkdir()
@@ -238,7 +242,9 @@ def test_a_job_replaces_only_what_it_wrote(spark: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("input_of", ["pretrained", "teacher", "initialModel", "evaluation", "nobody"])
+@pytest.mark.parametrize(
+    "input_of", ["pretrained", "teacher", "initialModel", "evaluation", "metrics", "nobody"]
+)
 def test_a_saved_job_does_not_write_over_its_inputs(
     spark: Any, tmp_path: Path, input_of: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,17 +255,21 @@ def test_a_saved_job_does_not_write_over_its_inputs(
     setting = {"pretrained": f"  pretrained: {{uri: {output}/a}}\n", "teacher": f"  teacher: {output}\n"}
     setting["initialModel"] = f"  initialModel: {output}\n"
     changed = f"{setting.get(input_of, '')}save:\n  overwrite: true\n  model: {output}"
-    if input_of == "evaluation":
-        changed = f"  teacher: {output}\nsave:\n  model: {tmp_path}/model"
+    if input_of in ("evaluation", "metrics"):
+        teacher = f"  teacher: {output}\n" if input_of == "evaluation" else ""
+        changed = f"{teacher}save:\n  model: {tmp_path}/model"
     job = _job(tmp_path, f"save:\n  model: {tmp_path}/model", changed)
-    if input_of == "evaluation":
-        job.write_text(job.read_text().replace("evaluation:\n", f"evaluation:\n  output: {output}/a.json\n"))
+    written = {"evaluation": f"{output}/a.json", "metrics": f"{tmp_path}/model"}
+    if input_of in written:
+        text = job.read_text()
+        job.write_text(text.replace("evaluation:\n", f"evaluation:\n  output: {written[input_of]}\n"))
     assert command.main(["train", str(job)]) == 2
     message = {
         "pretrained": "would be written over the pretrained weights",
         "teacher": "would be written over the teacher",
         "initialModel": "would be written over the initial model",
         "evaluation": r"evaluation.output: .*/kept/a.json would be written over the teacher",
+        "metrics": r"evaluation.output: .*/model would be written over the model",
         "nobody": "is kept, because it holds 'thesis.tex'",
     }
     assert re.search(message[input_of], capsys.readouterr().err)

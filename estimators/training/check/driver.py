@@ -40,7 +40,7 @@ from ringspark.estimators.training.check.data import (
 )
 from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
-from ringspark.estimators.training.check.same_network import check_copy, check_prediction
+from ringspark.estimators.training.check.same_network import check_copy, check_groups, check_prediction
 from ringspark.estimators.training.check.schema import (
     check_network,
     check_schema,
@@ -155,6 +155,7 @@ def check_training(
         heads = check_schema(config, objects, manifest.columns, splits)
     if given.module is not None:
         check_copy(config, given, objects.module, manifest)
+        check_groups(config, given, objects)
     whole, module = _build_networks(config, objects)
     check_network(config, whole)
     check_state(module.state_dict())

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import prepare_inputs, try_transform
+from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -53,6 +54,32 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
             f"model {type(module).__name__} computes something else once it is pickled for the workers: "
             f"{difference}; let its functions use the network only through `self` and closures, or give its "
             "class as a ModelSpec"
+        )
+
+
+def check_groups(config: TrainConfig, given: UserObjects, copied: UserObjects) -> None:
+    """Raises ValueError if a user's optimizer function groups the parameters of the copy in another way."""
+    if not callable(given.optimizer) or config.training_step is not None or _is_lazy(given.module):
+        return
+
+    def groups(objects: UserObjects) -> list[list[str]]:
+        names = {id(parameter): name for name, parameter in objects.module.named_parameters()}
+        chosen: Any = objects.optimizer
+        made = build_optimizer(
+            chosen, objects.module, config.parameter_groups, config.learning_rate, config.weight_decay
+        )
+        return [[names.get(id(p), "?") for p in group["params"]] for group in made.param_groups]
+
+    try:
+        with ignore_warnings():
+            one, two = groups(given), groups(copied)
+    except Exception as error:  # of any kind; the check of the optimizer tells it
+        _log.info("the optimizer function fails: %s", error)
+        return
+    if one != two:
+        raise ValueError(
+            f"optimizer groups the parameters as {two} on the workers, but as {one} on the driver: it knows "
+            "them by identity, which a copy changes; let it choose by attributes, or set parameterGroups"
         )
 
 
@@ -167,7 +194,7 @@ def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[Non
         for layer in module.modules()
     ]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    values = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
     own = [v for attributes, _ in layers for v in attributes.values() if isinstance(v, torch.Generator)]
     generators = [(generator, generator.get_state()) for generator in own]
     for parameter, _ in gradients:
@@ -185,8 +212,9 @@ def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[Non
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, start in values:
-                buffer.copy_(start)
+            for buffer, version, start in values:
+                if buffer._version != version:  # torch writes into no expanded buffer
+                    buffer.copy_(start)
             pairs = () if twin is None else zip(module.parameters(), twin.parameters(), versions, strict=True)
             for parameter, kept, version in pairs:
                 if parameter._version != version:

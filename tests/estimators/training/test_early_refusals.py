@@ -137,3 +137,30 @@ def test_a_network_with_a_sparse_buffer_trains_or_is_refused(make_shards: MakeSh
     assert result.lost_state == ()
     with pytest.raises(ValueError, match=r"edges.*dense"):
         check_training(config, UserObjects(module=_Graph(persistent=True)), manifest)
+
+
+@pytest.mark.parametrize("by", ["identity", "dimensions"])
+def test_groups_that_a_copy_would_lose_are_refused(make_shards: MakeShards, tmp_path: Path, by: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1), nn.Flatten(0))
+    head = {id(parameter) for parameter in net[2].parameters()}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        chosen, rest = [], []
+        for p in parameters:
+            (chosen if (id(p) in head if by == "identity" else p.ndim > 1) else rest).append(p)
+        return torch.optim.SGD([{"params": chosen, "lr": 0.05}, {"params": rest, "lr": 0.001}], 0.05)
+
+    manifest = make_shards(make_columns(20))
+    config, objects = config_of(manifest, tmp_path / "run"), UserObjects(module=net, optimizer=optimizer)
+    if by == "dimensions":
+        check_training(config, objects, manifest)
+        return
+    with pytest.raises(ValueError, match=r"groups the parameters as \[\[\], .* let it choose by attributes"):
+        check_training(config, objects, manifest)
+
+
+def test_a_buffer_that_is_an_expanded_view_is_checked(make_shards: MakeShards, tmp_path: Path) -> None:
+    net = _net()
+    net.register_buffer("mask", torch.ones(1, 6).expand(3, 6))
+    manifest = make_shards(make_columns(20))
+    check_training(config_of(manifest, tmp_path / "run"), UserObjects(module=net), manifest)
