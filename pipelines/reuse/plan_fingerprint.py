@@ -58,7 +58,8 @@ _FUNCTION_NAMES = """
     parse_url percent_rank percentile percentile_approx percentile_cont percentile_disc pi pivotfirst pmod
     posexplode posexplode_outer position positive pow power printf quarter radians raise_error rank reduce
     regexp regexp_count regexp_extract regexp_extract_all regexp_instr regexp_like regexp_replace
-    regexp_substr regr_avgx regr_avgy regr_count regr_intercept regr_r2 regr_slope regr_sxx regr_sxy regr_syy repeat replace
+    regexp_substr regr_avgx regr_avgy regr_count regr_intercept regr_r2 regr_slope regr_sxx regr_sxy
+    regr_syy repeat replace
     reverse right rint rlike round row_number rpad rtrim schema_of_csv schema_of_json schema_of_variant
     schema_of_variant_agg schema_of_xml sec second sentences sequence sha sha1 sha2 shiftleft shiftright
     shiftrightunsigned sign signum sin sinh size skewness slice smallint some sort_array soundex space
