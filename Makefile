@@ -36,7 +36,8 @@ setup-peers: python ## Build .venv, .venv-floor and the .venv-peers-*: what benc
 setup-frameworks: python ## Build .venv, and .venv-frameworks: JAX and TensorFlow for the tests of `ringspark.run`
 	@$(PYTHON) scripts/setup_environment.py --frameworks
 
-demo: export OMP_WAIT_POLICY = passive # else threads of the boosting spin on a busy machine
+# Else the OpenMP threads of gradient boosting busy-wait and slow a loaded machine.
+demo: export OMP_WAIT_POLICY = passive
 demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
 

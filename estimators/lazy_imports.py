@@ -18,7 +18,7 @@ def load_object(path: str) -> Any:
 
 
 def load_check(path: str) -> Callable[..., Any]:
-    """Returns a check of user code in the extras, or one that accepts all if the extras are left out."""
+    """Returns a check from the extras, or a function that does nothing if the extras are not installed."""
     try:
         return load_object(path)  # type: ignore[no-any-return]
     except ModuleNotFoundError:

@@ -324,7 +324,10 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
     names = [fields.find(name, param).name for name in estimator.inputColumns()]
     for name in {*labels, indicator}.intersection(names):
         setting = VALIDATION_INDICATOR_COL.name if name == indicator else "labelCol"
-        raise ValueError(f"{param} names {name!r}, which is {setting}; name only inputs")
+        raise ValueError(
+            f"{param} and {setting} both name {name!r}, which the network must not read as an input; choose "
+            f"other columns for {param}"
+        )
     return names
 
 
@@ -373,8 +376,8 @@ def _look_at_label(
             )
         if largest > _LARGEST_LABEL:
             raise ValueError(
-                f"label {label.name!r} has values of size {largest:.3g}, and networks hold numbers up to "
-                f"{_LARGEST_LABEL:.3g}; divide the label by a constant"
+                f"label {label.name!r} has values up to {largest:.3g}, but networks compute in float32, "
+                f"which ends at {_LARGEST_LABEL:.3g}; divide the label by a constant before fit"
             )
         if 0 < deviation < abs(mean) * _FEW_DIGITS:
             warnings.warn(

@@ -109,7 +109,7 @@ class RowSource:
             # Spark finds the files of a table or pattern, such as "/data/2024-*", and those behind links.
             with suppress(ValueError):  # `read` says it, when the rows are needed
                 files = [unquote(file) for file in self.read(spark).inputFiles()]
-                # A new file in a folder would become rows of it; a pattern or a table is no folder.
+                # A new file in an input folder would become input rows. Tables and patterns are no folders.
                 uris = [*files, *(uris if kind != "table" and not re.search(r"[*?\[{]", uri) else ())] or uris
         for each in uris:
             check_apart(spark, output, each, "the rows")

@@ -60,7 +60,7 @@ def silence_thread() -> Iterator[None]:
 
 @contextmanager
 def print_any_text() -> Iterator[None]:
-    """Lets a print of user code write "\\xe9" in the block if the encoding of stdout lacks the character."""
+    """Makes print() in the block write "\\xe9" if stdout cannot encode a character, instead of raising."""
     stream: Any = sys.stdout
     errors = getattr(stream, "errors", None)
     lenient = "backslashreplace" if errors in ("strict", "surrogateescape") else errors

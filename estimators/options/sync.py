@@ -1,4 +1,4 @@
-"""How workers agree on their weights: the setting `sync`."""
+"""How workers synchronize: the setting `sync`."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class Hogwild(Asynchronous):
 
 
 def shard_state(sharding: str) -> Sync:
-    """Returns the `sync` that shards this part of the training's state, one of `SHARDINGS`."""
+    """Returns `Zero` with the stage of `sharding`, one of `SHARDINGS`; `AllReduce()` for 'none'."""
     if sharding not in SHARDINGS:
         raise ValueError(f"sharding must be one of {', '.join(map(repr, SHARDINGS))}, got {sharding!r}")
     stage: Any = SHARDINGS.index(sharding)

@@ -169,10 +169,10 @@ def check_value(name: str, key: str, value: object) -> StateValue:
         return value  # type: ignore[return-value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    owner = "no parameter" if name == NO_PARAMETER else f"parameter {name!r}"
+    owner = "" if name == NO_PARAMETER else f" of parameter {name!r}"
     raise ValueError(
-        f"the optimizer's state {key!r} of {owner} is a {type(value).__name__}, but only dense "
-        "tensors, numbers and texts can be saved; choose another optimizer"
+        f"the optimizer's state {key!r}{owner} is a {type(value).__name__}, but checkpoints hold only dense "
+        "tensors, numbers and strings; store it as a tensor, or choose another optimizer"
     )
 
 

@@ -49,7 +49,8 @@ DESCRIPTION = "ringspark.json"
 OBJECTS = "objects.pkl"
 WEIGHTS_FOLDER = "weights"
 _TENSORS = r"(?:model|adapter|optimizer|average|ranks)(?:-[\w.-]+)?\.safetensors|checkpoint\.json"
-# All that a stage writes into its folder; overwriting removes nothing else.
+# All paths that a stage writes. Overwriting is refused if the folder holds another file, except below
+# "evaluator/", whose class decides its own files.
 _PATHS = (
     rf"(?:(?:estimator|best-model|evaluator)/)*(?:{METADATA}/(?:\.?part-[\w.-]+|\.?_SUCCESS(?:\.crc)?)|"
     rf"{WEIGHTS_FOLDER}/(?:{_TENSORS})|{CHECKPOINTS}/step-\d+/(?:{_TENSORS}|training\.json|part-[\w.-]+\.json)|"
@@ -203,8 +204,8 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         stage: Stage = self._cls()
         if unknown := sorted({*metadata["paramMap"]} - {param.name for param in stage.params}):
             raise ValueError(
-                f"{path} has the setting {unknown[0]!r}, which {self._cls.__name__} lacks, because another "
-                "version of ringspark saved it; load it with that version, or make the stage again"
+                f"{path} has the setting {unknown[0]!r}, which {self._cls.__name__} does not have in this "
+                "version of ringspark; load it with the version that saved it, or make and save it again"
             )
         cast(Any, stage)._resetUid(metadata["uid"])
         try:

@@ -167,10 +167,10 @@ class LossScaler:
 
     @property
     def advice(self) -> str:
-        """What may be the cause, as the end of messages about a loss or gradient that is not finite."""
+        """Likely causes and remedies, to append to messages about a loss or gradient that is not finite."""
         found = ""
         if self._compression in BLOCK_FORMATS:
-            found = f"; activationCompression={self._compression!r} rounds activations: 'bits' is exact"
+            found = f"; or, as activationCompression={self._compression!r} rounds activations, set 'bits'"
         if self.skipped_steps and self._scales:
             found += f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set "
             found += "precision='bf16'"

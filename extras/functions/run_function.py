@@ -171,8 +171,9 @@ def _load(function: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
             raise ValueError(f"the driver has no script {str(path)!r}; give a file, or a function")
         if kwargs or not all(isinstance(arg, str | int | float | np.generic | os.PathLike) for arg in args):
             raise ValueError(
-                f"the script {path.name!r} takes strings and numbers, like a command line, got "
-                f"{[*args, *(f'{name}={value!r}' for name, value in kwargs.items())]}; give the rest as text"
+                f"the script {path.name!r} takes strings, numbers and paths, as a command line, got "
+                f"{[*args, *(f'{name}={value!r}' for name, value in kwargs.items())]}; convert other values "
+                "by str(), and write keywords as '--name', value"
             )
         return Script(path.name, path.read_bytes())
     if not callable(function):

@@ -33,15 +33,16 @@ _MAX_ELEMENTS = 1 << 20
 _STEPS = 2
 
 
-@ignore_warnings()  # of further optimizers, because the first one has warned
+@ignore_warnings()  # the user's optimizer has already warned once
 def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Module) -> None:
-    """Raises ValueError if the optimizers of `make` need what the training does not offer them."""
+    """Raises ValueError if the training cannot run, resume or shard the optimizer that `make` returns."""
     optimizer: Any = make(module)
     name, is_modal = f"optimizer {type(optimizer).__name__}", has_modes(optimizer)
     if is_modal and (config.sync != AllReduce() or config.ema_decay is not None):
         raise ValueError(
-            f"{name} has the modes train() and eval(), which need whole weights on each worker, but "
-            f"sync={config.sync!r} and emaDecay={config.ema_decay}; set sync=AllReduce(), and no emaDecay"
+            f"{name} swaps the weights in its modes train() and eval(), which needs whole weights on each "
+            f"worker and no average of them, but sync={config.sync!r} and emaDecay={config.ema_decay}; set "
+            "sync=AllReduce() and leave emaDecay unset"
         )
     if type(optimizer).__module__.startswith("torch.optim."):
         return
@@ -61,9 +62,10 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
             ) from error
         if (config.writes_checkpoints or config.keeps_state) and not _resumes(optimizer, make, module, tried):
             raise ValueError(
-                f"{name} steps otherwise once its state is saved and loaded; keep all that step() changes in "
-                "`state`, in numbers and tensors of `param_groups`, or in what state_dict() returns, or set "
-                "checkpointEverySeconds=0 and no other checkpoints"
+                f"{name} takes a different step after its state was saved and loaded, so a resumed training "
+                "would differ; keep everything that step() changes in `state`, in numbers and tensors of "
+                "`param_groups`, or in the result of state_dict(), or write no checkpoints "
+                "(checkpointEverySeconds=0)"
             )
         if config.num_workers > 1 and config.sync.sharding != "none":
             ends = []
@@ -76,15 +78,15 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
                 ends.append(copy.deepcopy((held[0].detach(), common_state(optimizer), _groups(optimizer))))
             if not _equal(*ends):
                 raise ValueError(
-                    f"{name} steps otherwise on some of the parameters, and sync={config.sync!r} gives each "
-                    "worker only some; set sync=AllReduce()"
+                    f"{name} computes a different step if it holds only some of the parameters, and with "
+                    f"sync={config.sync!r} each worker's optimizer holds only some; set sync=AllReduce()"
                 )
     finally:
         _put(tried, start)
 
 
 def _resumes(optimizer: Any, make: MakeOptimizer, module: nn.Module, tried: Sequence[nn.Parameter]) -> bool:
-    """Whether the next steps are bitwise equal if the optimizer's state is saved and loaded before them."""
+    """Returns whether further steps are bitwise equal after the state is saved and loaded."""
 
     def values(of: Any) -> tuple[Any, ...]:
         return copy.deepcopy(([p.detach() for p in tried], state_by_name(module, of), _groups(of)))

@@ -18,20 +18,20 @@ def check_parameters(
     """Raises ValueError if a hook needs the whole gradient, or if `sync` shards parameters that share memory.
 
     Args:
-        model: The network in words.
+        model: Description of the network for messages.
         hooked: Names of the parameters with hooks.
     """
     if config.sync.sharding != "none" and (pair := find_overlap(named)):
         raise ValueError(
-            f"parameters {pair[0]!r} and {pair[1]!r} of {model} share memory, but sync={config.sync!r} lets "
-            "different workers change them; set sync=AllReduce(), or use one parameter twice"
+            f"parameters {pair[0]!r} and {pair[1]!r} of {model} share memory, but with sync={config.sync!r} "
+            "different workers update them; set sync=AllReduce(), or give both names the same nn.Parameter"
         )
     unfit = next((name for name in hooked if not has_linear_hooks(named[name])), None)
     if unfit is not None and config.is_in_step:
         raise ValueError(
-            f"a hook of parameter {unfit!r} of {model} is not linear in the gradient, and each of the "
-            f"numWorkers ({config.num_workers}) has only a part of the gradient; set maxGradNorm instead, "
-            "change the gradient in the optimizer's step, or set numWorkers=1"
+            f"a hook of parameter {unfit!r} of {model} is not linear in the gradient (it may clip), but each "
+            f"of the {config.num_workers} workers calls it before the gradients are summed; remove the hook "
+            "and set maxGradNorm, change the gradient in the optimizer's step(), or set numWorkers=1"
         )
 
 

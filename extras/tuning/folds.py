@@ -131,8 +131,11 @@ def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: 
 
 
 def _found(name: str) -> Column:
-    """Returns a column that a join found for each row; a row without a fold would be lost in all of them."""
-    lost = "a row was not among the rows that were counted for the folds; pass df.localCheckpoint()"
+    """Returns the joined column `name`; Spark raises an error for a row that the join did not find."""
+    lost = (
+        "a row was not among the rows that were counted for the folds, because the DataFrame gives other "
+        "rows each time it runs; pass df.localCheckpoint()"
+    )
     return F.coalesce(F.col(name), F.raise_error(F.lit(lost)).cast("int"))
 
 

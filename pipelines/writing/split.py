@@ -64,7 +64,9 @@ def split_expression(
 def check_indicator_type(field: StructField) -> None:
     simple = field.dataType.simpleString()
     if simple not in ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double"):
-        raise ValueError(f"validation column {field.name!r} must be boolean or 0/1, got type {simple}")
+        raise ValueError(
+            f"validation column {field.name!r} must be boolean or 0/1, got type {simple}; cast it to boolean"
+        )
 
 
 def check_indicator(name: str, stats: ColumnStats, nulls: int) -> None:

@@ -168,10 +168,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weight": ({"weightCol": "word"}, "column 'word' has type string"),
     "indicator": ({"validationIndicatorCol": "word"}, "'word' must be boolean or 0/1, got type string"),
     "time": ({"timeCol": "word"}, "must hold dates, timestamps or numbers"),
-    "label as input": ({"inputCols": ["x", "label"]}, "inputCols names 'label', which is labelCol"),
+    "label as input": ({"inputCols": ["x", "label"]}, "inputCols and labelCol both name 'label'"),
     "indicator as input": (
         {"inputCols": ["x", "held"], "validationIndicatorCol": "held"},
-        "inputCols names 'held', which is validationIndicatorCol",
+        "inputCols and validationIndicatorCol both name 'held'",
     ),
     "label of an array": ({"labelCol": "pair"}, "give a column of strings or of class numbers"),
     "output": ({"predictionCol": "X"}, "Output column X already exists"),
@@ -212,7 +212,9 @@ def test_a_weight_that_is_named_as_input_is_an_input(spark: Any) -> None:
 
 def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "1e300 * id AS label")
-    with pytest.raises(ValueError, match=r"values of size 3.99e\+302, and networks hold numbers up to 3.4e"):
+    with pytest.raises(
+        ValueError, match=r"values up to 3.99e\+302, but networks compute in float32, which ends at 3.4e"
+    ):
         TorchRegressor(**FAST).fit(rows)
 
 

@@ -264,7 +264,7 @@ def test_a_tuner_chooses_the_same_rows_and_model(
     assert found[0] == found[1]
     assert places == sorted(places)
     assert places.count(True) == places.count(False)
-    # Folds that Spark draws by chance: a scan in place would draw them again, over other partitions.
+    # Spark draws these folds at random; data="inPlace" would draw other folds, so it is refused.
     with pytest.raises(ValueError, match=r"cached and calls 'rand'.*; set data='copy'"):
         TrainValidationSplit(
             estimator=_linear(tmp_path, data="inPlace"),

@@ -148,14 +148,14 @@ def test_overwrite_keeps_a_file_that_somebody_put_into_a_saved_stage(
     assert (tmp_path / "model" / name).read_text() == "mine"
 
 
-def test_a_stage_with_a_setting_of_another_version_is_no_damaged_one(tmp_path: Path, spark: Any) -> None:
+def test_a_setting_of_another_version_is_not_reported_as_damage(tmp_path: Path, spark: Any) -> None:
     make(tmp_path / "c").save(str(tmp_path / "model"))
     (file,) = (tmp_path / "model" / METADATA).glob("part-*")
     text = json.loads(file.read_text())
     text["paramMap"]["localSteps"] = 4
     file.write_text(json.dumps(text))
     (tmp_path / "model" / METADATA / f".{file.name}.crc").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match=r"setting 'localSteps', which .* lacks, because another version"):
+    with pytest.raises(ValueError, match=r"setting 'localSteps', which .* does not have in this version"):
         TorchRegressionModel.load(str(tmp_path / "model"))
 
 

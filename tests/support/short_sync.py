@@ -13,7 +13,7 @@ from ringspark.estimators.options.sync import (
 
 
 def sync_of(*, sharding: str = "none", local: Any = 1, apart: Any = "bsp") -> Sync:
-    """Returns the `sync` of one of these.
+    """Returns a `Sync` from a short name; give at most one argument.
 
     Args:
         sharding: What ZeRO shards.

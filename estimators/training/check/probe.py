@@ -122,7 +122,10 @@ def probe(
         else:
             with suppress(Exception):  # user code may raise anything
                 module.eval()(*inputs)
-                remedy = "put `with torch.enable_grad():` around the part of forward that differentiates"
+                remedy = (
+                    "forward works only with gradients, but predictions run under torch.no_grad(); put `with "
+                    "torch.enable_grad():` around the code in forward that calls autograd"
+                )
         raise ValueError(
             f"model {name} cannot take the input columns [{given}]: {type(error).__name__}: {error}; {remedy}"
         ) from error

@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
 
 
 def check_groups(config: TrainConfig, given: UserObjects, copied: UserObjects) -> None:
-    """Raises ValueError if a user's optimizer function groups the parameters of the copy in another way."""
+    """Raises ValueError if a user's optimizer function groups the parameters of the copy differently."""
     if not callable(given.optimizer) or config.training_step is not None or _is_lazy(given.module):
         return
 
@@ -73,13 +74,15 @@ def check_groups(config: TrainConfig, given: UserObjects, copied: UserObjects) -
     try:
         with ignore_warnings():
             one, two = groups(given), groups(copied)
-    except Exception as error:  # of any kind; the check of the optimizer tells it
+    except Exception as error:  # user code may raise anything; the optimizer check reports it
         _log.info("the optimizer function fails: %s", error)
         return
     if one != two:
+        moved = [name for group, own in zip_longest(one, two, fillvalue=()) for name in {*group} - {*own}]
         raise ValueError(
-            f"optimizer groups the parameters as {two} on the workers, but as {one} on the driver: it knows "
-            "them by identity, which a copy changes; let it choose by attributes, or set parameterGroups"
+            f"the optimizer function groups the parameters differently on the workers, for example "
+            f"{sorted(moved)[:3]}: workers train a copy of the network, and id(parameter) and `is` miss "
+            "its parameters; choose them by shape or by an attribute of the parameter, or set parameterGroups"
         )
 
 
@@ -167,7 +170,7 @@ def _forward(module: nn.Module, rows: Sequence[torch.Tensor]) -> Pass:
 
 
 def _train(module: nn.Module, rows: Rows, twin: nn.Module) -> Pass:
-    """Runs a training pass, and takes back what it changes; `twin` has the weights from before."""
+    """Runs a training pass and undoes its changes; `twin` is an equal network with the original weights."""
     with _untouched(module, twin):
         found = _forward(module.train(), rows)
         generator = torch.Generator().manual_seed(0)
@@ -185,7 +188,7 @@ def _train(module: nn.Module, rows: Rows, twin: nn.Module) -> Pass:
 def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
     """Restores the network after the block: modes, gradients, buffers, attributes and own generators.
 
-    Restores weights that a forward pass changes from `twin`, because a copy could take too much memory.
+    Copies weights that the forward pass changed back from `twin`; a second copy could need too much memory.
     """
     versions = [parameter._version for parameter in module.parameters()]
     kinds = (list, dict, set, OrderedDict)
@@ -213,7 +216,7 @@ def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[Non
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, version, start in values:
-                if buffer._version != version:  # torch writes into no expanded buffer
+                if buffer._version != version:  # torch cannot write into an expanded buffer
                     buffer.copy_(start)
             pairs = () if twin is None else zip(module.parameters(), twin.parameters(), versions, strict=True)
             for parameter, kept, version in pairs:

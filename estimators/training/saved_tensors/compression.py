@@ -27,12 +27,12 @@ _SPREAD = 0x0101010101010101
 # Byte i of the word keeps bit i; negative, because the word is signed.
 _SELECT = 0x8040201008040201 - 2**64
 
-# "int8" and "fp8" store a byte per value and two fp32 numbers per block: its middle and its scale. The middle
-# is 0 unless the values are nearer to each other than to 0; then it keeps their digits. The largest distance
-# from the middle becomes the largest finite code, ±126 or ±416. Other codes are Inf and NaN, because a loss
-# scaler must still see an overflow. A value other than 0 keeps its sign: it gets at least the smallest code.
-# The error of a value is at most 1/252 of the block's largest with int8 (1/126 for values that small); with
-# fp8 at most 1/16 of the value, or 1/200,000 of the block's largest.
+# "int8" and "fp8" store one byte per value, and two fp32 numbers per block: offset and scale. The offset is 0
+# unless the values are closer to each other than to 0; then it is their midpoint, which keeps their digits.
+# The largest distance d from the offset becomes the largest finite code, ±126 or ±416. Other codes are Inf
+# and NaN, because a loss scaler must still see an overflow. A value other than 0 gets at least the smallest
+# code, so it keeps its sign. Error: with int8 at most d / 252, or d / 126 for values below d / 126; with fp8
+# at most 1/16 of the value or d / 200,000, whichever is larger.
 BLOCK = 256
 # Values converted at a time, so that temporaries stay small compared with the result.
 _CHUNK = 1024 * BLOCK
@@ -60,13 +60,13 @@ def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Which values share a scale: `rows` rows of a column, if values (n,) are rows of `width` columns."""
+    """Shape of the blocks that share a scale: `rows` values of one column of a (n / width, width) matrix."""
 
     width: int = 1
     rows: int = BLOCK
 
     def chunks(self, rows: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
-        """Yields the rows, the columns and the blocks of rows of chunks of at most about _CHUNK values."""
+        """Yields chunks of about `_CHUNK` values: slices of the rows, of the columns, and of the blocks."""
         count = len(rows)
         columns = max(1, min(self.width, _CHUNK // self.rows))
         step = max(1, _CHUNK // self.rows // columns) * self.rows
@@ -186,13 +186,13 @@ def in_blocks(block_format: BlockFormat, blocks: Blocks) -> TensorCodec:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What the tensors that an operation saves may become.
+    """How to store the tensors that an operation saves.
 
     Attributes:
-        codec: How to store them, if known.
-        rounds: Whether its backward pass is linear in its activations, so that they may be rounded.
-        largest: The number of elements of its largest activation.
-        channels: The dimension of its activations along which values may be of different size.
+        codec: Codec of these tensors; None if the operation has none of its own.
+        rounds: Whether the tensors may be rounded; see `_LINEAR`.
+        largest: Number of elements of the operation's largest activation.
+        channels: Dimension whose slices may differ in magnitude; each slice gets its own scales.
     """
 
     codec: TensorCodec | None = None
@@ -248,9 +248,9 @@ def _draws_factors(values: torch.Tensor, p: float) -> bool:
     )
 
 
-# Operations whose backward pass is linear in the activations that they save, so that an error of a value has
-# no more effect than its size. The others keep theirs: 0 in place of a small value would give Inf in the
-# backward pass of a division or logarithm, and a wrong score of attention changes all probabilities of a row.
+# Operations whose backward pass only multiplies by the saved activations, so small errors stay small. All
+# other operations save exact values: a division or logarithm divides by them, which magnifies the error of a
+# small value, and a rounded attention score changes all probabilities of its row.
 _LINEAR = {
     *(F.linear, F.bilinear, torch.mm, torch.bmm, torch.matmul, torch.addmm, torch.baddbmm, torch.einsum),
     *(getattr(torch.Tensor, name) for name in ("mm", "bmm", "matmul", "__matmul__", "__rmatmul__")),

@@ -173,7 +173,7 @@ class SavedTensors:
 
     @contextmanager
     def saving(self, saving: Saving) -> Iterator[None]:
-        """Applies to the tensors that are saved inside the context."""
+        """Uses `saving` for all tensors that are saved inside the context."""
         before, self._saving = self._saving, saving
         try:
             yield
@@ -222,9 +222,9 @@ class SavedTensors:
         return rest
 
     def _is_lossy(self, tensor: torch.Tensor) -> bool:
-        """Returns whether an activation may be rounded: it has a gradient, and the next one is linear in it.
+        """Returns whether a tensor may be rounded: large, with a gradient, saved by a suitable operation.
 
-        A batch, a mask, and what a user's autograd function saves stay exact.
+        The batch, masks, and tensors saved by a user's autograd function stay exact.
         """
         return (
             self._saving.rounds
@@ -258,8 +258,8 @@ class SavedTensors:
 def find_blocks(shape: tuple[int, ...], strides: tuple[int, ...], channels: int) -> Blocks | None:
     """Returns blocks that never mix values of two channels; None if they would have too few values.
 
-    `channels` is a dimension of the dense tensor. With four dimensions or more, a block of columns also stays
-    within the second dimension in memory: heads of attention, or rows of an image.
+    `channels` is the index of the channel dimension. With four or more dimensions and channels next to each
+    other in memory, a block also stays within one head of attention, or one row of pixels.
     """
     sizes = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
     if len(shape) < 2 or not sizes:
@@ -269,7 +269,7 @@ def find_blocks(shape: tuple[int, ...], strides: tuple[int, ...], channels: int)
         rows = _divisor(run)
         if rows >= FEW_VALUES:
             return Blocks(rows=rows)
-        # Few places, such as 2 x 2: each has its own scale, over the rows.
+        # Small images, such as 2 x 2: each pixel of each channel has one scale for up to 256 images.
         width, outer = sizes[-1][0], sizes[-1][1]
         return Blocks(width=width) if shape[0] == outer >= FEW_VALUES and strides[0] == width else None
     width = shape[channels]

@@ -245,14 +245,14 @@ class Joint(torch.optim.SGD):
         *(
             (partial(Hides, place=place), words, {}, {"checkpoint_every_seconds": 0.0})
             for place, words in (
-                ("attribute", "Hides steps otherwise once its state is saved and loaded"),
-                ("array", "Hides steps otherwise once its state is saved and loaded"),
-                ("nested", "'state:all:history' of no parameter is a list"),
+                ("attribute", "Hides takes a different step after its state was saved and loaded"),
+                ("array", "Hides takes a different step after its state was saved and loaded"),
+                ("nested", "the optimizer's state 'state:all:history' is a list"),
             )
         ),
         (
             partial(Joint, lr=0.1),
-            r"Joint .*each worker .*set sync=AllReduce\(\)",
+            r"Joint .*each worker's optimizer .*set sync=AllReduce\(\)",
             {"num_workers": 2, "sync": Zero(stage=1)},
             {"num_workers": 2},
         ),

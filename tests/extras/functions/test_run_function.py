@@ -255,7 +255,7 @@ def _no_result() -> Any:
             __file__,
             (None,),
             {"numWorkers": 2},
-            r"takes strings and numbers, .* got \[None\]; give the rest as text",
+            r"takes strings, numbers and paths, .* got \[None\]; convert other values by str\(\)",
         ),
         (7, (), {"numWorkers": 2}, "run takes a function or the path of a script, got int"),
         (_waits, ("",), {"numWorkers": 2, "environment": {"A=B": 1}}, "environment .* got 'A=B'"),

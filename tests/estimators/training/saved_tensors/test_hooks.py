@@ -312,7 +312,7 @@ class RootMeanSquare(torch.autograd.Function):
         return (gradient - y * (gradient * y).mean(-1, keepdim=True)) / norm
 
 
-# What each may not round: its input is a batch of columns, of which one is 1,000 times larger.
+# Case -> a network whose saved tensors must stay exact. One column of the batch is 1,000 times larger.
 EXACTLY: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
     "the batch": lambda net, x: net(x),
     "a mask": lambda net, x: F.softmax(net(x) + torch.where(x > 2, -1e9, x / 1000), -1),
@@ -342,7 +342,7 @@ def test_what_rounding_would_destroy_stays_exact(what: str, compression: str) ->
 def norm_after(
     first: nn.Module, last: nn.Module, channels: int, *, channels_last: bool = False, offset: float = 0
 ) -> nn.Module:
-    """Layers whose channels between them are of sizes from 0.01 to 100, or have a mean of `offset`."""
+    """Two layers. The channels between them have magnitudes from 0.01 to 100, or the mean `offset`."""
     with torch.no_grad():
         if offset:
             first.bias += offset
