@@ -114,15 +114,21 @@ class GradientSync:
         return list(new.values())
 
     def backward_without_rows(self, inputs: Sequence[torch.Tensor] = ()) -> None:
-        """Makes the collective calls of a step on a rank without rows.
+        """Runs a step on a rank without rows; subclasses also make the step's collective calls.
 
-        `inputs` are the arguments of `module`, each with 0 rows. A pass over a row of zeros moves what the
-        other ranks' passes move, such as a count of the network's own.
+        `inputs` are the arguments of `module`, each with 0 rows. The network runs on a row of zeros, so that
+        its own counters and frozen weights change as on the other ranks. Buffers stay: a rank with rows sends
+        its own, and statistics must not see the zeros.
         """
         zeros = [values.new_zeros((1, *values.shape[1:])) for values in inputs]
         devices = {values.device for values in zeros if values.is_cuda}
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), suppress(Exception):  # of user code
-            self.network(*zeros)
+        buffers = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            with suppress(Exception):  # user code may raise anything; then its counters stay
+                self.network(*zeros)
+            for buffer, value in buffers:
+                if buffer.layout != torch.strided or not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 

@@ -37,8 +37,10 @@ from ringspark.models.meta_device import dense_parts
 from ringspark.pipelines.epoch_plan import EpochPlan
 from ringspark.pipelines.readers import ShardReader
 
-# After this share of the first epoch, its duration is known well enough.
-_PACED_SHARE = 16
+# The duration of the first epoch is estimated from its first sixteenth, but without its first step, which may
+# compile the network or connect to a store.
+_PACED_STEPS = 4
+_PACED_FRACTION = 16
 
 
 class _PauseError(Exception):
@@ -163,10 +165,11 @@ class Trainer:
                 rows += global_rows
                 state.step += 1
                 train_state.step_in_epoch = step + 1
-                if state.step == max(1, plan.num_steps // _PACED_SHARE) < plan.num_steps:
-                    # A budget may be shorter than the first epoch.
-                    elapsed = time.monotonic() - train_state.epoch_start
-                    self._pace_rates(0, elapsed * plan.num_steps / state.step)
+                if epoch == first == 0:  # a budget may be shorter than the first epoch
+                    if step == 0:
+                        second_step = time.monotonic()
+                    elif step == max(_PACED_STEPS, plan.num_steps // _PACED_FRACTION) < plan.num_steps - 1:
+                        self._pace_rates(0, (time.monotonic() - second_step) * plan.num_steps / step)
                 if self._observed.losses.is_due(state.step):
                     self._record_step(rows)
                 if train_state.callbacks.has_step_end:
@@ -193,7 +196,10 @@ class Trainer:
         return is_due
 
     def _pace_rates(self, epochs: int, seconds: float) -> None:
-        """Ends the schedule with the last epoch in the time budget; `seconds`: duration of an epoch."""
+        """Fits the end of the schedule to the last epoch that the time budget allows.
+
+        `epochs`: Number of finished epochs. `seconds`: Duration of one epoch, measured or estimated.
+        """
         config, steps, step = self._config, self._train_state.steps, self._state.step
         # A replay of a certified training has no clock, and ranks that step on their own do not wait here.
         if config.time_budget_seconds is None or config.certify or self._together is None:

@@ -60,7 +60,9 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
                 f"{name} evaluates the loss several times per step, which the training loop does not offer "
                 f"({error}); use one whose step() needs no closure"
             ) from error
-        if (config.writes_checkpoints or config.keeps_state) and not _resumes(optimizer, make, module, tried):
+        if (config.writes_checkpoints or config.keeps_state) and not _resumes(
+            optimizer, make, module, tried, start
+        ):
             raise ValueError(
                 f"{name} takes a different step after its state was saved and loaded, so a resumed training "
                 "would differ; keep everything that step() changes in `state`, in numbers and tensors of "
@@ -85,7 +87,13 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
         _put(tried, start)
 
 
-def _resumes(optimizer: Any, make: MakeOptimizer, module: nn.Module, tried: Sequence[nn.Parameter]) -> bool:
+def _resumes(
+    optimizer: Any,
+    make: MakeOptimizer,
+    module: nn.Module,
+    tried: Sequence[nn.Parameter],
+    start: Sequence[torch.Tensor],
+) -> bool:
     """Returns whether further steps are bitwise equal after the state is saved and loaded."""
 
     def values(of: Any) -> tuple[Any, ...]:
@@ -93,7 +101,9 @@ def _resumes(optimizer: Any, make: MakeOptimizer, module: nn.Module, tried: Sequ
 
     weights, state, groups = values(optimizer)
     _run(optimizer, tried, _STEPS)
-    expected, loaded = values(optimizer), make(module)
+    expected = values(optimizer)
+    _put(tried, start)  # a resumed training makes the optimizer of the initial weights, too
+    loaded = make(module)
     if has_modes(loaded):
         loaded.train()  # type: ignore[attr-defined]
     _put(tried, weights)

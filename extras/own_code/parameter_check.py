@@ -54,7 +54,7 @@ def find_overlap(named: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
 
 @torch.no_grad()
 def has_linear_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's hooks give the same sum for two gradients as for their sum; calls the hooks."""
+    """Returns whether the hooks are linear: hook(a) + hook(b) equals hook(a + b). Calls the hooks."""
     if parameter.is_meta or is_lazy(parameter):
         return True
     weight, gradient, version = parameter.detach().clone(), parameter.grad, parameter._version
@@ -71,13 +71,17 @@ def has_linear_hooks(parameter: torch.Tensor) -> bool:
         return parameter.grad
 
     try:
-        for scale in (1.0, 1e6):  # beyond any bound of a hook that clips
+        for scale in (1.0, 1e6):  # a hook that clips must clip at 1e6
             found = [run(value * scale) for value in (one, two, one + two)]
             if parameter._version != version or any(value is None for value in found):
-                return False  # a step of an optimizer
+                return False  # the hook runs an optimizer step
             first, second, both = (value for value in found if value is not None)
             if not torch.allclose(first + second, both, 1e-3, 1e-3 * scale):
                 return False
+        # A term that each worker adds would be added several times.
+        nothing = run(torch.zeros_like(one))
+        if nothing is None or nothing.any():
+            return False
     except Exception:  # user code may raise anything
         return True
     finally:

@@ -21,6 +21,7 @@ from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import keep_shared_generators, seed_constructor
 from ringspark.models.meta_device import fill, find_changed_buffers, unsaved_buffers
+from ringspark.models.network_copy import HOOKS
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators, ignore_warnings
 from ringspark.pipelines import ShardManifest
@@ -66,9 +67,10 @@ def check_groups(config: TrainConfig, given: UserObjects, copied: UserObjects) -
     def groups(objects: UserObjects) -> list[list[str]]:
         names = {id(parameter): name for name, parameter in objects.module.named_parameters()}
         chosen: Any = objects.optimizer
-        made = build_optimizer(
-            chosen, objects.module, config.parameter_groups, config.learning_rate, config.weight_decay
-        )
+        with _unhooked(objects.module):
+            made = build_optimizer(
+                chosen, objects.module, config.parameter_groups, config.learning_rate, config.weight_decay
+            )
         return [[names.get(id(p), "?") for p in group["params"]] for group in made.param_groups]
 
     try:
@@ -185,19 +187,34 @@ def _train(module: nn.Module, rows: Rows, twin: nn.Module) -> Pass:
 
 
 @contextmanager
+def _unhooked(module: nn.Module) -> Iterator[None]:
+    """Removes hooks that the block adds to parameters; the next fit of the module would pickle them."""
+    kept = [(p, name, getattr(p, name)) for p in module.parameters() for name in HOOKS]
+    copies = [dict(hooks) if hooks else None for _, _, hooks in kept]
+    try:
+        yield
+    finally:
+        for (parameter, name, hooks), content in zip(kept, copies, strict=True):
+            if hooks is None:
+                setattr(parameter, name, None)
+            else:
+                hooks.clear()
+                hooks.update(content or {})
+
+
+@contextmanager
 def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
     """Restores the network after the block: modes, gradients, buffers, attributes and own generators.
 
     Copies weights that the forward pass changed back from `twin`; a second copy could need too much memory.
     """
-    versions = [parameter._version for parameter in module.parameters()]
     kinds = (list, dict, set, OrderedDict)
     layers = [
         (vars(layer), {n: (v, v.copy() if type(v) in kinds else None) for n, v in vars(layer).items()})
         for layer in module.modules()
     ]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    values = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     own = [v for attributes, _ in layers for v in attributes.values() if isinstance(v, torch.Generator)]
     generators = [(generator, generator.get_state()) for generator in own]
     for parameter, _ in gradients:
@@ -215,15 +232,19 @@ def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[Non
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, version, start in values:
-                if buffer._version != version:  # torch cannot write into an expanded buffer
-                    buffer.copy_(start)
-            pairs = () if twin is None else zip(module.parameters(), twin.parameters(), versions, strict=True)
-            for parameter, kept, version in pairs:
-                if parameter._version != version:
-                    parameter.copy_(kept)
+            for buffer, start in values:
+                _restore(buffer, start)
+            pairs = () if twin is None else zip(module.parameters(), twin.parameters(), strict=True)
+            for parameter, kept in pairs:
+                _restore(parameter, kept)
         for generator, drawn in generators:
             generator.set_state(drawn)
+
+
+def _restore(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # By value, because a change of `.data` counts as none; and torch cannot write into an expanded tensor.
+    if tensor.layout != torch.strided or not torch.equal(tensor, value):
+        tensor.copy_(value)
 
 
 def _compare(expected: Pass, run: Callable[[], Pass]) -> str:

@@ -193,6 +193,8 @@ class Recovery:
         train_state.scaler.load_state_dict(record.position.scaler)
         scales = [scale * factor for scale in record.position.rate_scales]
         train_state.rates.resume(scales, record.position.first_rate_step, record.position.rate_pace)
+        if record.position.rate_pace and self._config.time_budget_seconds is None:
+            train_state.rates.end_at(step, train_state.steps.total)
 
     def load_initial(self, train_state: TrainState) -> None:
         """Starts from the training state of `initialModel`, if the config names one. Runs on every rank.

@@ -101,7 +101,8 @@ class LearningRates:
     Attributes:
         scales: Product of these ratios for each group; checkpoints keep them.
         first_step: Steps of earlier trainings; a schedule without an end continues after them.
-        pace: A step, its position in the schedule, and positions per later step; see `end_at`.
+        pace: (step, share, speed), or () for the plan. From `step` on, the schedule advances from `share` of
+            its length by `speed` per step; see `end_at`.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class LearningRates:
         self._bases = [group["lr"] for group in optimizer.param_groups]
         self.scales = [1.0 for _ in self._bases]
         self.first_step = 0
-        self.pace: tuple[float, ...] = (0.0, 0.0, 1.0)
+        self.pace: tuple[float, ...] = ()
         self._last: list[float] | None = [float(base) for base in self._bases]
 
     def set(self, step: int) -> None:
@@ -127,13 +128,15 @@ class LearningRates:
         self._set_rates([base * factor for base in self._bases])
 
     def end_at(self, step: int, last: int) -> None:
-        """Spreads the rest of the schedule, warm-up included, over the steps from `step` to `last`."""
-        position = self._at(step)
-        self.pace = float(step), position, (self._num_steps - position) / (last - step)
+        """Stretches or shrinks the rest of the schedule, warm-up included, so that it ends before `last`."""
+        share = self._at(step) / max(1, self._num_steps)
+        self.pace = float(step), share, (1.0 - share) / max(1, last - step)
 
     def _at(self, step: int) -> float:
-        start, position, pace = self.pace
-        return position + (step - start) * pace
+        if not self.pace:
+            return step
+        start, share, speed = self.pace
+        return min(1.0, share + (step - start) * speed) * self._num_steps
 
     def resume(self, scales: Sequence[float], first_step: int = 0, pace: Sequence[float] = ()) -> None:
         """Restores `scales` and `pace`; rates in the optimizer's loaded state do not count as changes.
@@ -141,7 +144,7 @@ class LearningRates:
         A schedule that depends on the number of steps ignores `first_step` and starts at its beginning.
         """
         self.scales = list(scales)
-        self.pace = tuple(pace) or self.pace
+        self.pace = tuple(pace)
         self.first_step = first_step if self._is_endless else 0
         self._last = None
 

@@ -164,3 +164,30 @@ def test_a_buffer_that_is_an_expanded_view_is_checked(make_shards: MakeShards, t
     net.register_buffer("mask", torch.ones(1, 6).expand(3, 6))
     manifest = make_shards(make_columns(20))
     check_training(config_of(manifest, tmp_path / "run"), UserObjects(module=net), manifest)
+
+
+def test_the_check_leaves_no_hook_and_no_moved_value(make_shards: MakeShards, tmp_path: Path) -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 1)
+            self.register_buffer("size", torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.size.data.mul_(0.9)
+            self.lin.bias.data.clamp_(-0.1, 0.1)
+            return self.lin(x)[:, 0]  # type: ignore[no-any-return]
+
+    net = Codebook()
+    net.lin.bias.data.fill_(0.5)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        for parameter in parameters:
+            parameter.register_hook(lambda gradient: gradient / 2)
+        return torch.optim.SGD(parameters, 0.1)
+
+    manifest = make_shards(make_columns(20))
+    config, objects = config_of(manifest, tmp_path / "run"), UserObjects(module=net, optimizer=optimizer)
+    check_training(config, objects, manifest)
+    assert not net.lin.weight._backward_hooks
+    assert (net.size.item(), net.lin.bias.item()) == (1.0, 0.5)

@@ -265,6 +265,24 @@ def test_a_schedule_that_ends_earlier_has_its_whole_warm_up_and_decay() -> None:
     assert _set(resumed, optimizer, 77) < 0.01 * 0.4
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine", "one_cycle"])
+def test_rates_of_a_changed_pace_are_never_negative(name: str) -> None:
+    first = _optimizer()
+    rates = make_rates(name, first, 2_000)
+    rates.end_at(10, 200)
+    expected = _set(rates, first, 160)
+    for steps in (2_000, 240):
+        optimizer = _optimizer()
+        resumed = make_rates(name, optimizer, steps)
+        resumed.resume(rates.scales, pace=rates.pace)
+        # The same share of the schedule is left, and nothing is left after its end.
+        assert _set(resumed, optimizer, 160) == pytest.approx(expected, rel=0.05)
+        assert all(0 <= _set(resumed, optimizer, step) <= 0.4 for step in range(190, 400, 7))
+        resumed.end_at(160, 160)
+        resumed.end_at(240, 200)
+        assert 0 <= _set(resumed, optimizer, 241) <= 0.4
+
+
 def _set(rates: LearningRates, optimizer: torch.optim.Optimizer, step: int) -> float:
     rates.set(step)
     return _rates(optimizer)[0]
