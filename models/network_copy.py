@@ -48,6 +48,8 @@ class NetworkPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_tensor(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
             return _cache_again, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, functools.cached_property):  # holds a lock until Python 3.12
+            return _property_again, (obj.func, obj.attrname)
         if isinstance(obj, weakref.ref):
             alive = obj()
             return weakref.ref, (frozenset() if alive is None else alive,)
@@ -188,6 +190,12 @@ def _is_importable(function: Any) -> bool:
 
 def _cache_again(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+def _property_again(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -99,6 +99,16 @@ def test_a_cached_function_of_a_script_reaches_the_workers() -> None:
     assert copied.cache_parameters()["maxsize"] == 7
 
 
+def test_a_cached_property_of_a_script_reaches_the_workers() -> None:
+    class Squares:
+        @functools.cached_property
+        def four(self) -> int:
+            return 4
+
+    copied = user_code.loads(user_code.dumps(Squares))()
+    assert (copied.four, vars(copied)) == (4, {"four": 4})
+
+
 class _Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
