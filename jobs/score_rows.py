@@ -74,9 +74,11 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
     if not args.overwrite and storage.exists(output):
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
     source.check_apart(spark, output)
+    given = args.named_model or args.model
+    if not given.startswith(_OF_MLFLOW):
+        check_apart(spark, output, given, "the model")
     if storage.exists(output):
         remove_output(output, "score", check_removal)
-    given = args.named_model or args.model
     with ExitStack() as stack:
         if given.startswith(_OF_MLFLOW):
             # Executors cannot read the folder into which MLflow downloads on this host.
@@ -84,8 +86,6 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
             stack.callback(discard, copied, ".+")
             _download(given, copied)
             given = copied
-        else:
-            check_apart(spark, output, given, "the model")
         model = _load_model(resolve(spark, given))
         scored = _select(model.transform(source.read(spark)), args.columns)
         started = time.perf_counter()
