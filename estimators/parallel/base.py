@@ -125,7 +125,7 @@ class GradientSync:
         buffers = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             with suppress(Exception):  # user code may raise anything; then its counters stay
-                self.network(*zeros)
+                self.network.forward(*zeros)  # a hook of the network itself sees real rows only
             for buffer, value in buffers:
                 if buffer.layout != torch.strided or not torch.equal(buffer, value):
                     buffer.copy_(value)

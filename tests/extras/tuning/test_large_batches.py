@@ -59,7 +59,7 @@ def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
     grid = (
         ParamGridBuilder()
         .addGrid(estimator.batchSizeSchedule, [{3: 48}, [[2, 24]]])
-        .addGrid(estimator.scaleLearningRate, ["none", {"name": "sqrt", "baseBatchSize": 4}])
+        .addGrid(estimator.scaleLearningRate, ["none", {"rule": "sqrt", "baseBatchSize": 4}])
         .build()
     )
     found = [estimator.copy(values) for values in grid]
@@ -76,7 +76,7 @@ def test_what_changes_nothing_is_said(spark: Any) -> None:
         return list(settings_without_effect(regressor(**params), on_shards=False))
 
     assert said() == []
-    idle = {"name": "linear", "baseBatchSize": 16}
+    idle = {"rule": "linear", "baseBatchSize": 16}
     assert said(scaleLearningRate=idle) == []
     assert said(scaleLearningRate=idle, batchSizeSchedule=None) == [
         "scaleLearningRate has no effect: batchSize is its base_batch_size in every epoch"

@@ -29,7 +29,7 @@ def whole(parameters: Any) -> torch.optim.Optimizer:
     return Whole(parameters, lr=0.1)
 
 
-SCALING = {"name": "linear", "baseBatchSize": 4}
+SCALING = {"rule": "linear", "baseBatchSize": 4}
 
 # fmt: off
 SETTINGS = [
@@ -76,10 +76,10 @@ SETTINGS = [
       "warmupSteps must be below", "got 500"),
     R("fit: rate scaled from no batch", lambda p: p.fit(scaleLearningRate="linear"),
       "scaleLearningRate must be ScaleLearningRate, or a dict", "got 'linear'", TypeError),
-    R("fit: rate scaled by no rule", lambda p: p.fit(scaleLearningRate={"name": "linera"}),
+    R("fit: rate scaled by no rule", lambda p: p.fit(scaleLearningRate={"rule": "linera"}),
       "ScaleLearningRate needs 'base_batch_size'", "it takes base_batch_size, rule"),
     R("fit: rate scaled by another key",
-      lambda p: p.fit(scaleLearningRate={"name": "sqrt", "baseBatchSize": 4, "warmupEpoch": 1}),
+      lambda p: p.fit(scaleLearningRate={"rule": "sqrt", "baseBatchSize": 4, "warmupEpoch": 1}),
       "ScaleLearningRate takes .*'warmupEpoch'", "did you mean 'warmup_epochs'"),
     R("fit: two warm-ups",
       lambda p: p.fit(warmupSteps=2, scaleLearningRate={**SCALING, "warmupEpochs": 0.5}),
