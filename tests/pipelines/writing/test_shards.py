@@ -285,9 +285,7 @@ def test_values_that_overflow_a_float32_vector_are_warned_about(
     assert "1 infinite values as float32" in caplog.text
 
 
-def test_a_deviation_that_overflows_is_unknown_in_the_manifest(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_a_deviation_that_overflows_is_unknown_in_the_manifest(spark: Any, tmp_path: Path) -> None:
     import json
 
     manifest = write_shards(spark.range(3).coalesce(1).selectExpr("1.7e308D as x"), str(tmp_path / "s"))
