@@ -154,6 +154,13 @@ def set_tensor_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -
         setattr(tensor, name, value)
 
 
+def restore(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes `value` into a tensor that has another value; torch cannot write into an expanded tensor."""
+    # By value, because a change of `.data` moves no version.
+    if tensor.layout != torch.strided or not torch.equal(tensor, value):
+        tensor.copy_(value)
+
+
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     attributes = {} if is_lazy(tensor) else tensor_attributes(tensor)
     if not attributes:

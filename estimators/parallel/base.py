@@ -19,6 +19,7 @@ from ringspark.estimators.parallel.optimizer_state import (
     state_by_name,
 )
 from ringspark.estimators.parallel.sync_settings import SyncSettings
+from ringspark.models.network_copy import restore
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -127,8 +128,7 @@ class GradientSync:
             with suppress(Exception):  # user code may raise anything; then its counters stay
                 self.network.forward(*zeros)  # a hook of the network itself sees real rows only
             for buffer, value in buffers:
-                if buffer.layout != torch.strided or not torch.equal(buffer, value):
-                    buffer.copy_(value)
+                restore(buffer, value)
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 

@@ -21,7 +21,7 @@ from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import keep_shared_generators, seed_constructor
 from ringspark.models.meta_device import fill, find_changed_buffers, unsaved_buffers
-from ringspark.models.network_copy import HOOKS
+from ringspark.models.network_copy import HOOKS, restore
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators, ignore_warnings
 from ringspark.pipelines import ShardManifest
@@ -71,7 +71,8 @@ def check_groups(config: TrainConfig, given: UserObjects, copied: UserObjects) -
             made = build_optimizer(
                 chosen, objects.module, config.parameter_groups, config.learning_rate, config.weight_decay
             )
-        return [[names.get(id(p), "?") for p in group["params"]] for group in made.param_groups]
+        # Sorted, because the order within a group, which may come from a set, has no effect.
+        return [sorted(names.get(id(p), "?") for p in group["params"]) for group in made.param_groups]
 
     try:
         with ignore_warnings():
@@ -233,18 +234,12 @@ def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[Non
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, start in values:
-                _restore(buffer, start)
+                restore(buffer, start)
             pairs = () if twin is None else zip(module.parameters(), twin.parameters(), strict=True)
             for parameter, kept in pairs:
-                _restore(parameter, kept)
+                restore(parameter, kept)
         for generator, drawn in generators:
             generator.set_state(drawn)
-
-
-def _restore(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    # By value, because a change of `.data` counts as none; and torch cannot write into an expanded tensor.
-    if tensor.layout != torch.strided or not torch.equal(tensor, value):
-        tensor.copy_(value)
 
 
 def _compare(expected: Pass, run: Callable[[], Pass]) -> str:
