@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -255,6 +255,7 @@ class SavedTensors:
         return last[1].as_strided(*geometry)
 
 
+@lru_cache  # called for each saved tensor of each step
 def find_blocks(shape: tuple[int, ...], strides: tuple[int, ...], channels: int) -> Blocks | None:
     """Returns blocks that never mix values of two channels; None if they would have too few values.
 
@@ -275,8 +276,8 @@ def find_blocks(shape: tuple[int, ...], strides: tuple[int, ...], channels: int)
     width = shape[channels]
     rows = math.prod(shape) // width
     if len(shape) > 3:
-        rows = sizes[1][1]
-        return Blocks(width=width, rows=_divisor(rows)) if _divisor(rows) >= FEW_VALUES else None
+        rows = _divisor(sizes[1][1])
+        return Blocks(width=width, rows=rows) if rows >= FEW_VALUES else None
     return Blocks(width=width) if rows >= FEW_VALUES else None
 
 
