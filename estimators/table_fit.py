@@ -438,7 +438,7 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
     passes = _STEPS // max(1, plan.rows // min(used, batch))
     epochs = given("epochs", max(1, min(_MAX_EPOCHS, passes)))
     batch, steps = used, max(1, plan.rows // used)
-    sure = epochs if estimator.getTimeBudgetSeconds() is None else 1
+    least_epochs = epochs if estimator.getTimeBudgetSeconds() is None else 1
     is_pack = network == "tabpack"
     undecayed = ["*bias*", "head.*"] if is_pack else ["*bias*", "*.inputs", "*.outputs"]
     if plan.kind.cardinalities:
@@ -462,7 +462,7 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         "keep": "best",
         # Over the steps of one epoch, because small tables are overfitted after a few epochs. In the end not
         # more than 1 % of the initial weights may remain in the average; a budget may end after one epoch.
-        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * sure + 1))),
+        "emaDecay": min(1 - 1 / max(10, min(200, steps)), 0.01 ** (1 / (steps * least_epochs + 1))),
         "parameterGroups": [{"params": undecayed, "weightDecay": 0.0}],
     }
     if recipe["patience"] >= epochs:
