@@ -27,7 +27,13 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.table_fit import CHECK_PRIVATE_ESTIMATOR, Plans, prepare_fit, wants_table
+from ringspark.estimators.table_fit import (
+    CHECK_PRIVATE_ESTIMATOR,
+    Plans,
+    PreparedFit,
+    prepare_fit,
+    wants_table,
+)
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.arguments import list_arguments
@@ -176,11 +182,22 @@ class CheckedFit:
         return training
 
 
-def check_settings(estimator: Any, dataset: DataFrame) -> None:
-    """Refuses wrong settings and columns before the jobs that plan a table or find the newest rows."""
-    sketch = prepare_fit(estimator, dataset, Plans(is_sketch=True))
-    if sketch.dataset is not dataset:
-        CheckedFit.of(sketch.estimator, sketch.dataset, warns=False)
+def check_settings(estimator: Any, dataset: DataFrame) -> PreparedFit:
+    """Refuses wrong settings and columns before the jobs that plan a table or find the newest rows.
+
+    Returns the fit as far as it is known without these jobs.
+    """
+    known = prepare_fit(estimator, dataset, Plans(is_dry_run=True))
+    if known.dataset is not dataset:
+        CheckedFit.of(known.estimator, known.dataset, warns=False)
+    return known
+
+
+def prepare_checked(estimator: Any, dataset: DataFrame) -> tuple[PreparedFit, CheckedFit]:
+    """Prepares and checks a fit. Runs no Spark job if a setting or column is wrong."""
+    check_settings(estimator, dataset)
+    prepared = prepare_fit(estimator, dataset)
+    return prepared, CheckedFit.of(prepared.estimator, prepared.dataset)
 
 
 def check_evaluated(estimator: Any, dataset: DataFrame) -> None:

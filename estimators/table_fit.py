@@ -60,7 +60,7 @@ _WIDTHS, _WIDTH = 2_048, 12
 # Below this share of the mean, float32 rounds a hundredth of the deviation away.
 _FEW_DIGITS = 100 * 2.0**-24
 # Of so few rows that `_recipe` chooses the most epochs.
-_SKETCH = TablePlan(kind=TableRow((TableColumn(name=""),)), edges=[[0.0, 1.0]], uses=[], rows=1)
+_UNKNOWN_ROWS = TablePlan(kind=TableRow((TableColumn(name=""),)), edges=[[0.0, 1.0]], uses=[], rows=1)
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
@@ -78,17 +78,17 @@ class Plans:
     Attributes:
         known: Inputs, label and held-out rows -> the plan.
         rows: Result of `fix_rows`; None until a fit needs it.
-        is_sketch: Whether to run no job: the fit is only checked, with the settings of any rows.
+        is_dry_run: Whether to run no job: the fit is only checked, with the settings of any rows.
     """
 
     known: dict[tuple[Any, ...], TablePlan] = field(default_factory=dict)
     rows: DataFrame | None = None
-    is_sketch: bool = False
+    is_dry_run: bool = False
 
     def fix_rows(self, dataset: DataFrame) -> DataFrame:
         # One job measures the training rows, and another one writes them.
         if self.rows is None:
-            self.rows = dataset if self.is_sketch else fix_rows(dataset)
+            self.rows = dataset if self.is_dry_run else fix_rows(dataset)
         return self.rows
 
 
@@ -157,7 +157,7 @@ def prepare_fit(
     plans = plans or Plans()
     with explain_worker_errors():
         fit = _prepare(estimator, dataset, plans, search_uri)
-    return fit if plans.is_sketch or estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
+    return fit if plans.is_dry_run or estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
 
 
 def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
@@ -169,7 +169,7 @@ def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str |
         return _prepare_table(estimator, dataset, plans, search_uri)
     if not estimator.getTimeCol() or estimator.getValidationFraction() is None:
         return PreparedFit(estimator, dataset)
-    split = hold_out(estimator, dataset, (), plans.is_sketch)
+    split = hold_out(estimator, dataset, (), plans.is_dry_run)
     copy = estimator.copy()
     for param in (copy.validationFraction, copy.timeCol):  # the indicator replaces both
         copy.clear(param)
@@ -202,14 +202,14 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
             f"columns sets {chosen[0]!r} to {kinds[chosen[0]]}, but without a model, fit chooses the types; "
             "remove it, or give a model"
         )
-    split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_sketch)
+    split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_dry_run)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
     key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
     if key not in plans.known:
         stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
-        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_sketch)
+        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run)
     plan = plans.known[key]
-    if not plans.is_sketch:
+    if not plans.is_dry_run:
         _warn_of_columns(plan.uses)
     inner = estimator.copy()
     inner._resetUid(estimator.uid)
@@ -219,7 +219,7 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     if initial is None and estimator.isDefined(estimator.model):
         model = estimator.getModel()
     completion = _completion(estimator, plan, model)
-    if plans.is_sketch:
+    if plans.is_dry_run:
         # The rows decide both; these values break no rule that other values keep.
         completion |= _unset(estimator, {"batchSize": _LARGE, "warmupSteps": 0})
     inner._set(
@@ -232,8 +232,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
         inner._set(**inner._table_objective(plan))
     sources = set(plan.kind.sources)
     table = StructType([field for field in split.dataset.schema.fields if field.name in sources])
-    row = F.struct(F.lit(0.0).alias(_SKETCH.kind.columns[0].source))
-    if plan.kind != _SKETCH.kind:
+    row = F.struct(F.lit(0.0).alias(_UNKNOWN_ROWS.kind.columns[0].source))
+    if plan.kind != _UNKNOWN_ROWS.kind:
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
     if label is not None and isinstance(label.dataType, DecimalType):
@@ -281,20 +281,20 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
 
 
 def _plan(
-    split: HeldOut, label: StructField | None, asked: list[str], initial: Any, is_sketch: bool
+    split: HeldOut, label: StructField | None, asked: list[str], initial: Any, is_dry_run: bool
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
     outputs: dict[str, Any] = {}
     if label is None:
         target = F.lit(0.0)
-    elif is_sketch:
+    elif is_dry_run:
         outputs = {"out_features": 1 if asked[0] == "regression" else 2}
     elif initial is None or initial.without_label:
         target, outputs = _look_at_label(split.dataset, held, label, asked[0])
     if initial is None:
-        plan = _SKETCH if is_sketch else plan_table(split.dataset, asked[2:], held, target)
+        plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target)
         return replace(plan, outputs=outputs, asked=asked)
-    plan = table_plan(initial, asked[2:], 1 if is_sketch else split.dataset.where(~held).count(), asked)
+    plan = table_plan(initial, asked[2:], 1 if is_dry_run else split.dataset.where(~held).count(), asked)
     return replace(plan, outputs=outputs) if initial.without_label else plan
 
 

@@ -17,7 +17,7 @@ from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
-from ringspark.estimators.checked_fit import CheckedFit, check_settings
+from ringspark.estimators.checked_fit import CheckedFit, check_settings, prepare_checked
 from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
@@ -161,9 +161,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
         return StageReader(cls)
 
     def _fit(self, dataset: DataFrame) -> M:
-        check_settings(self, dataset)
-        prepared = prepare_fit(self, dataset)
-        fit = CheckedFit.of(prepared.estimator, prepared.dataset)
+        prepared, fit = prepare_checked(self, dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(prepared, fit, SharedShards({fit.data: prepared.dataset}, [fit.data]))
 

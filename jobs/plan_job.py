@@ -63,7 +63,7 @@ def _open_data(
         config, objects = train_job.config_of(estimator)
         yield config, objects, ShardManifest.load(storage.normalize(job.data.shards))
         return
-    from ringspark.estimators.checked_fit import CheckedFit
+    from ringspark.estimators.checked_fit import CheckedFit, check_settings
     from ringspark.estimators.stages.fit_data import SharedShards
     from ringspark.estimators.table_fit import prepare_fit
 
@@ -71,7 +71,9 @@ def _open_data(
         # Without runUri, because a plan must not touch the run folder.
         alone = estimator.copy().setRunUri(None)
         # All rows decide how large a table's network is.
-        prepared = prepare_fit(alone, train_job.read_rows(spark, job))
+        rows = train_job.read_rows(spark, job)
+        check_settings(alone, rows)
+        prepared = prepare_fit(alone, rows)
         rows = prepared.dataset.limit(_SAMPLED_ROWS)
         fit = CheckedFit.of(prepared.estimator, rows)
         with SharedShards({fit.data: rows}, [fit.data]).shards(fit.data) as manifest:

@@ -336,8 +336,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
 
 def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: list[Transformer]) -> None:
     """Raises ValueError if the training would refuse the rows."""
-    from ringspark.estimators.checked_fit import CheckedFit
-    from ringspark.estimators.table_fit import prepare_fit
+    from ringspark.estimators.checked_fit import prepare_checked
     from ringspark.pipelines import ShardManifest
     from ringspark.pipelines.spark_paths import resolve
 
@@ -348,8 +347,7 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
         alone = estimator.copy()
         for param in (alone.runUri, alone.resume):
             alone.clear(param)
-        prepared = prepare_fit(alone, _add_features(spark, job.data, features))
-        CheckedFit.of(prepared.estimator, prepared.dataset)
+        prepare_checked(alone, _add_features(spark, job.data, features))
 
 
 def read_rows(spark: SparkSession, job: TrainJob) -> DataFrame:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.table_fit import prepare_fit
 from ringspark.extras.search.objective import Objective
@@ -45,6 +45,7 @@ class OptunaSearch(_OptunaParams, SearchStage):
         estimator = self._checked_estimator()
         check_choices(self.getSampler(), self.getPruner())
         held = self._held_space()
+        Space(held, check_settings(estimator, dataset))
         run_uri = self._checked_run(dataset, JOURNAL)
         prepared = prepare_fit(estimator, dataset, search_uri=run_uri)
         dataset = prepared.dataset

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.table_fit import prepare_fit
@@ -61,11 +61,12 @@ class PopulationSearch(_PopulationParams, SearchStage):
         ends: tuple[Setting[Any], ...] = (KEEP, PATIENCE)
         estimator = estimator.copy({estimator.getParam(s.name): value_of(estimator, s) for s in ends})
         held = self._held_space()
+        known = check_settings(estimator, dataset)
+        _check_changeable(Space(held, known), known.estimator)
         run_uri = self._checked_run(dataset, STATE, f"{ROUND}-")
         prepared = prepare_fit(estimator, dataset, search_uri=run_uri)
         dataset = prepared.dataset
         space = Space(held, prepared)
-        _check_changeable(space, prepared.estimator)
         fit = CheckedFit.of(prepared.estimator, dataset)
         if fit.config.looks_for_best:
             raise ValueError(

@@ -8,9 +8,9 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.checked_fit import prepare_checked
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.table_fit import PreparedFit, prepare_fit
+from ringspark.estimators.table_fit import PreparedFit
 from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
 from ringspark.estimators.training.settings import data, network, observation, recovery, training
 from ringspark.estimators.training.settings.declaration import Setting
@@ -60,8 +60,8 @@ def plain_copy(estimator: Any) -> Any:
 
 def prepare_training(estimator: Any, df: DataFrame) -> PreparedFit:
     """Prepares and checks a training. The result's `dataset` has only the training rows."""
-    prepared = prepare_fit(estimator, df)
-    indicator = CheckedFit.of(prepared.estimator, prepared.dataset).data.validation_col
+    prepared, fit = prepare_checked(estimator, df)
+    indicator = fit.data.validation_col
     if indicator is None:
         return prepared
     return replace(prepared, dataset=prepared.dataset.where(~F.col(quote(indicator)).cast("boolean")))
