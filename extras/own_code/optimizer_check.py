@@ -30,7 +30,11 @@ _log = logging.getLogger(__name__)
 
 # Elements per group that are tried, but at least two parameters.
 _MAX_ELEMENTS = 1 << 20
+# Attributes of every optimizer that a checkpoint holds.
+_KEPT = ("state", "param_groups", "defaults")
 _STEPS = 2
+# If steps change an attribute, which may be a counter that has an effect only after some steps.
+_MANY_STEPS = 1_000
 
 
 @ignore_warnings()  # the user's optimizer has already warned once
@@ -50,6 +54,7 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
     tried = [p for own in groups for p in (own if is_modal else _smallest(own)) if not is_lazy(p)]
     start = [p.detach().clone() for p in tried]
     try:
+        own = _numbers(optimizer)
         try:
             _run(optimizer, tried)
         except Exception as error:  # of any kind, depending on the optimizer
@@ -60,8 +65,9 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
                 f"{name} evaluates the loss several times per step, which the training loop does not offer "
                 f"({error}); use one whose step() needs no closure"
             ) from error
+        steps = _STEPS if _equal(own, _numbers(optimizer)) else _MANY_STEPS
         if (config.writes_checkpoints or config.keeps_state) and not _resumes(
-            optimizer, make, module, tried, start
+            optimizer, make, module, tried, start, steps
         ):
             raise ValueError(
                 f"{name} takes a different step after its state was saved and loaded, so a resumed training "
@@ -93,14 +99,15 @@ def _resumes(
     module: nn.Module,
     tried: Sequence[nn.Parameter],
     start: Sequence[torch.Tensor],
+    steps: int,
 ) -> bool:
-    """Returns whether further steps are bitwise equal after the state is saved and loaded."""
+    """Returns whether `steps` further steps are bitwise equal after the state is saved and loaded."""
 
     def values(of: Any) -> tuple[Any, ...]:
         return copy.deepcopy(([p.detach() for p in tried], state_by_name(module, of), _groups(of)))
 
     weights, state, groups = values(optimizer)
-    _run(optimizer, tried, _STEPS)
+    _run(optimizer, tried, _STEPS, steps)
     expected = values(optimizer)
     _put(tried, start)  # a resumed training makes the optimizer of the initial weights, too
     loaded = make(module)
@@ -111,7 +118,7 @@ def _resumes(
         load_by_name(module, loaded, state)
         for group, own in zip(loaded.param_groups, groups, strict=True):
             set_group_values(group, own)
-        _run(loaded, tried, _STEPS)
+        _run(loaded, tried, _STEPS, steps)
     except Exception as error:  # user code may raise anything
         _log.info("the loaded optimizer fails: %s", error)
         return False
@@ -124,11 +131,11 @@ def _smallest(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return ordered[: max(2, sum(end <= _MAX_ELEMENTS for end in ends))]
 
 
-def _run(optimizer: Any, parameters: Sequence[nn.Parameter], first: int = 0) -> None:
-    """Takes steps with the gradients of the steps from `first` on."""
+def _run(optimizer: Any, parameters: Sequence[nn.Parameter], first: int = 0, steps: int = _STEPS) -> None:
+    """Takes `steps` steps with the gradients of the steps from `first` on."""
     if not first and has_modes(optimizer):
         optimizer.train()
-    for step in range(first, first + _STEPS):
+    for step in range(first, first + steps):
         torch.manual_seed(step)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
@@ -143,11 +150,23 @@ def _put(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> 
         parameter.grad = None
 
 
+def _numbers(optimizer: Any) -> list[Any]:
+    """Returns copies of the numbers, texts and tensors that the attributes of an optimizer hold."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _KEPT}
+    return copy.deepcopy([v for v in tree_leaves(own) if isinstance(v, int | float | str | torch.Tensor)])
+
+
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [group_values(group) for group in optimizer.param_groups]
 
 
 def _equal(one: Any, two: Any) -> bool:
-    leaves = zip(tree_leaves(one), tree_leaves(two), strict=False)
-    same = (torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else a == b for a, b in leaves)
-    return len(tree_leaves(one)) == len(tree_leaves(two)) and all(same)
+    ones, twos = tree_leaves(one), tree_leaves(two)
+    return len(ones) == len(twos) and all(map(_is_same, ones, twos))
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN, because many random steps may diverge."""
+    if torch.is_tensor(one) and torch.is_tensor(two):
+        return one.shape == two.shape and bool(((one == two) | (one.isnan() & two.isnan())).all())
+    return bool(one == two or (one != one and two != two))

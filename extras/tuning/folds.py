@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType
@@ -57,7 +58,8 @@ def stratified_folds(
     df = fix_rows(df)
     classes = df.groupBy(F.col(quote(label)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     _refuse_nulls(classes, "labelCol", label)
-    smallest = classes.orderBy(_ROWS, _KEY).first()
+    # As text, because the Python client lacks some types, such as months.
+    smallest = classes.orderBy(_ROWS, _KEY).withColumn(_KEY, F.col(_KEY).cast("string")).first()
     if smallest is None or smallest[_ROWS] < k:
         found = "no rows" if smallest is None else f"{smallest[_ROWS]} of class {smallest[_KEY]!r}"
         raise ValueError(
@@ -122,7 +124,7 @@ def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: 
     if find_fields(fold_col, df.schema, exact):
         raise ValueError(f"foldCol {fold_col!r} is already a column of the DataFrame; choose another name")
     field = find_field(column, param, df.schema, exact)
-    if not _has_hash(field.dataType):
+    if not _has_hash(field.dataType) or not _has_order(df, field.name):
         raise ValueError(
             f"{param} {field.name!r} must have values that can be compared, got "
             f"{field.dataType.simpleString()}; use another column"
@@ -153,6 +155,15 @@ def _hashed_parts(df: DataFrame, names: Sequence[str]) -> list[Column]:
 def _has_hash(data_type: DataType) -> bool:
     text = data_type.simpleString()
     return "map<" not in text and "variant" not in text
+
+
+def _has_order(df: DataFrame, name: str) -> bool:
+    """Returns whether Spark can order the values of a column; runs no job."""
+    try:
+        _ = df.orderBy(quote(name)).schema
+    except AnalysisException:
+        return False
+    return True
 
 
 def _refuse_nulls(counts: DataFrame, param: str, name: str) -> None:

@@ -210,7 +210,7 @@ def _train(config: TrainConfig, objects: UserObjects, world: Collective) -> Trai
 
 
 class Hides(torch.optim.SGD):
-    """Changes something in each step that no checkpoint holds: an attribute, an array or a nested state."""
+    """Changes something that no checkpoint holds: an attribute, an array or a nested state."""
 
     def __init__(self, parameters: Any, place: str = "attribute") -> None:
         super().__init__(parameters, 0.05)
@@ -218,9 +218,11 @@ class Hides(torch.optim.SGD):
         self.param_groups[0]["array"] = np.ones(2)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += self.place == "attribute"
+        self.calls += self.place in ("attribute", "rare")
         self.param_groups[0]["array"] += self.place == "array"
-        factor = self.calls + self.param_groups[0]["array"].sum()
+        # A counter of "rare" has an effect in every fiftieth step only.
+        calls = self.calls % 50 == 0 if self.place == "rare" else self.calls
+        factor = calls + self.param_groups[0]["array"].sum()
         if self.place == "nested":
             self.state["all"] = {"history": [1, 2]}  # type: ignore[index]
         self.param_groups[0]["lr"] = 0.1 / factor
@@ -246,6 +248,7 @@ class Joint(torch.optim.SGD):
             (partial(Hides, place=place), words, {}, {"checkpoint_every_seconds": 0.0})
             for place, words in (
                 ("attribute", "Hides takes a different step after its state was saved and loaded"),
+                ("rare", "Hides takes a different step after its state was saved and loaded"),
                 ("array", "Hides takes a different step after its state was saved and loaded"),
                 ("nested", "the optimizer's state 'state:all:history' is a list"),
             )

@@ -145,6 +145,14 @@ def _bad(spark: Any, table: Any) -> dict[str, tuple[Any, str]]:
         "null group": (lambda: grouped_folds(t, "some", 2), r"groupCol 'some' .* got 67 rows with null"),
         "few groups": (lambda: grouped_folds(t, "label", 5), r"per fold \(5\), got 4 in column 'label'"),
         "map": (lambda: grouped_folds(t, "m", 2), r"groupCol 'm' must have .* got map<string,bigint>"),
+        "no order": (
+            lambda: stratified_folds(t.withColumn("i", F.expr("make_interval(0, 0, 0, 1)")), "i", 2),
+            r"labelCol 'i' must have values that can be compared, got interval; use another column",
+        ),
+        "months": (
+            lambda: stratified_folds(t.withColumn("i", F.expr("make_ym_interval(1, id)")), "i", 2),
+            r"per fold \(2\), got 1 of class \"INTERVAL '1-0' YEAR TO MONTH\"; lower k",
+        ),
         "missing": (lambda: grouped_folds(t, "labl", 2), r"groupCol 'labl' is not a column .*'label'"),
         "key": (lambda: stratified_folds(t, "label", 2, keyCols=["idd"]), r"keyCols 'idd' is not a column"),
         "taken": (lambda: grouped_folds(t, "id", 2, foldCol="N"), r"foldCol 'N' is already a column"),
