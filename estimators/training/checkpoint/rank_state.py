@@ -52,7 +52,12 @@ class RankState:
             "random": plain,
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
-            "trained": [n for n, p in train_state.sync.network.named_parameters() if p.requires_grad],
+            # By each name of a shared weight, because a stage knows it by another name than the network.
+            "frozen": [
+                name
+                for name, parameter in train_state.sync.network.named_parameters(remove_duplicate=False)
+                if not parameter.requires_grad
+            ],
             "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,

@@ -144,10 +144,11 @@ def load_training_state(
     record = read_record(uri)
     layout = layout_of(sync.network)
     check_optimizer(uri, record, sync.optimizer)
-    if layout is None and record.ranks and "trained" in record.ranks[0]:
-        trained = set(record.ranks[0]["trained"])
-        for name, parameter in sync.network.named_parameters():
-            parameter.requires_grad_(name in trained)
+    if record.ranks:
+        # A stage of a pipeline knows only its own layers.
+        frozen = {name for rank in record.ranks for name in rank["frozen"]}
+        for name, parameter in sync.network.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(name not in frozen)
         sync.hold_new_parameters()
         if average is not None:
             average.add_new()

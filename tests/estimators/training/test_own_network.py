@@ -97,7 +97,7 @@ def _try(recipe: Recipe, manifest: ShardManifest, columns: dict[str, Any], run: 
     try:
         case, plain = recipe.make(), recipe.make()
         expected = train_plain(plain, columns)
-    except (ValueError, RuntimeError, AttributeError, ArithmeticError):  # parts that exclude each other
+    except (ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError):  # parts that exclude
         reject()
     before = copy.deepcopy(_tensors(case.module))
     try:
