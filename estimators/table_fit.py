@@ -332,15 +332,13 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
-    left_out = [use.column for use in uses if use.use == "left out"]
-    if left_out:
+    if left_out := [repr(use.column) for use in uses if use.use == "left out"]:
         warnings.warn(
             f"left out of the table: {', '.join(left_out[:20])}; model.summary.columns says why",
             UserWarning,
             stacklevel=6,
         )
-    leaks = [use.column for use in uses if use.leaks]
-    if leaks:
+    if leaks := [repr(use.column) for use in uses if use.leaks]:
         warnings.warn(
             f"predicts the label almost perfectly: {', '.join(leaks[:20])}; drop the column if it is known "
             "only after the label",

@@ -170,7 +170,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
             )
         )
     if not columns:
-        left_out = "; ".join(f"{use.column}: {use.reason}" for use in uses[:3])
+        left_out = "; ".join(f"{use.column!r}: {use.reason}" for use in uses[:3])
         raise ValueError(f"no column of the table is of use to a network ({left_out}); give other columns")
     return TablePlan(kind=TableRow(tuple(columns)), edges=edges, uses=uses, rows=rows)
 

@@ -207,7 +207,7 @@ def test_the_newest_rows_are_held_out(table: Any) -> None:
 
 def test_a_column_that_tells_the_label_is_named(table: Any) -> None:
     leaky = table.select("label", "number", (F.col("label") * 2 + 1).alias("twice"))
-    with pytest.warns(UserWarning, match=r"predicts the label almost perfectly: twice; drop the column"):
+    with pytest.warns(UserWarning, match=r"predicts the label almost perfectly: 'twice'; drop the column"):
         TorchRegressor(**FAST).fit(leaky)
 
 

@@ -107,7 +107,7 @@ def test_held_out_rows_give_the_confusion_matrix_of_spark(
 def test_the_columns_of_a_table_are_its_features(frame: Any, tmp_path: Path) -> None:
     network = ModelSpec("tabpack", {"rates": [1.0, 0.5], "dropouts": [0.0, 0.0], "width": 8, "depth": 1})
     table = frame.select("noise", (F.col("number") / 3).alias("copy"), "city", "amount")
-    with pytest.warns(UserWarning, match="predicts the label almost perfectly: copy, amount"):
+    with pytest.warns(UserWarning, match="predicts the label almost perfectly: 'copy', 'amount'"):
         model = TorchClassifier(labelCol="city", model=network, epochs=4, batchSize=16).fit(table)
     model.report(tmp_path / "page.html", table)
     page = Page.at(tmp_path / "page.html")
