@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -15,8 +14,6 @@ AXES = ("pipeline", "data", "shard", "expert", "sequence", "tensor")
 MODEL_AXES = ("pipeline", "expert", "sequence", "tensor")
 # Lets the planner choose the mesh; the config of a training holds the choice.
 AUTO = "auto"
-# Options of a pipeline that dicts of earlier versions have among the axes.
-_FLAT = ("schedule", "virtual", "cuts", "sequence_chunks", "time_chunks")
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream", "2bw"]
 Context = Literal["ring", "gather", "ulysses"]
@@ -79,27 +76,6 @@ class Mesh(Options):
         if self.plan is not None:
             plan = {name: list(v) if isinstance(v, tuple) else v for name, v in self.plan.items()}
             object.__setattr__(self, "plan", plan)
-
-    @classmethod
-    def of(cls, value: Any, subject: str = "") -> Mesh:
-        """Converts a dict to a mesh; in earlier versions, dicts had the pipeline's options among the axes."""
-        if isinstance(value, Mapping):
-            value = dict(value)
-            if "between" in value:
-                between = value.pop("between")
-                if between not in ("whole", "parts"):
-                    raise ValueError(
-                        f"parallelism's 'between' must be 'whole' or 'parts', got {between!r}; set "
-                        "sequence_parallel=True instead"
-                    )
-                value["sequence_parallel"] = between == "parts"
-            if flat := {name: value.pop(name) for name in _FLAT if name in value}:
-                if "time_chunks" in flat:
-                    flat["sequence_chunks"] = flat.pop("time_chunks")
-                pipeline = value.get("pipeline", 1)
-                given = dict(pipeline) if isinstance(pipeline, Mapping) else {"stages": pipeline}
-                value["pipeline"] = given | flat
-        return super().of(value, subject)
 
     def to_values(self) -> dict[str, Any]:
         """Returns the options that are not at their defaults."""

@@ -32,9 +32,9 @@ DENSE: dict[str, tuple[Mapping[str, Any], int]] = {
     "data 2": ({"data": 2}, 1),
     "tensor 2": ({"tensor": 2}, 1),
     "sequence 2": ({"sequence": 2}, 1),
-    "pipeline 2, one by one": ({"pipeline": 2, "schedule": "naive"}, 1),
+    "pipeline 2, one by one": ({"pipeline": {"stages": 2, "schedule": "naive"}}, 1),
     "pipeline 2, 1f1b of 4": ({"pipeline": 2}, 4),
-    "pipeline 2, zero bubble of 4": ({"pipeline": 2, "schedule": "zero_bubble"}, 4),
+    "pipeline 2, zero bubble of 4": ({"pipeline": {"stages": 2, "schedule": "zero_bubble"}}, 4),
 }
 MIXTURE: dict[str, tuple[Mapping[str, Any], int]] = {
     "data 2": ({"data": 2}, 1),

@@ -36,11 +36,11 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"sync": {"name": "AllReduce", "compression": "TopK"}}, {"sync": AllReduce(compression=TopK())}),
     ({"sync": {"name": "DiLoCo", "steps": 8, "outerRate": 0.5}}, {"sync": DiLoCo(steps=8, outer_rate=0.5)}),
     (
-        {"parallelism": {"pipeline": 2, "schedule": "gpipe", "time_chunks": 2}},
+        {"parallelism": {"pipeline": {"stages": 2, "schedule": "gpipe", "sequence_chunks": 2}}},
         {"parallelism": Mesh(pipeline=Pipeline(2, schedule="gpipe", sequence_chunks=2))},
     ),
     (
-        {"parallelism": {"tensor": 2, "between": "parts"}},
+        {"parallelism": {"tensor": 2, "sequence_parallel": True}},
         {"parallelism": Mesh(tensor=2, sequence_parallel=True)},
     ),
     (

@@ -145,14 +145,14 @@ def test_a_noise_scale_that_nothing_measures_is_said(others: dict[str, Any], is_
     ("mesh", "told"),
     [
         (
-            {"tensor": 2, "cuts": ["blocks.1"]},
+            {"tensor": 2, "pipeline": {"stages": 1, "cuts": ["blocks.1"]}},
             ["'s pipeline.cuts has no effect: pipeline has"],
         ),
         (
             {"pipeline": 2, "plan": {"head": "row"}},
             ["'s plan has no effect: tensor has one worker"],
         ),
-        ({"pipeline": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}, []),
+        ({"pipeline": {"stages": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}}, []),
         ("auto", []),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table: An
     """Two pipeline stages train on texts of one to four tokens; the model predicts each row alone."""
     spec = ModelSpec("recurrent", SIZES | {"hidden": 8, "depth": 2})
     settings: dict[str, Any] = {"numWorkers": 2, "collective": "torch"}
-    settings["parallelism"] = {"pipeline": 2, "time_chunks": 3, "cuts": ["layers.1"]}
+    settings["parallelism"] = {"pipeline": {"stages": 2, "sequence_chunks": 3, "cuts": ["layers.1"]}}
     model = classifier(tmp_path / "runs", model=spec, epochs=8, **settings).fit(table)
     model.write().save(str(tmp_path / "model"))
     again = type(model).load(str(tmp_path / "model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -37,6 +39,11 @@ def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainCo
         reader="arrow",
     )
     return replace(config, **changes)
+
+
+def workers_of(mesh: Any) -> int:
+    """Returns the number of workers of a value of the setting `parallelism`."""
+    return math.prod(Mesh.of(mesh).size(axis) for axis in AXES)
 
 
 def train_gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:

@@ -12,7 +12,7 @@ from torch import nn
 from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
 from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.planning.meshes.report import MeshPlan
+from ringspark.extras.planning.meshes.report import MeshPlan, name_options
 from ringspark.models.chain import links_of
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.meta_device import copy_to_meta
@@ -112,7 +112,7 @@ def candidates(
             if interleaves and not _along_pipeline(config, network, 2 * stages):
                 schedules.append({"schedule": "interleaved", "virtual": 2})
         for options in schedules:
-            own = refusal or _error_of(with_mesh, config, workers, {**sizes, **options}, 1)
+            own = refusal or _error_of(with_mesh, config, workers, name_options(sizes, options), 1)
             found.append(MeshPlan(sizes=sizes, options=options, refusal=own))
     return sorted(found, key=lambda mesh: math.prod(mesh.sizes.get(axis, 1) for axis in MODEL_AXES))
 

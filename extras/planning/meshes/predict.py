@@ -11,7 +11,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.planning.meshes.candidates import candidates, micro_batches, with_mesh
 from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile, Training
-from ringspark.extras.planning.meshes.report import MeshPlan
+from ringspark.extras.planning.meshes.report import MeshPlan, name_options
 from ringspark.extras.planning.meshes.step_time import predict_step_time
 
 
@@ -90,7 +90,9 @@ class _Planner:
 
     def _config(self, mesh: MeshPlan, num_micro: int) -> tuple[TrainConfig, int]:
         """Returns the config with the mesh, and the number of rows of its largest micro-batch."""
-        config = with_mesh(self.training.settings, self.workers, {**mesh.sizes, **mesh.options}, num_micro)
+        config = with_mesh(
+            self.training.settings, self.workers, name_options(mesh.sizes, mesh.options), num_micro
+        )
         return config, -(-config.batch_size // (config.num_copies * num_micro))
 
     def _with_peak(self, plan: MeshPlan, peak: Peak) -> MeshPlan:

@@ -27,6 +27,7 @@ from ringspark.extras.planning.meshes.candidates import with_mesh
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network, link_costs
 from ringspark.extras.planning.meshes.cut_plan import peak_of_steps, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
+from ringspark.extras.planning.meshes.report import name_options
 from ringspark.extras.planning.meshes.work import Work
 from ringspark.models import ModelSpec
 from ringspark.models.chain import links_of
@@ -179,7 +180,7 @@ class Training:
         return self._exact[id(profile), rows].peak(config, rows)
 
     def _measure(self, sizes: Mapping[str, int], options: Mapping[str, Any]) -> Profile:
-        config = with_mesh(self.config, math.prod(sizes.values()), {**sizes, **options}, 1)
+        config = with_mesh(self.config, math.prod(sizes.values()), name_options(sizes, options), 1)
         # A pipeline has at least two micro-batches.
         most = -(-self.config.batch_size // (2 if sizes.get("pipeline", 1) > 1 else 1))
         counts = max(1, most // _SPAN), most

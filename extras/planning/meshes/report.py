@@ -16,6 +16,12 @@ WORTHWHILE = 0.9
 _HEADER = ("mesh", "micro-batches", "memory of a worker", "step", "exchange", "bubble", "")
 
 
+def name_options(sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the value of the setting `parallelism` for the sizes of axes and the pipeline's options."""
+    pipeline = {"pipeline": {"stages": sizes["pipeline"], **options}} if options else {}
+    return {**sizes, **pipeline}
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
     """Prediction for one mesh.
@@ -54,7 +60,7 @@ class MeshPlan:
     @property
     def parallelism(self) -> dict[str, Any]:
         """Value of the setting `parallelism`; {} for data parallelism, the default."""
-        return {**self.sizes, **self.options} if self.cuts_network else {}
+        return name_options(self.sizes, self.options) if self.cuts_network else {}
 
     @property
     def name(self) -> str:

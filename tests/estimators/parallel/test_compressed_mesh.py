@@ -14,7 +14,7 @@ import torch
 from failing_callback import Fails
 from ranks import run_ranks
 from registries import EXTRAS, list_available, names_of
-from small_training import config_of, train_gang, weights_of
+from small_training import config_of, train_gang, weights_of, workers_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
@@ -22,7 +22,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.options.compression import Compression
-from ringspark.estimators.options.mesh import AXES, Mesh
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
 from ringspark.estimators.parallel.data.compressed_all_reduce import CompressedAllReduce
@@ -150,7 +150,7 @@ def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfi
 
 
 def _over(config: TrainConfig, mesh: dict[str, Any], uri: Path) -> TrainConfig:
-    workers = int(np.prod([mesh.get(axis, 1) for axis in AXES]))
+    workers = workers_of(mesh)
     return replace(config, run_uri=str(uri), num_workers=workers, parallelism=mesh)
 
 
@@ -279,6 +279,6 @@ def test_a_frozen_stage_agrees_with_the_stage_that_compresses(
     """The ranks of the frozen stage have no gradients, but take part in each decision about a step."""
     sync = AllReduce(compression=_compression("topk"))
     config = _config(make_shards, tmp_path, sync=sync, learning_rate=0.01, freeze=("trunk.0.*",))
-    mesh = {"data": 2, "pipeline": 2, "cuts": ["trunk.1"]}
+    mesh = {"data": 2, "pipeline": {"stages": 2, "cuts": ["trunk.1"]}}
     result = train_gang(_over(replace(config, gradient_accumulation=2), mesh, tmp_path / "run"))
     assert result.history[-1].train_loss < 0.9 * result.history[0].train_loss

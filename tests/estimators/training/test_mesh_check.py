@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_training import config_of
+from small_training import config_of, workers_of
 from torch import nn
 from torch.nn import functional as F
 
-from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
@@ -124,8 +122,7 @@ def _check(
     if "pipeline" in mesh:
         changes["gradient_accumulation"] = 2
     given = {"model": model.to_json()} if isinstance(model, ModelSpec) else {}
-    workers = math.prod(size for axis, size in mesh.items() if axis in AXES)
-    mesh_of = {"parallelism": mesh, "num_workers": workers, "collective": "torch"}
+    mesh_of = {"parallelism": mesh, "num_workers": workers_of(mesh), "collective": "torch"}
     config = config_of(manifest, folder, **given, **mesh_of, **changes)
     objects = UserObjects(module=None if given else model)
     check_training(config, objects, manifest)
@@ -172,13 +169,16 @@ MIXTURE = ModelSpec(
         (Chaotic(), {"pipeline": 2}),
         (MLP, {"tensor": 2, "pipeline": 2}),
         (MLP, {"tensor": 4, "plan": {"*linear": ["grid", [2, 2]], "head": ["grid", [1, 4]]}}),
-        *((MLP, {"pipeline": 2, "schedule": name}) for name in ("gpipe", "zero_bubble")),
+        *((MLP, {"pipeline": {"stages": 2, "schedule": name}}) for name in ("gpipe", "zero_bubble")),
         *(
-            pytest.param(MLP, {"pipeline": 2, "schedule": name}, marks=pytest.mark.extras)
+            pytest.param(MLP, {"pipeline": {"stages": 2, "schedule": name}}, marks=pytest.mark.extras)
             for name in ("pipedream", "2bw")
         ),
-        *((MLP, {"pipeline": 2, "schedule": name, "virtual": 2}) for name in ("interleaved", "zbv")),
-        (TRANSFORMER, {"data": 2, "tensor": 2, "between": "parts"}),
+        *(
+            (MLP, {"pipeline": {"stages": 2, "schedule": name, "virtual": 2}})
+            for name in ("interleaved", "zbv")
+        ),
+        (TRANSFORMER, {"data": 2, "tensor": 2, "sequence_parallel": True}),
         (TRANSFORMER, {"sequence": 2}),
         (MIXTURE, {"expert": 2}),
         (MIXTURE, {"pipeline": 2, "expert": 2}),

@@ -113,7 +113,7 @@ def test_spread_rows_pass_keys_and_values_on_and_keep_a_part_of_what_whole_ones_
 
 def test_each_live_micro_batch_keeps_its_activations() -> None:
     """1F1B: the first stage of p holds p micro-batches and the last one holds one, at most their number."""
-    config = _config({"pipeline": 4, "cuts": ["blocks.1", "blocks.2", "blocks.3"]}, 4, 8)
+    config = _config({"pipeline": {"stages": 4, "cuts": ["blocks.1", "blocks.2", "blocks.3"]}}, 4, 8)
     network, ranks = _measured(config, 1)
     middle = network.parts[2]
     assert [len(part.stages) for part in network.parts] == [1] * 4
@@ -128,7 +128,8 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     places = 4 * rank.arriving[1]
     assert 0 <= peaks[3].total - batch[3] - (peaks[2].total - batch[2]) - kept <= places
     assert 0 <= peaks[8].total - batch[8] - (peaks[4].total - batch[4]) <= places < kept
-    gpipe = replace(config, parallelism={**config.parallelism.to_values(), "schedule": "gpipe"})
+    pipeline = replace(config.parallelism.pipeline, schedule="gpipe")
+    gpipe = replace(config, parallelism=replace(config.parallelism, pipeline=pipeline))
     highest = [peak_of_steps(rank, steps_of(gpipe, network.owners, m)[2], gpipe).total for m in (4, 8)]
     assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
 
@@ -167,7 +168,7 @@ def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
 
 
 def test_a_schedule_without_a_flush_is_not_planned() -> None:
-    mesh = {"pipeline": 2, "schedule": "2bw"}
+    mesh = {"pipeline": {"stages": 2, "schedule": "2bw"}}
     with pytest.raises(ValueError, match="'2bw', whose steps overlap, cannot be planned"):
         plan_memory(SPEC, BATCH, parallelism=mesh, numWorkers=2, gradientAccumulation=2, collective="torch")
 

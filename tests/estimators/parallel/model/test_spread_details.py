@@ -14,7 +14,7 @@ import pytest
 import torch
 from failing_callback import Fails
 from ranks import run_ranks
-from small_training import config_of, train_gang, weights_of
+from small_training import config_of, train_gang, weights_of, workers_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
@@ -60,7 +60,7 @@ def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfi
 
 
 def _over(config: TrainConfig, parallelism: dict[str, Any], **changes: Any) -> TrainConfig:
-    workers = int(np.prod([n for n in parallelism.values() if isinstance(n, int)]))
+    workers = workers_of(parallelism)
     return replace(config, num_workers=workers, parallelism=parallelism, **changes)
 
 
@@ -68,7 +68,7 @@ def _difference(first: Any, second: Any) -> float:
     return float((weights_of(first, _network()) - weights_of(second, _network())).abs().max())
 
 
-STAGES = {"pipeline": 2, "cuts": ["middle"]}
+STAGES = {"pipeline": {"stages": 2, "cuts": ["middle"]}}
 
 
 @pytest.mark.slow

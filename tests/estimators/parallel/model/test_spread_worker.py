@@ -12,11 +12,10 @@ import pytest
 import torch
 from failing_callback import Fails
 from short_sync import sync_of
-from small_training import config_of, train_gang, weights_of
+from small_training import config_of, train_gang, weights_of, workers_of
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.options.finetuning import LoRA
-from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.checkpoint.weights import read_adapter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -242,10 +241,10 @@ def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
 # One axis of 2 and of 4 ranks, and every pair of axes that shards a network.
 OVER_TEXT = [
     _quick({"tensor": 2}),
-    _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
-    _slow({"tensor": 4, "between": "parts"}, gradient_checkpointing="all"),
-    _slow({"data": 2, "tensor": 2, "between": "parts"}, gradient_accumulation=2, sync=Zero(stage=1)),
-    _slow({"sequence": 2, "tensor": 2, "between": "parts"}),
+    _slow({"tensor": 2, "sequence_parallel": True}, gradient_accumulation=2),
+    _slow({"tensor": 4, "sequence_parallel": True}, gradient_checkpointing="all"),
+    _slow({"data": 2, "tensor": 2, "sequence_parallel": True}, gradient_accumulation=2, sync=Zero(stage=1)),
+    _slow({"sequence": 2, "tensor": 2, "sequence_parallel": True}),
     _slow({"pipeline": 2}, gradient_accumulation=2),
     _quick({"sequence": 2}),
     _slow({"tensor": 4}, gradient_checkpointing="all"),
@@ -259,7 +258,7 @@ OVER_TEXT = [
     _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
     _slow({"sequence": 2, "tensor": 2}),
     _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=2),
-    _slow({"pipeline": 2, "sequence": 2, "schedule": "zero_bubble"}, gradient_accumulation=2),
+    _slow({"pipeline": {"stages": 2, "schedule": "zero_bubble"}, "sequence": 2}, gradient_accumulation=2),
     _slow({"pipeline": 2, "sequence": 2, "tensor": 2}, gradient_accumulation=2),
     _slow({"data": 2, "tensor": 2}, sync=Zero(stage=1)),
     _slow({"data": 2, "pipeline": 2}, sync=Zero(stage=1), gradient_accumulation=2),
@@ -268,10 +267,10 @@ OVER_TEXT = [
     _slow({"shard": 2, "sequence": 2}, sync=Zero(stage=3), gradient_accumulation=2),
     _slow({"shard": 2, "sequence": 2}, sync=Zero(stage=2)),
     _slow({"data": 2, "tensor": 2}, sync=Zero(stage=3), gradient_checkpointing="all"),
-    _slow({"pipeline": 2, "schedule": "gpipe"}, gradient_accumulation=3),
-    _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
-    _slow({"pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
-    _slow({"pipeline": 2, "schedule": "naive"}),
+    _slow({"pipeline": {"stages": 2, "schedule": "gpipe"}}, gradient_accumulation=3),
+    _slow({"pipeline": {"stages": 2, "schedule": "interleaved", "virtual": 2}}, gradient_accumulation=2),
+    _slow({"pipeline": {"stages": 2, "schedule": "zero_bubble"}}, gradient_accumulation=3),
+    _slow({"pipeline": {"stages": 2, "schedule": "naive"}}),
     _slow({"pipeline": 2}, gradient_accumulation=2, gradient_checkpointing="all"),
 ]
 
@@ -327,14 +326,22 @@ RECURRENT = ModelSpec(
     {"vocab_size": 23, "hidden": 12, "depth": 4, "out_features": 3, "padding_id": 0, "kind": "lstm"},
 )
 IN_TIME = [
-    _slow({"pipeline": 2, "time_chunks": 3}),
-    _slow({"pipeline": 2, "time_chunks": 2, "schedule": "gpipe"}, gradient_accumulation=3),
+    _slow({"pipeline": {"stages": 2, "sequence_chunks": 3}}),
+    _slow({"pipeline": {"stages": 2, "sequence_chunks": 2, "schedule": "gpipe"}}, gradient_accumulation=3),
     _slow(
-        {"pipeline": 4, "time_chunks": 3, "cuts": ["layers.1", "layers.2", "layers.3"]},
+        {"pipeline": {"stages": 4, "sequence_chunks": 3, "cuts": ["layers.1", "layers.2", "layers.3"]}},
         gradient_accumulation=2,
     ),
-    _slow({"data": 2, "pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, sync=Zero(stage=1)),
-    _slow({"pipeline": 2, "time_chunks": 3}, gradient_accumulation=2, gradient_checkpointing="all"),
+    _slow(
+        {"data": 2, "pipeline": {"stages": 2, "sequence_chunks": 3}},
+        gradient_accumulation=2,
+        sync=Zero(stage=1),
+    ),
+    _slow(
+        {"pipeline": {"stages": 2, "sequence_chunks": 3}},
+        gradient_accumulation=2,
+        gradient_checkpointing="all",
+    ),
 ]
 
 
@@ -355,8 +362,8 @@ def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
         ({"sequence": 2}, {"data": 2}),
         ({"sequence": 2}, {}),
         ({"tensor": 2}, {"tensor": 2}),
-        ({"tensor": 2, "between": "parts"}, {"tensor": 2, "between": "parts"}),
-        ({"tensor": 2, "between": "parts"}, {}),
+        ({"tensor": 2, "sequence_parallel": True}, {"tensor": 2, "sequence_parallel": True}),
+        ({"tensor": 2, "sequence_parallel": True}, {}),
     ],
 )
 def test_a_training_of_spread_rows_goes_on_over_another_mesh(
@@ -411,10 +418,10 @@ OVER_EXPERTS = [
     _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=3),
     _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=3),
     _slow({"sequence": 2, "tensor": 2}),
-    _slow({"expert": 2, "pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
+    _slow({"expert": 2, "pipeline": {"stages": 2, "schedule": "zero_bubble"}}, gradient_accumulation=3),
     _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3, gradient_checkpointing="all"),
     _slow({"expert": 2, "sequence": 2}, gradient_checkpointing="all"),
-    _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
+    _slow({"pipeline": {"stages": 2, "schedule": "interleaved", "virtual": 2}}, gradient_accumulation=2),
     _quick({"expert": 2}, sync=Zero(stage=2), gradient_accumulation=2),
     _slow({"expert": 2}, sync=Zero(stage=1), gradient_accumulation=2),
     _slow({"data": 2, "expert": 2}, sync=Zero(stage=2), gradient_accumulation=2),
@@ -486,15 +493,15 @@ ADAPTED = {
 OVER_ADAPTERS = [
     _quick({"tensor": 2}),
     _slow({"data": 2, "tensor": 2}, gradient_accumulation=2),
-    _slow({"tensor": 2, "between": "parts"}, gradient_accumulation=2),
+    _slow({"tensor": 2, "sequence_parallel": True}, gradient_accumulation=2),
     _slow({"data": 2, "tensor": 2}, sync=Zero(stage=1)),
     _slow({"data": 2, "tensor": 2}, sync=Zero(stage=3), gradient_checkpointing="all"),
     _slow({"shard": 2, "tensor": 2}, sync=Zero(stage=2)),
     _quick({"pipeline": 2}, gradient_accumulation=2),
     _slow({"data": 2, "pipeline": 2}, gradient_accumulation=2, sync=Zero(stage=1)),
     _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
-    _slow({"pipeline": 2, "schedule": "zero_bubble"}, gradient_accumulation=3),
-    _slow({"pipeline": 2, "schedule": "interleaved", "virtual": 2}, gradient_accumulation=2),
+    _slow({"pipeline": {"stages": 2, "schedule": "zero_bubble"}}, gradient_accumulation=3),
+    _slow({"pipeline": {"stages": 2, "schedule": "interleaved", "virtual": 2}}, gradient_accumulation=2),
     _slow({"sequence": 2}),
     _slow({"data": 2, "sequence": 2}, sync=Zero(stage=2)),
     _slow({"sequence": 2, "tensor": 2}),
@@ -545,7 +552,7 @@ def _check_adapters(
     ("first", "then"),
     [
         ({"tensor": 2}, {"tensor": 2}),
-        ({"tensor": 2, "between": "parts"}, {"tensor": 2, "between": "parts"}),
+        ({"tensor": 2, "sequence_parallel": True}, {"tensor": 2, "sequence_parallel": True}),
         ({"pipeline": 2}, {"pipeline": 2}),
         ({"tensor": 2}, {"pipeline": 2}),
         ({"pipeline": 2}, {}),
@@ -587,7 +594,7 @@ def _check_mesh(
     bound: float = 1e-5,
 ) -> tuple[TrainResult, TrainResult]:
     one = train_gang(replace(config, **{k: v for k, v in changes.items() if k != "sharding"}))
-    workers = int(np.prod([mesh.get(axis, 1) for axis in AXES]))
+    workers = workers_of(mesh)
     uri = str(Path(config.run_uri).parent / "mesh")
     many = train_gang(replace(config, run_uri=uri, num_workers=workers, parallelism=mesh, **changes))
     assert one.steps == many.steps == 51

@@ -102,7 +102,7 @@ def _all(collective: Collective) -> Any:
     for kind in ("lm", "classifier"):
         for between in ("whole", "parts"):
             network = _network(kind)
-            shard_network(network, mesh, Mesh.of({"between": between}))
+            shard_network(network, mesh, Mesh(sequence_parallel=between == "parts"))
             layout = layout_of(network)
             assert layout is not None
             for seq in (7, 1):
