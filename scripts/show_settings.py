@@ -13,6 +13,7 @@ from typing import Any
 from ringspark.estimators.options.base import Options
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.mesh import Pipeline
+from ringspark.estimators.training.settings.capabilities import VALUES
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 
@@ -37,6 +38,11 @@ def main() -> None:
         "Combinations that raise an error",
         ["combination", "error message"],
         [[f"`{rule.settings}`", _sentence(rule.message)] for rule in COMBINATIONS],
+    )
+    _table("Values that exclude each other", ["needed", "by", "taken away by"], _capabilities())
+    print(
+        "\nA value that needs something excludes each value that takes it away: the error names both, the "
+        "reason, and what to set. Two values of one setting never exclude each other."
     )
     idle = [(s.name, s.without_effect[1]) for s in SETTINGS.values() if s.without_effect is not None]
     written = [setting.name for setting in SETTINGS.values() if setting.is_for_writing]
@@ -77,6 +83,19 @@ def _settings() -> list[list[str]]:
             "yes" if setting.may_differ_on_resume else _RECORDED if setting.recorded_on_resume else "",
         ]
         for name, setting in sorted(SETTINGS.items())
+    ]
+
+
+def _capabilities() -> list[list[str]]:
+    """Returns a row per capability: what needs it, and what takes it away and how."""
+    needed = dict.fromkeys(name for value in VALUES for name in value.needs)
+    return [
+        [
+            name,
+            ", ".join(dict.fromkeys(v.shown or _sentence(v.text) for v in VALUES if name in v.needs)),
+            "; ".join(f"{v.shown or _sentence(v.text)} {v.takes[name]}" for v in VALUES if name in v.takes),
+        ]
+        for name in sorted(needed)
     ]
 
 

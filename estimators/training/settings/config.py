@@ -1,6 +1,6 @@
 """`TrainConfig`, the frozen value that travels as JSON from the driver to every rank.
 
-Its constructor checks the settings' ranges and the rules of `rules.py`.
+Its constructor checks the settings' ranges, the rules of `rules.py`, and what values need and take away.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from ringspark.estimators.options.base import Options
 from ringspark.estimators.options.sync import AllReduce
+from ringspark.estimators.training.settings.capabilities import conflicts
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.estimators.training.settings.values import ConfigValues
@@ -30,10 +31,11 @@ class TrainConfig(ConfigValues):
             elif setting.field:
                 setting.check(getattr(self, setting.field))
         self.parallelism.sizes(self.num_workers)
-        for rule in COMBINATIONS:
-            if rule.is_broken(self):
-                words = {"readers": self._readers, "replica": self.workers_per_replica}
-                raise ValueError(rule.message.format(**self._values(), **words))
+        broken = (rule.message for rule in COMBINATIONS if rule.is_broken(self))
+        message = next(broken, None) or next(conflicts(self), None)
+        if message is not None:
+            words = {"readers": self._readers, "replica": self.workers_per_replica}
+            raise ValueError(message.format(**self._values(), **words))
 
     def without_sharding(self) -> TrainConfig:
         """Returns the config without sharded state; the number of replicas stays the same."""

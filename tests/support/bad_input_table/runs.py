@@ -28,7 +28,7 @@ RUNS = [
     R("fit: a certificate without a folder", lambda p: p.fit(certify=True),
       "certify=True keeps the rows .* got runUri=None and data='copy'", "set runUri to a new folder"),
     R("fit: a certificate of steps with two attempts", lambda p: p.fit(certify=True, onNonFinite="rollback"),
-      "certify proves steps that can be repeated, but onNonFinite", "set onNonFinite='skip'"),
+      "certify needs steps that can be repeated, but onNonFinite", "set onNonFinite='skip'"),
     R("resume: no folder", lambda p: p.fit(resume=True),
       "resume=True continues", "set runUri to that folder"),
     R("resume: not asked for", lambda p: p.train(runUri=p.prepared("run")), "holds a run", "set resume=True"),
