@@ -424,6 +424,8 @@ class Trainer:
 
     def _save(self) -> None:
         self._drain()
+        # A callback may have thawed a layer since the last step.
+        self._hold_new_parameters()
         if not self._sync.in_step:
             # Other ranks may be far behind; this wait reports their progress, a collective call does not.
             with backward_errors():

@@ -20,6 +20,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes, num_bytes
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.shards import LazyMapping
@@ -58,6 +59,8 @@ class RankState:
                 for name, parameter in train_state.sync.network.named_parameters(remove_duplicate=False)
                 if not parameter.requires_grad
             ],
+            # A layer that was thawed and is frozen again still has its state in the optimizer.
+            "held": _names_held(train_state.sync),
             "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,
@@ -67,6 +70,11 @@ class RankState:
         noise = {} if train_state.noise is None else train_state.noise.state()
         logged = {} if train_state.own_step is None else train_state.own_step.state()
         return cls(tensors=exchange | result | noise | logged | train_state.sums.state(), values=values)
+
+
+def _names_held(sync: GradientSync) -> list[str]:
+    held = sync.held()
+    return [name for name, p in sync.network.named_parameters(remove_duplicate=False) if p in held]
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,12 +146,15 @@ def load_training_state(
     check_optimizer(uri, record, sync.optimizer)
     if record.ranks:
         # A stage of a pipeline knows only its own layers.
-        frozen = {name for rank in record.ranks for name in rank["frozen"]}
-        for name, parameter in sync.network.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(name not in frozen)
+        frozen, held = ({n for rank in record.ranks for n in rank[key]} for key in ("frozen", "held"))
+        named = list(sync.network.named_parameters(remove_duplicate=False))
+        for name, parameter in named:
+            parameter.requires_grad_(name in held or name not in frozen)
         sync.hold_new_parameters()
         if average is not None:
             average.add_new()
+        for name, parameter in named:
+            parameter.requires_grad_(name not in frozen)
     takes_average = average is not None and bool(average.values)
     # A training that keeps an average needs one in the checkpoint.
     for name in {*_list_files(uri, record), *(_name_shards(AVERAGE, record) if takes_average else ())}:

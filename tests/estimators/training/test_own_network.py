@@ -301,3 +301,33 @@ def test_a_thawed_layer_trains_on_after_a_resume(make_shards: MakeShards, tmp_pa
         found.append(_weights(train_here(config, objects).checkpoint_uri))
     assert not found[0]["lin.weight"].equal(CASES["frozen"].make().module.state_dict()["lin.weight"])
     assert all(value.equal(found[1][name]) for name, value in found[0].items())
+
+
+class _Alternates(Callback):
+    """Thaws and freezes a layer in turns, and fails after a step."""
+
+    def __init__(self, fails: int) -> None:
+        self.fails = fails
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.fails:
+            raise RuntimeError("stopped")
+        state.module.get_submodule("lin").requires_grad_(state.step in (1, 4))
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+@pytest.mark.parametrize("fails", [2, 4])
+def test_a_layer_that_is_thawed_and_frozen_in_turns_keeps_its_state(
+    make_shards: MakeShards, tmp_path: Path, fails: int, decay: float | None
+) -> None:
+    """The run fails right after a step that thaws, or while the layer is frozen again."""
+    manifest, found = make_shards(make_columns(83)), []
+    for run in ("whole", "resumed"):
+        config = replace(_config(manifest, tmp_path / run), checkpoint_every_steps=1, ema_decay=decay)
+        objects = replace(CASES["frozen"].make().objects(), optimizer=partial(torch.optim.Adam, lr=0.05))
+        if run == "resumed":
+            with pytest.raises(RuntimeError, match="stopped"):
+                train_here(config, replace(objects, callbacks=(_Alternates(fails),)))
+        result = train_here(config, replace(objects, callbacks=(_Alternates(0),)))
+        found.append(_weights(result.checkpoint_uri))
+    assert all(value.equal(found[1][name]) for name, value in found[0].items())
