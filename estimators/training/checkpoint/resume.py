@@ -209,7 +209,7 @@ class Recovery:
         self._status.phase = "loading the training state of the initial model"
         # A model without an average starts one from its weights.
         average = train_state.average if has_average(uri) else None
-        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, average)
+        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, average, is_new=True)
         if average is None:
             train_state.average.restart()
         restore_strategy(train_state, ranks, self._mesh)

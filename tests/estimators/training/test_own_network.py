@@ -331,3 +331,24 @@ def test_a_layer_that_is_thawed_and_frozen_in_turns_keeps_its_state(
         result = train_here(config, replace(objects, callbacks=(_Alternates(0),)))
         found.append(_weights(result.checkpoint_uri))
     assert all(value.equal(found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+@pytest.mark.parametrize("freezes", [("lin.*", "out.*"), ("out.*", "lin.*")])
+def test_a_fit_from_a_training_state_freezes_its_own_layers(
+    make_shards: MakeShards, tmp_path: Path, freezes: tuple[str, str], decay: float | None
+) -> None:
+    """The state of the first training names other frozen layers."""
+    manifest, objects = make_shards(make_columns(83)), Recipe().make().objects()
+    config = replace(_config(manifest, tmp_path / "0"), keep_training_state=True, ema_decay=decay)
+    for number, pattern in enumerate(freezes):
+        config = replace(config, freeze=(pattern,), run_uri=str(tmp_path / str(number)))
+        config = check_training(config, objects, manifest).config
+        result = _train_in_turns(config, user_code.dumps(objects))
+        (state,) = (tmp_path / str(number)).rglob("training.json")
+        start, start_uri = config.initial_training_state, str(state.parent)
+        config = replace(config, initial_weights=result.checkpoint_uri, initial_training_state=start_uri)
+    assert start is not None
+    before, after = _weights(start), _weights(result.checkpoint_uri)
+    moved = {name.partition(".")[0] for name, value in before.items() if not value.equal(after[name])}
+    assert moved == {"lin", "mid", "out"} - {freezes[1].partition(".")[0]}
