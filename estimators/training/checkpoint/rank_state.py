@@ -23,6 +23,7 @@ from ringspark.estimators.collectives.base import gather_bytes, num_bytes
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.shards import LazyMapping
 from ringspark.estimators.training.objective.metric_set import tensors_under
 from ringspark.estimators.training.train_state import TrainState
@@ -61,6 +62,7 @@ class RankState:
             ],
             # A layer that was thawed and is frozen again still has its state in the optimizer.
             "held": _names_held(train_state.sync),
+            "attributes": _changed_attributes(train_state),
             "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,
@@ -75,6 +77,11 @@ class RankState:
 def _names_held(sync: GradientSync) -> list[str]:
     held = sync.held()
     return [name for name, p in sync.network.named_parameters(remove_duplicate=False) if p in held]
+
+
+def _changed_attributes(train_state: TrainState) -> dict[str, Any]:
+    before, after = train_state.attributes, read_attributes(train_state.sync.network)
+    return {name: value for name, value in after.items() if before.get(name) != value}
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +210,7 @@ def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _restore_same(train_state: TrainState, own: RankState) -> None:
     _fill_buffers(train_state.sync.network, tensors_under(own.tensors, "buffers"))
+    _set_attributes(train_state, own.values.get("attributes", {}))
     train_state.sums.load(own.tensors)
     if train_state.noise is not None:
         train_state.noise.load([own.tensors])
@@ -215,7 +223,14 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
 
 
 def _restore_other(train_state: TrainState, states: Sequence[RankState], data_rank: int) -> None:
-    _fill_buffers(train_state.sync.network, tensors_under(states[0].tensors, "buffers"))
+    # Of rank 0, and of other ranks those of pipeline stages that rank 0 does not have.
+    holders = {name: state.tensors for state in reversed(states) for name in state.tensors}
+    buffers = {name: partial(tensors.__getitem__, name) for name, tensors in holders.items()}
+    _fill_buffers(train_state.sync.network, _map_under(LazyMapping(buffers), "buffers/"))
+    changed: dict[str, Any] = {}
+    for state in reversed(states):
+        changed |= state.values.get("attributes", {})
+    _set_attributes(train_state, changed)
     # The ranks of one replica have the same rows and the same sums.
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
@@ -246,6 +261,12 @@ def _buffer_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         first, *others = dense_parts(buffer)
         yield name, first
         yield from ((f"{name}:{number}", part) for number, part in enumerate(others))
+
+
+def _set_attributes(train_state: TrainState, changed: Mapping[str, Any]) -> None:
+    # Also those that had not changed yet, because a training may return to a checkpoint.
+    values = train_state.attributes | changed
+    write_attributes(train_state.sync.network, values, train_state.device)
 
 
 def _fill_buffers(module: nn.Module, values: Tensors) -> None:
