@@ -210,7 +210,8 @@ def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _restore_same(train_state: TrainState, own: RankState) -> None:
     _fill_buffers(train_state.sync.network, tensors_under(own.tensors, "buffers"))
-    _set_attributes(train_state, own.values.get("attributes", {}))
+    changed = own.values.get("attributes", {})
+    write_attributes(train_state.sync.network, changed, train_state.device)
     train_state.sums.load(own.tensors)
     if train_state.noise is not None:
         train_state.noise.load([own.tensors])
@@ -230,7 +231,7 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
     changed: dict[str, Any] = {}
     for state in reversed(states):
         changed |= state.values.get("attributes", {})
-    _set_attributes(train_state, changed)
+    write_attributes(train_state.sync.network, changed, train_state.device)
     # The ranks of one replica have the same rows and the same sums.
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]
@@ -261,12 +262,6 @@ def _buffer_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         first, *others = dense_parts(buffer)
         yield name, first
         yield from ((f"{name}:{number}", part) for number, part in enumerate(others))
-
-
-def _set_attributes(train_state: TrainState, changed: Mapping[str, Any]) -> None:
-    # Also those that had not changed yet, because a training may return to a checkpoint.
-    values = train_state.attributes | changed
-    write_attributes(train_state.sync.network, values, train_state.device)
 
 
 def _fill_buffers(module: nn.Module, values: Tensors) -> None:
