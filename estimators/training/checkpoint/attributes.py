@@ -41,7 +41,7 @@ def write_attributes(network: nn.Module, values: Mapping[str, list[Any]], device
     for key, (kind, value) in values.items():
         layer, _, name = key.rpartition(":")
         if layer in layers:
-            attributes = vars(layers[layer])
+            attributes: Any = vars(layers[layer])
             attributes[name] = _restore(attributes.get(name), kind, value, device)
 
 
