@@ -89,12 +89,18 @@ class Average:
             own.copy_(parameter)
 
     @torch.no_grad()
-    def load(self, state: State) -> None:
+    def load(self, state: State, *, is_new: bool = False) -> None:
+        """Loads a stored average; if `is_new`, the weights of other layers than stored begin one."""
+        if is_new:
+            here = zip(self.values, self._parameters, strict=True)
+            state = {name: state.get(name, parameter.detach()) for name, parameter in here}
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (state, self.values)]
         if shapes[0] != shapes[1]:
             raise ValueError("the checkpoint averages the weights of another network; use another checkpoint")
         for name, own in self.values.items():
-            own.copy_(shard_like(state[name], own) if hasattr(own, "full_tensor") else state[name])
+            value = state[name]
+            is_whole = hasattr(own, "full_tensor") and not hasattr(value, "full_tensor")
+            own.copy_(shard_like(value, own) if is_whole else value)
 
 
 def _at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes_labels
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
+from ringspark.estimators.training.checkpoint.attributes import read_attributes
 from ringspark.estimators.training.history import RunLog
 from ringspark.estimators.training.non_finite import FirstBadLoss
 from ringspark.estimators.training.objective.criterion import Criterion
@@ -92,6 +93,7 @@ class TrainState:
         self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts, **counted)
         self.validation = Sums("validation", heads, device, sync.network, **counted)
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
+        self.attributes = read_attributes(sync.network)
         self.state: TrainingState
         self.passes: Passes
         if config.privacy is not None:

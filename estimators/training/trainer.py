@@ -34,6 +34,7 @@ from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.models.meta_device import dense_parts
+from ringspark.models.network_copy import restore
 from ringspark.pipelines.epoch_plan import EpochPlan
 from ringspark.pipelines.readers import ShardReader
 
@@ -249,8 +250,13 @@ class Trainer:
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         train_state = self._train_state
         self._sync.optimizer.zero_grad()
-        # Undoing a step also undoes its changes of running statistics.
-        buffers = [(b, b.clone()) for b in self._sync.network.buffers()] if self._guards else []
+        # Undoing a step also undoes its changes of running statistics, also of those that it replaces.
+        buffers = [
+            (own._buffers, name, buffer, buffer.clone())
+            for own in (self._sync.network.modules() if self._guards else ())
+            for name, buffer in own._buffers.items()
+            if buffer is not None
+        ]
         own_rows = batch.num_rows
         results = self._backward(batch, global_rows)
         if self._guards and not train_state.passes.steps_in_flight:
@@ -326,13 +332,17 @@ class Trainer:
         return train_state.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
     def _on_skipped(
-        self, step: int, ranks: tuple[int, ...], buffers: list[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        step: int,
+        ranks: tuple[int, ...],
+        buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]],
     ) -> None:
         if not ranks and self._config.precision == "fp16":
             return  # an overflow while the loss scale adapts
         with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
+            for own, name, buffer, values in buffers:
+                own[name] = buffer
+                restore(buffer, values)
         rolls_back = self._config.on_non_finite == "rollback"
         found = NonFiniteStep(
             epoch=self._state.epoch, step=step, ranks=ranks, action="rolled back" if rolls_back else "skipped"
@@ -424,6 +434,8 @@ class Trainer:
 
     def _save(self) -> None:
         self._drain()
+        # A callback may have thawed a layer since the last step.
+        self._hold_new_parameters()
         if not self._sync.in_step:
             # Other ranks may be far behind; this wait reports their progress, a collective call does not.
             with backward_errors():

@@ -20,8 +20,10 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes, num_bytes
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.shards import LazyMapping
 from ringspark.estimators.training.objective.metric_set import tensors_under
 from ringspark.estimators.training.train_state import TrainState
@@ -58,6 +60,9 @@ class RankState:
                 for name, parameter in train_state.sync.network.named_parameters(remove_duplicate=False)
                 if not parameter.requires_grad
             ],
+            # A layer that was thawed and is frozen again still has its state in the optimizer.
+            "held": _names_held(train_state.sync),
+            "attributes": _changed_attributes(train_state),
             "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,
@@ -67,6 +72,16 @@ class RankState:
         noise = {} if train_state.noise is None else train_state.noise.state()
         logged = {} if train_state.own_step is None else train_state.own_step.state()
         return cls(tensors=exchange | result | noise | logged | train_state.sums.state(), values=values)
+
+
+def _names_held(sync: GradientSync) -> list[str]:
+    held = sync.held()
+    return [name for name, p in sync.network.named_parameters(remove_duplicate=False) if p in held]
+
+
+def _changed_attributes(train_state: TrainState) -> dict[str, Any]:
+    before, after = train_state.attributes, read_attributes(train_state.sync.network)
+    return {name: value for name, value in after.items() if before.get(name) != value}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +210,8 @@ def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _restore_same(train_state: TrainState, own: RankState) -> None:
     _fill_buffers(train_state.sync.network, tensors_under(own.tensors, "buffers"))
+    changed = own.values.get("attributes", {})
+    write_attributes(train_state.sync.network, changed, train_state.device)
     train_state.sums.load(own.tensors)
     if train_state.noise is not None:
         train_state.noise.load([own.tensors])
@@ -207,7 +224,14 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
 
 
 def _restore_other(train_state: TrainState, states: Sequence[RankState], data_rank: int) -> None:
-    _fill_buffers(train_state.sync.network, tensors_under(states[0].tensors, "buffers"))
+    # Of rank 0, and of other ranks those of pipeline stages that rank 0 does not have.
+    holders = {name: state.tensors for state in reversed(states) for name in state.tensors}
+    buffers = {name: partial(tensors.__getitem__, name) for name, tensors in holders.items()}
+    _fill_buffers(train_state.sync.network, _map_under(LazyMapping(buffers), "buffers/"))
+    changed: dict[str, Any] = {}
+    for state in reversed(states):
+        changed |= state.values.get("attributes", {})
+    write_attributes(train_state.sync.network, changed, train_state.device)
     # The ranks of one replica have the same rows and the same sums.
     counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
     states = [state for state in states if state.values.get("counts", True)]

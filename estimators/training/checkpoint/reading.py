@@ -135,30 +135,36 @@ def _check_size(uri: str, name: str, record: Record) -> FileSum:
 
 
 def load_training_state(
-    uri: str, sync: GradientSync, tick: Callable[[], None] | None = None, average: Average | None = None
+    uri: str,
+    sync: GradientSync,
+    tick: Callable[[], None] | None = None,
+    average: Average | None = None,
+    *,
+    is_new: bool = False,
 ) -> tuple[Record, list[RankState]]:
     """Loads weights, average and optimizer state from the folder `uri`. Runs on every rank.
 
     Returns the record, and the state of each rank that wrote the checkpoint. Calls `tick` during a download.
+    `is_new`: Whether another training starts, with frozen layers of its own.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)
     check_optimizer(uri, record, sync.optimizer)
-    if record.ranks:
+    if record.ranks and not is_new:
         # A stage of a pipeline knows only its own layers.
-        frozen = {name for rank in record.ranks for name in rank["frozen"]}
-        for name, parameter in sync.network.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(name not in frozen)
+        frozen, held = ({n for rank in record.ranks for n in rank[key]} for key in ("frozen", "held"))
+        named = list(sync.network.named_parameters(remove_duplicate=False))
+        for name, parameter in named:
+            parameter.requires_grad_(name in held or name not in frozen)
         sync.hold_new_parameters()
         if average is not None:
             average.add_new()
+        for name, parameter in named:
+            parameter.requires_grad_(name not in frozen)
     takes_average = average is not None and bool(average.values)
     # A training that keeps an average needs one in the checkpoint.
     for name in {*_list_files(uri, record), *(_name_shards(AVERAGE, record) if takes_average else ())}:
         _check_size(uri, name, record)
-    if average is not None and takes_average:
-        with _open_shards(uri, AVERAGE, record, tick) as averaged:
-            average.load(dict(averaged) if layout is None else layout.shard_parameters(averaged))
     with _open_shards(uri, OPTIMIZER, record, tick) as tensors:
         # One tensor at a time, because a rank needs only its own shard.
         state: Any = group_by_parameter(record.optimizer_values, tensors)
@@ -167,6 +173,10 @@ def load_training_state(
         set_group_values(group, values)
     with _open_shards(uri, WEIGHTS, record, tick) as weights:
         load_state(uri, sync.network, weights)
+    if average is not None and takes_average:
+        with _open_shards(uri, AVERAGE, record, tick) as averaged:
+            values = dict(averaged) if layout is None else layout.shard_parameters(averaged)
+            average.load(values, is_new=is_new)
     with local_file(uri, RANKS, tick) as path:
         file = StreamedFile(path)
 

@@ -18,6 +18,7 @@ import torch
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, find_newest_good, step_uri
 from ringspark.estimators.training.checkpoint.rank_state import (
     RankState,
@@ -209,7 +210,7 @@ class Recovery:
         self._status.phase = "loading the training state of the initial model"
         # A model without an average starts one from its weights.
         average = train_state.average if has_average(uri) else None
-        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, average)
+        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, average, is_new=True)
         if average is None:
             train_state.average.restart()
         restore_strategy(train_state, ranks, self._mesh)
@@ -278,7 +279,10 @@ class Recovery:
         self._take_position(read_record(step_uri(self._root, step)).position, train_state)
         train_state.first_bad.reset()
         factor = ROLLBACK_FACTOR**self._rollbacks
+        # A network's own counters and generators go on, or what they caused would repeat.
+        network, attributes = train_state.sync.network, read_attributes(train_state.sync.network)
         self.load(train_state, factor)
+        write_attributes(network, attributes, train_state.device)
         self.schedule.restart(step)
         if self._mesh.writes:
             text = "training rolls back to the checkpoint of step %d, with its learning rates times %g"

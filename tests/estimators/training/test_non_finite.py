@@ -140,6 +140,23 @@ def test_skip_leaves_the_step_out(make_shards: MakeShards, tmp_path: Path, preci
         assert [record.skipped_steps for record in result.history] == [1, 1]
 
 
+class _Replaces(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if self.training:
+            self.mean = self.mean * 0.9 + 0.1 * output.detach().mean()
+        return output
+
+
+def test_skip_takes_back_a_buffer_that_the_pass_replaced(make_shards: MakeShards, tmp_path: Path) -> None:
+    network = _Replaces()
+    network.register_buffer("mean", torch.zeros(()))
+    config = config_of(data(make_shards), tmp_path / "run", on_non_finite="skip")
+    result = train_here(config, UserObjects(module=network))
+    load_checkpoint(result.checkpoint_uri, network)
+    assert network.mean.isfinite()
+
+
 class _Stops(Callback):
     def __init__(self, at: int | None = None) -> None:
         self._at = at

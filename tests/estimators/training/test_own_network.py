@@ -6,15 +6,17 @@ import copy
 import inspect
 import json
 import os
+import random
 import re
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from awkward_networks import (
@@ -30,6 +32,7 @@ from awkward_networks import (
     recipes,
     train_plain,
 )
+from failing_callback import Fails
 from hypothesis import given, reject, settings
 from ranks import run_ranks
 from small_training import config_of
@@ -38,7 +41,7 @@ from written_shards import written
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.in_process import run_in_turns
+from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.memory.columns import BatchColumn
@@ -300,4 +303,107 @@ def test_a_thawed_layer_trains_on_after_a_resume(make_shards: MakeShards, tmp_pa
             objects = replace(objects, callbacks=(_ThawsOnce(False),))
         found.append(_weights(train_here(config, objects).checkpoint_uri))
     assert not found[0]["lin.weight"].equal(CASES["frozen"].make().module.state_dict()["lin.weight"])
+    assert all(value.equal(found[1][name]) for name, value in found[0].items())
+
+
+class _Alternates(Callback):
+    """Thaws and freezes a layer in turns, and fails after a step."""
+
+    def __init__(self, fails: int) -> None:
+        self.fails = fails
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step == self.fails:
+            raise RuntimeError("stopped")
+        state.module.get_submodule("lin").requires_grad_(state.step in (1, 4))
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+@pytest.mark.parametrize("fails", [2, 4])
+def test_a_layer_that_is_thawed_and_frozen_in_turns_keeps_its_state(
+    make_shards: MakeShards, tmp_path: Path, fails: int, decay: float | None
+) -> None:
+    """The run fails right after a step that thaws, or while the layer is frozen again."""
+    manifest, found = make_shards(make_columns(83)), []
+    for run in ("whole", "resumed"):
+        config = replace(_config(manifest, tmp_path / run), checkpoint_every_steps=1, ema_decay=decay)
+        objects = replace(CASES["frozen"].make().objects(), optimizer=partial(torch.optim.Adam, lr=0.05))
+        if run == "resumed":
+            with pytest.raises(RuntimeError, match="stopped"):
+                train_here(config, replace(objects, callbacks=(_Alternates(fails),)))
+        result = train_here(config, replace(objects, callbacks=(_Alternates(0),)))
+        found.append(_weights(result.checkpoint_uri))
+    assert all(value.equal(found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+@pytest.mark.parametrize("freezes", [("lin.*", "out.*"), ("out.*", "lin.*")])
+def test_a_fit_from_a_training_state_freezes_its_own_layers(
+    make_shards: MakeShards, tmp_path: Path, freezes: tuple[str, str], decay: float | None
+) -> None:
+    """The state of the first training names other frozen layers."""
+    manifest, objects = make_shards(make_columns(83)), Recipe().make().objects()
+    config = replace(_config(manifest, tmp_path / "0"), keep_training_state=True, ema_decay=decay)
+    for number, pattern in enumerate(freezes):
+        config = replace(config, freeze=(pattern,), run_uri=str(tmp_path / str(number)))
+        config = check_training(config, objects, manifest).config
+        result = _train_in_turns(config, user_code.dumps(objects))
+        (state,) = (tmp_path / str(number)).rglob("training.json")
+        start, start_uri = config.initial_training_state, str(state.parent)
+        config = replace(config, initial_weights=result.checkpoint_uri, initial_training_state=start_uri)
+    assert start is not None
+    before, after = _weights(start), _weights(result.checkpoint_uri)
+    moved = {name.partition(".")[0] for name, value in before.items() if not value.equal(after[name])}
+    assert moved == {"lin", "mid", "out"} - {freezes[1].partition(".")[0]}
+
+
+class _Remembers(nn.Module):
+    """Its passes in training depend on what it keeps in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(4, 1)
+        self.calls, self.temperature, self.mean = 0, np.float64(1.0), torch.ones(2)
+        self.sizes: list[int] = []
+        self.recent, self.counts = deque([0.0], maxlen=2), {"calls": 1}
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_numpy, self.of_python = np.random.default_rng(1), random.Random(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor: Any = 1.0
+        if self.training:
+            self.calls += 1
+            self.temperature = np.maximum(self.temperature * 0.9, 0.1)
+            self.mean.mul_(0.9)
+            self.sizes.append(2)
+            self.recent.append(self.recent[-1] + 1)
+            self.counts["calls"] += 1
+            factor = (
+                torch.rand((), generator=self.of_torch) + self.of_numpy.random() + self.of_python.random()
+            )
+            factor = factor / self.calls + self.temperature + self.mean[0] + sum(self.recent)
+            factor = factor / self.counts["calls"] + 1 / sum(self.sizes)
+        return self.lin(x) * factor  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_plain_attributes_of_a_network_survive_a_resume(
+    make_shards: MakeShards, tmp_path: Path, workers: int
+) -> None:
+    manifest, found = make_shards(make_columns(83)), []
+    for run in ("whole", "resumed"):
+        config = replace(_config(manifest, tmp_path / run, workers), checkpoint_every_steps=1)
+        objects = UserObjects(module=_Remembers(), callbacks=(Fails(tmp_path / "mark", 4),))
+        config = check_training(config, objects, manifest).config
+        pickled = user_code.dumps(objects)
+        if run == "resumed":
+            with pytest.raises(RankError, match="step 4"):
+                _train_in_turns(config, pickled)
+        (tmp_path / "mark").touch()
+        result = _train_in_turns(config, pickled)
+        (tmp_path / "mark").unlink()
+        assert result.resumed_steps == ((3,) if run == "resumed" else ())
+        found.append(_weights(result.checkpoint_uri))
+    assert found[0].keys() == found[1].keys()
     assert all(value.equal(found[1][name]) for name, value in found[0].items())

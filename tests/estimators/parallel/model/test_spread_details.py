@@ -96,6 +96,38 @@ def test_layers_tied_over_stages_by_other_names_and_groups_of_one_stage_go_on(
     assert _difference(straight, resumed) < 1e-6
 
 
+class _Counts(nn.Module):
+    """Counts its steps in an attribute and in a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        self.calls += 1
+        self.steps += 1
+        return x * min(self.calls / 9, 1) / (1 + self.steps)
+
+
+@pytest.mark.slow
+def test_a_later_stage_goes_on_counting_in_one_worker(make_shards: MakeShards, tmp_path: Path) -> None:
+    config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=1, optimizer="sgd")
+    layers = [*_network()]
+    network = nn.Sequential(layers[0], _Counts(), *layers[1:4], _Counts(), layers[4])
+    straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), UserObjects(module=network))
+    objects = UserObjects(module=network, callbacks=(Fails(tmp_path / "failed"),))
+    with pytest.raises(WorkerError, match="step 7"):
+        train_gang(_over(config, {"pipeline": 2}), objects)
+    resumed = train_gang(config, objects)
+    assert resumed.resumed_steps
+    one, other = (weights_of(result, copy.deepcopy(network)) for result in (straight, resumed))
+    assert float((one - other).abs().max()) < 1e-6
+    assert not one.equal(nn.utils.parameters_to_vector(network.parameters()))
+
+
 @pytest.mark.slow
 def test_a_stage_may_be_frozen_whole(make_shards: MakeShards, tmp_path: Path) -> None:
     """A frozen stage has no optimizer state, average or gradients, and still joins every collective."""
