@@ -20,6 +20,7 @@ from ringspark.pipelines.kinds.table_row import (
     is_number,
     items_of_vector,
     local_seconds,
+    time_of,
     title_of,
     try_cast,
 )
@@ -63,7 +64,7 @@ class Leaf:
         item: Index in an array or vector.
         length: Number of items of the array or vector.
         family: "number", "words" or "calendar".
-        source: The column itself, if it may hold whole numbers beyond 2^53, or numbers or times as text.
+        source: The value itself, if it is a text, or may have more digits than a double.
         origin: Number that was subtracted from the value.
     """
 
@@ -173,9 +174,7 @@ def _leaves_of(
 ) -> Iterator[Leaf]:
     simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
     if is_number(simple):
-        # Only whole numbers get an origin; decimals with a fraction are rounded to doubles.
-        source = value if simple == "bigint" or simple.endswith(",0)") else None
-        yield Leaf(name, simple, double_of(value, family), path, source=source)
+        yield Leaf(name, simple, double_of(value, family), path, source=_exact(value, simple))
     elif simple == "boolean" or family in ("string", "varchar", "char"):
         source = None if simple == "boolean" else value
         yield Leaf(name, simple, value.cast("string"), path, family="words", source=source)
@@ -214,8 +213,17 @@ def _items_of(
         reason = f"rows hold {low} to {high} numbers; all rows must hold equally many, at most {MAX_ITEMS}"
         refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
         return
+    kind = simple.removeprefix("array<").removesuffix(">")
     for item in range(high):
-        yield Leaf(name, simple, F.get(array, F.lit(item)).cast("double"), path, item, high)
+        value = F.get(array, F.lit(item))
+        yield Leaf(name, simple, value.cast("double"), path, item, high, source=_exact(value, kind))
+
+
+def _exact(value: SparkColumn, simple: str) -> SparkColumn | None:
+    """Returns a value that may have more digits than a double, as a decimal; None for other types."""
+    if simple == "bigint":
+        return value.cast("decimal(38,0)")
+    return value if simple.startswith("decimal") else None
 
 
 def measure(
@@ -279,7 +287,7 @@ def _statistics() -> list[SparkColumn]:
         F.avg(F.when(~held, F.length(word))).alias("length"),
         # A leading zero is part of a code, such as a postcode.
         F.count(F.when(~held & ~word.rlike("^0[0-9]"), try_cast(word, "double"))).alias("numbers"),
-        F.count(F.when(~held & word.rlike("[-/:]"), try_cast(word, "timestamp"))).alias("times"),
+        F.count(F.when(~held, time_of(word, "UTC"))).alias("times"),
     ]
 
 
@@ -289,36 +297,51 @@ def measure_again(
     measures: list[Measure],
     held: SparkColumn,
     target: SparkColumn,
+    zone: str,
 ) -> None:
-    """Replaces leaves of whole numbers beyond 2^53, and of text with numbers or times.
+    """Replaces leaves of numbers with more digits than a double, and of text with numbers or times.
 
-    Measures them again. Runs jobs only if there are such leaves.
+    Measures them again. Runs jobs only if there are such leaves. `zone` is the clock of times without a zone.
     """
     from pyspark.sql import functions as F
 
     found: dict[int, Leaf] = {}
+    exact: dict[int, SparkColumn] = {}
     for index, (leaf, measured) in enumerate(zip(leaves, measures, strict=True)):
         if leaf.source is None or not measured.count:
             continue
-        if leaf.family == "number" and max(abs(measured.low), abs(measured.high)) > 2**53:
-            found[index] = leaf
+        if leaf.family == "number" and _lacks_digits(leaf, measured):
+            found[index], exact[index] = leaf, leaf.source
         elif leaf.family == "words" and measured.distinct > FEW_TEXTS:
             if measured.numbers == measured.count:
-                found[index] = replace(leaf, value=try_cast(leaf.source, "double"), family="number")
+                found[index] = replace(leaf, value=double_of(leaf.source, "string"), family="number")
+                exact[index] = try_cast(leaf.source, "decimal(38,0)")
             elif measured.times == measured.count:
-                time = local_seconds(try_cast(leaf.source, "timestamp"), "timestamp")
+                time = local_seconds(time_of(leaf.source, zone), "timestamp")
                 found[index] = replace(leaf, value=time, family="calendar")
-    whole = [index for index, leaf in found.items() if leaf.value is leaves[index].value]
-    if whole:
-        lowest = frame.agg(*(F.min(found[index].source.cast("decimal(38,0)")) for index in whole)).head()
-        assert lowest is not None
-        for index, origin in zip(whole, map(int, lowest), strict=True):
-            value = double_of(found[index].source, "decimal", origin)
-            found[index] = replace(found[index], value=value, origin=origin)
+    if exact:
+        # Near most values. The smallest one may mark a missing value.
+        middles = frame.agg(*(F.percentile_approx(each, 0.5) for each in exact.values())).head()
+        assert middles is not None
+        for index, middle in zip(exact, middles, strict=True):
+            leaf, origin = found[index], int(middle or 0)
+            is_text = leaves[index].family == "words"
+            if not is_text or abs(origin) > 2**53:
+                kind = "string" if is_text else "decimal"
+                found[index] = replace(leaf, value=double_of(leaf.source, kind, origin), origin=origin)
     if found:
         again = measure(frame, list(found.values()), held, target)[2]
         for index, measured in zip(found, again, strict=True):
             leaves[index], measures[index] = found[index], measured
+
+
+def _lacks_digits(leaf: Leaf, measured: Measure) -> bool:
+    """Whether doubles cannot tell apart most of the numbers of a leaf."""
+    scale = int(leaf.type.rstrip(">)").rpartition(",")[2]) if "decimal" in leaf.type else 0
+    largest, quantiles = max(abs(measured.low), abs(measured.high)), measured.quantiles
+    # Most decimals have many zeros.
+    is_narrow = quantiles[-13] - quantiles[12] < largest * 2**-30
+    return largest * 10.0**scale > 2**53 and (not scale or is_narrow)
 
 
 def _number(leaf: Leaf) -> SparkColumn:

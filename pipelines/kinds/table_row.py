@@ -73,8 +73,8 @@ class TableColumn:
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
         length: Number of items of each array or vector.
-        origin: Number that Spark subtracts before it rounds to a double: the smallest of a column with whole
-            numbers beyond 2^53.
+        origin: Number that Spark subtracts before it rounds to a double: a middle one, if numbers of the
+            column have more digits than a double.
         type: Spark type that the column must have. If it is numeric, every numeric type is accepted. Strings
             of the forms "number", "levels" and "calendar" are read as numbers or times.
         zone: Time zone of a timestamp or of a text with times; else empty.
@@ -350,16 +350,14 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
         value = item if column.length is None else F.when(is_known, item).otherwise(F.raise_error(text))
     if column.form == "words":
         return value.cast("string")
-    name = value_type.typeName()
+    name = getattr(value_type, "elementType", value_type).typeName()
     if column.form == "calendar":
-        if name == "string":
-            value, name = try_cast(value, "timestamp"), "timestamp"
+        if is_text(name):
+            value, name = time_of(value, column.zone), "timestamp"
         if name == "timestamp":
             # Python reads them on the clock of the training's time zone.
             return F.unix_micros(value).cast("double") / 1e6
         return local_seconds(value, name)
-    if name == "string":
-        return try_cast(value, "double")
     return double_of(value, name, column.origin)
 
 
@@ -378,14 +376,30 @@ def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
     return trimmed.try_cast(data_type) if hasattr(trimmed, "try_cast") else trimmed.cast(data_type)
 
 
-def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColumn:
-    """Returns a number as a double, after the subtraction of `origin`."""
+def time_of(text: SparkColumn, zone: str) -> SparkColumn:
+    """Reads a text as a timestamp; null if it has no date. `zone` is the clock of a text that names none."""
     from pyspark.sql import functions as F
 
-    rounded = number_of(value, type_name).cast("double")
+    # Spark reads "12:30" as a time of the current day.
+    text = F.when(text.cast("string").rlike(r"^\s*[+-]?\d{4,}-"), text.cast("string"))
+    local = F.timestamp_micros(number_of(try_cast(text, "timestamp_ntz"), "timestamp_ntz"))
+    names_zone = text.rlike(r":[\d.:]*\d\s*[^\d\s.:]")
+    return F.when(names_zone, try_cast(text, "timestamp")).otherwise(F.to_utc_timestamp(local, zone))
+
+
+def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColumn:
+    """Returns a number, or a text with a number, as a double, after the subtraction of `origin`."""
+    from pyspark.sql import functions as F
+
+    text = is_text(type_name)
+    rounded = try_cast(value, "double") if text else number_of(value, type_name).cast("double")
     if not origin:
         return rounded
-    distance = F.try_subtract(value.cast("decimal(38,0)"), F.lit(Decimal(origin))).cast("double")
+    if not type_name.startswith("decimal"):
+        # A double may be infinite.
+        is_free = text or type_name in ("float", "double")
+        value = try_cast(value, "decimal(38,0)") if is_free else value.cast("decimal(38,0)")
+    distance = F.try_subtract(value, F.lit(Decimal(origin))).cast("double")
     return F.coalesce(distance, rounded - F.lit(float(origin)))  # beyond 38 digits
 
 
@@ -406,6 +420,11 @@ def _field(data_type: DataType, name: str) -> Any:
 def _doubles(values: Any) -> NumpyArray:
     """Converts to float64. Nulls become NaN; infinities stay."""
     return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
+
+
+def is_text(type_name: str) -> bool:
+    """Whether a Spark type is text."""
+    return type_name.startswith(("string", "char", "varchar"))
 
 
 def is_number(type_name: str) -> bool:

@@ -28,10 +28,16 @@ COLUMNS = {
     "id - (1L << 62)": ("number", "32 bins"),
     "if(id < 200, -1, 1) * CAST(repeat('9', 38) AS decimal(38,0))": ("number", "2 bins"),
     "named_struct('a', id + (1L << 60)).a": ("number", "32 bins"),
+    "if(id = 0, 0, id + (1L << 60))": ("number", "32 bins"),
+    "string(id + (1L << 60))": ("number", "text of numbers, 32 bins"),
+    "array(id + (1L << 60))": ("number", "32 bins"),
+    "array(CAST(id + (1L << 60) AS decimal(38,2)))": ("number", "32 bins"),
+    "CAST(id + (1L << 60) AS decimal(38,2))": ("number", "32 bins"),
     "string(sqrt(id))": ("number", "text of numbers, 32 bins"),
     "concat(' ', sqrt(id))": ("number", "text of numbers"),
     "string(date_add(DATE'2020-01-01', int(id)))": ("date", "trend, weekday"),
     "string(timestamp_seconds(id * 7777))": ("date", "trend, hour"),
+    "concat(id % 24, ':', lpad(id % 60, 2, '0'))": ("category", "rare ones as unknown"),
     "lpad(id, 5, '0')": ("left out", "an id"),
     "concat('item-', id)": ("left out", "an id"),
     "string(id % 5)": ("category", "5 values"),
@@ -59,7 +65,7 @@ def test_a_column_is_used_or_left_out_for_a_reason(spark: Any, column: str) -> N
     frame = spark.range(0, ROWS, 1, 2).selectExpr(f"{column} AS c", "id % 3 AS other", LABEL)
     plan = prepare_fit(TorchClassifier(labelCol="label"), frame).plan
     assert plan is not None
-    (use,) = [use for use in plan.uses if use.column == "c"]
+    (use,) = [use for use in plan.uses if use.column in ("c", "c[0]")]
     assert use.use == COLUMNS[column][0]
     assert COLUMNS[column][1] in use.reason
 
@@ -105,6 +111,29 @@ def test_scoring_takes_every_value_of_the_trained_types(spark: Any, zone: Any) -
     assert np.isfinite(predictions).all()
     with pytest.raises(Exception, match=r"is in an array of 3 numbers; give arrays of 2, as in the training"):
         model.transform(odd.selectExpr("t", "text", "big", "array(1D, 2D, 3D) AS v")).collect()
+
+
+def test_texts_beyond_doubles_and_texts_of_times_mean_the_same_in_every_session(
+    spark: Any, zone: Any
+) -> None:
+    zone("UTC")
+    rows = spark.range(0, ROWS, 1, 2).selectExpr(
+        "id", "string(id + (1L << 60)) AS big", "array(id + (1L << 60)) AS bigs",
+        "string(TIMESTAMP_NTZ'2020-01-01 00:00:00' + INTERVAL '7' HOUR * id) AS local",
+        "concat(TIMESTAMP_NTZ'2020-01-01 00:00:00' + INTERVAL '7' HOUR * id, '+02:00') AS zoned", LABEL,
+    )  # fmt: skip
+    kind = prepare_fit(TorchClassifier(labelCol="label"), rows).plan.kind
+
+    def inputs() -> Any:
+        row = kind.select(None, rows.schema).alias("row")
+        (made,) = kind.encode(rows.orderBy("id").select(row).toArrow()["row"].combine_chunks()).arrays
+        return kind.decode([made])["numbers"].copy()
+
+    expected = inputs()
+    big = kind.titles(".numbers").index("big")
+    assert min(len(np.unique(expected[:, column])) for column in (big, big + 1)) > 0.9 * ROWS
+    zone("Asia/Kathmandu")
+    np.testing.assert_array_equal(inputs(), expected)
 
 
 def test_the_label_may_have_a_vocabulary_and_no_input_may(spark: Any) -> None:
