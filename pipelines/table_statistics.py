@@ -38,6 +38,9 @@ MAX_VALUES = 20_000
 FEW_TEXTS = 20
 """Up to this many distinct texts are categories, even if each text is a number."""
 
+_BLANKS = ("", "na", "n/a", "#n/a", "<na>", "null", "none", "?", "-", ".")
+"""Texts, in lower case, of missing numbers and times; a double may also be "nan"."""
+
 LARGEST = 1e300
 """Larger numbers, of either sign, count as this one."""
 
@@ -93,7 +96,7 @@ class Measure:
         tails: Quantiles at the shares `TAILS`, then at 1 minus them.
         correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
-        numbers, times: Number of rows whose text is a number, or a date or timestamp.
+        numbers, times, blanks: Number of rows whose text is a number, a date or timestamp, or in `_BLANKS`.
         values: For each value, an array (2, FOLDS + 1): number of rows and sum of the target, in each random
             fold of the training rows and in the held-out rows.
     """
@@ -110,6 +113,7 @@ class Measure:
     has_hours: bool = False
     numbers: int = 0
     times: int = 0
+    blanks: int = 0
     values: dict[str, NumpyArray] = field(default_factory=dict)
 
     def repeats(self, least: int) -> list[str]:
@@ -288,6 +292,7 @@ def _statistics() -> list[SparkColumn]:
         # A leading zero is part of a code, such as a postcode.
         F.count(F.when(~held & ~word.rlike("^0[0-9]"), try_cast(word, "double"))).alias("numbers"),
         F.count(F.when(~held, time_of(word, "UTC"))).alias("times"),
+        F.count(F.when(~held & F.lower(F.trim(word)).isin(*_BLANKS), F.lit(1))).alias("blanks"),
     ]
 
 
@@ -313,10 +318,11 @@ def measure_again(
         if leaf.family == "number" and _lacks_digits(leaf, measured):
             found[index], exact[index] = leaf, leaf.source
         elif leaf.family == "words" and measured.distinct > FEW_TEXTS:
-            if measured.numbers == measured.count:
+            texts = measured.count - measured.blanks
+            if measured.numbers == texts:
                 found[index] = replace(leaf, value=double_of(leaf.source, "string"), family="number")
                 exact[index] = try_cast(leaf.source, "decimal(38,0)")
-            elif measured.times == measured.count:
+            elif measured.times == texts:
                 time = local_seconds(time_of(leaf.source, zone), "timestamp")
                 found[index] = replace(leaf, value=time, family="calendar")
     if exact:

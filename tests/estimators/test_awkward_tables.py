@@ -34,6 +34,8 @@ COLUMNS = {
     "array(CAST(id + (1L << 60) AS decimal(38,2)))": ("number", "32 bins"),
     "CAST(id + (1L << 60) AS decimal(38,2))": ("number", "32 bins"),
     "string(sqrt(id))": ("number", "text of numbers, 32 bins"),
+    "if(id % 20 = 0, ' ', string(sqrt(id)))": ("number", "text of numbers, 32 bins"),
+    "if(id % 20 = 0, 'N/A', string(date_add(DATE'2020-01-01', int(id))))": ("date", "trend, weekday"),
     "concat(' ', sqrt(id))": ("number", "text of numbers"),
     "string(date_add(DATE'2020-01-01', int(id)))": ("date", "trend, weekday"),
     "string(timestamp_seconds(id * 7777))": ("date", "trend, hour"),
