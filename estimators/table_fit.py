@@ -236,8 +236,10 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     if plan.kind != _UNKNOWN_ROWS.kind:
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
-    if label is not None and isinstance(label.dataType, DecimalType):
-        frame = frame.withColumn(label.name, F.col(quote(label.name)).cast("double"))
+    weight = value_of(estimator, WEIGHT_COL)
+    for each in (label, weight and find_field(weight, WEIGHT_COL.name, schema, exact)):
+        if each and isinstance(each.dataType, DecimalType):
+            frame = frame.withColumn(each.name, F.col(quote(each.name)).cast("double"))
     return PreparedFit(inner, frame, plan, frozenset(_unset(estimator, completion)) - {"model"})
 
 

@@ -241,6 +241,13 @@ def test_a_weight_that_is_named_as_input_is_an_input(spark: Any) -> None:
         assert [use.column for use in plan.uses] == found
 
 
+def test_a_weight_is_a_decimal_and_no_vanishing_number(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "CAST(1.5 AS decimal(22,2)) AS w", LABEL)
+    TorchClassifier(**FAST, weightCol="w").fit(rows)
+    with pytest.raises(ValueError, match="weightCol 'w' is at most 1e-300 in all train rows"):
+        TorchClassifier(**FAST, weightCol="w").fit(rows.withColumn("w", F.lit(1e-300)))
+
+
 def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "1e300 * id AS label")
     with pytest.raises(
