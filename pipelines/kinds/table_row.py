@@ -133,10 +133,10 @@ class TableColumn:
     def found_type(self, data_type: DataType) -> str:
         """Returns the Spark type that the column has in a struct, or "missing"."""
         for part in (self.name, *self.path):
-            fields = {field.name: field.dataType for field in getattr(data_type, "fields", ())}
-            if part not in fields:
+            field = _find_field(data_type, part)
+            if field is None:
                 return "missing"
-            data_type = fields[part]
+            data_type = field.dataType
         return data_type.simpleString()
 
     def numbers_of(self, values: NumpyArray) -> NumpyArray:
@@ -209,6 +209,11 @@ class TableRow(Kind):
         for column in self.columns:
             found = column.found_type(data_type)
             is_same = found in (column.type, "void") or (is_number(found) and is_number(column.type))
+            if found == "missing":
+                raise ValueError(
+                    f"column {column.name!r} lacks the field {'.'.join(column.path)!r} of the training; "
+                    "add it, or rename another field"
+                )
             if not is_same:
                 raise ValueError(
                     f"column {'.'.join((column.name, *column.path))!r} was trained as {column.type} and is "
@@ -337,7 +342,7 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
     from pyspark.sql import functions as F
 
     for part in column.path:
-        value, value_type = value.getField(part), _field(value_type, part)
+        value, value_type = value.getField(part), _find_field(value_type, part).dataType
     if column.item is not None:
         if value_type.typeName() != "array":
             value = items_of_vector(value)
@@ -413,8 +418,17 @@ def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
     return days + F.hour(value) * 3600 + F.minute(value) * 60 + F.second(value)
 
 
-def _field(data_type: DataType, name: str) -> Any:
-    return next(field.dataType for field in data_type.fields if field.name == name)  # type: ignore[attr-defined]
+def _find_field(data_type: DataType, name: str) -> Any:
+    """Returns a field of a struct by the session's rule for names; None if there is none."""
+    from pyspark.sql import SparkSession
+
+    fields = getattr(data_type, "fields", ())
+    alike = [field for field in fields if field.name == name]
+    if not alike:
+        session = SparkSession.getActiveSession()
+        if session is None or str(session.conf.get("spark.sql.caseSensitive", "false")).lower() != "true":
+            alike = [field for field in fields if field.name.lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _doubles(values: Any) -> NumpyArray:

@@ -248,6 +248,19 @@ def test_a_weight_is_a_decimal_and_no_vanishing_number(spark: Any) -> None:
         TorchClassifier(**FAST, weightCol="w").fit(rows.withColumn("w", F.lit(1e-300)))
 
 
+def test_fields_of_structs_follow_the_rule_of_the_session_for_names(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("named_struct('u', id, 'w', 1) AS st", LABEL)
+    model = TorchClassifier(**FAST).fit(rows)
+    other = rows.selectExpr("named_struct('W', st.w, 'U', st.u) AS st", "st.u AS id")
+    scored = [model.transform(each).orderBy("id") for each in (rows.selectExpr("st", "st.u AS id"), other)]
+    found = [each.toPandas()["probability"] for each in scored]
+    assert found[0].tolist() == found[1].tolist()
+    with pytest.raises(
+        ValueError, match="column 'st' lacks the field 'u' of the training; add it, or rename"
+    ):
+        model.transform(rows.selectExpr("named_struct('w', 1) AS st"))
+
+
 def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "1e300 * id AS label")
     with pytest.raises(
