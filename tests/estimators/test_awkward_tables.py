@@ -267,6 +267,8 @@ def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
         ValueError, match=r"values up to 3.99e\+302, but networks compute in float32, which ends at 3.4e"
     ):
         TorchRegressor(**FAST).fit(rows)
+    with pytest.raises(ValueError, match=r"only up to 3.99e-298, .* float32, which begins at 1.18e-38"):
+        TorchRegressor(**FAST).fit(rows.withColumn("label", F.expr("1e-300 * x")))
 
 
 def test_a_failed_job_is_explained_as_in_a_write(spark: Any, tmp_path: Any) -> None:
