@@ -191,6 +191,17 @@ def test_evaluate_names_the_text_of_a_new_class(spark: Any) -> None:
         model.evaluate(rows.selectExpr("id", "if(id = 7, 'never', label) AS label"))
 
 
+def test_evaluate_takes_the_decimals_that_fit_took(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "CAST(id / 7 AS decimal(38,18)) AS label")
+    model = TorchRegressor(**FAST, metrics=["rmse"]).fit(rows)
+    expected = model.evaluate(rows.withColumn("label", F.col("label").cast("double")))
+    assert model.evaluate(rows) == pytest.approx(expected)
+    with pytest.raises(
+        ValueError, match="labelCol 'label' holds texts, but the model was trained on numbers"
+    ):
+        model.evaluate(rows.withColumn("label", F.lit("7")))
+
+
 # Settings that `fit` refuses, and a part of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"numWorkers": 2, "batchSize": 1, "collective": "torch"}, "batchSize counts rows over all"),
