@@ -178,7 +178,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
 def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
     place: dict[str, Any] = {
         "name": leaf.name, "path": leaf.path, "item": leaf.item, "length": leaf.length,
-        "type": leaf.type, "origin": leaf.origin,
+        "type": leaf.type, "origin": leaf.origin, "day_first": leaf.day_first,
     }  # fmt: skip
     is_text = leaf.type.startswith(("string", "varchar", "char"))
     if leaf.type == "timestamp" or (is_text and leaf.family == "calendar"):

@@ -69,6 +69,7 @@ class Leaf:
         family: "number", "words" or "calendar".
         source: The value itself, if it is a text, or may have more digits than a double.
         origin: Number that was subtracted from the value.
+        day_first: Whether dates such as "4/12/2020" begin with the day.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Leaf:
     family: str = "number"
     source: Any = None
     origin: int = 0
+    day_first: bool = False
 
     @property
     def title(self) -> str:
@@ -97,6 +99,7 @@ class Measure:
         correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
         numbers, times, blanks: Number of rows whose text is a number, a date or timestamp, or in `_BLANKS`.
+        times_by_day: Number of rows whose text is a date or timestamp if its first number may be the day.
         values: For each value, an array (2, FOLDS + 1): number of rows and sum of the target, in each random
             fold of the training rows and in the held-out rows.
     """
@@ -113,6 +116,7 @@ class Measure:
     has_hours: bool = False
     numbers: int = 0
     times: int = 0
+    times_by_day: int = 0
     blanks: int = 0
     values: dict[str, NumpyArray] = field(default_factory=dict)
 
@@ -292,6 +296,7 @@ def _statistics() -> list[SparkColumn]:
         # A leading zero is part of a code, such as a postcode.
         F.count(F.when(~held & ~word.rlike("^0[0-9]"), try_cast(word, "double"))).alias("numbers"),
         F.count(F.when(~held, time_of(word, "UTC"))).alias("times"),
+        F.count(F.when(~held, time_of(word, "UTC", True))).alias("times_by_day"),
         F.count(F.when(~held & F.lower(F.trim(word)).isin(*_BLANKS), F.lit(1))).alias("blanks"),
     ]
 
@@ -322,9 +327,10 @@ def measure_again(
             if measured.numbers == texts:
                 found[index] = replace(leaf, value=double_of(leaf.source, "string"), family="number")
                 exact[index] = try_cast(leaf.source, "decimal(38,0)")
-            elif measured.times == texts:
-                time = local_seconds(time_of(leaf.source, zone), "timestamp")
-                found[index] = replace(leaf, value=time, family="calendar")
+            elif texts in (measured.times, measured.times_by_day):
+                by_day = measured.times < texts
+                time = local_seconds(time_of(leaf.source, zone, by_day), "timestamp")
+                found[index] = replace(leaf, value=time, family="calendar", day_first=by_day)
     if exact:
         # Near most values. The smallest one may mark a missing value.
         middles = frame.agg(*(F.percentile_approx(each, 0.5) for each in exact.values())).head()

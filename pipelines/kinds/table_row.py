@@ -78,6 +78,7 @@ class TableColumn:
         type: Spark type that the column must have. If it is numeric, every numeric type is accepted. Strings
             of the forms "number", "levels" and "calendar" are read as numbers or times.
         zone: Time zone of a timestamp or of a text with times; else empty.
+        day_first: Whether texts such as "4/12/2020" begin with the day, not with the month.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Keys of `CALENDAR`: the cyclic parts of the date that become numbers.
@@ -91,6 +92,7 @@ class TableColumn:
     origin: int = 0
     type: str = "double"
     zone: str = ""
+    day_first: bool = False
     form: Form = "number"
     center: float = 0.0
     scale: float = 1.0
@@ -358,7 +360,7 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
     name = getattr(value_type, "elementType", value_type).typeName()
     if column.form == "calendar":
         if is_text(name):
-            value, name = time_of(value, column.zone), "timestamp"
+            value, name = time_of(value, column.zone, column.day_first), "timestamp"
         if name == "timestamp":
             # Python reads them on the clock of the training's time zone.
             return F.unix_micros(value).cast("double") / 1e6
@@ -381,12 +383,21 @@ def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
     return trimmed.try_cast(data_type) if hasattr(trimmed, "try_cast") else trimmed.cast(data_type)
 
 
-def time_of(text: SparkColumn, zone: str) -> SparkColumn:
-    """Reads a text as a timestamp; null if it has no date. `zone` is the clock of a text that names none."""
+def time_of(text: SparkColumn, zone: str, day_first: bool = False) -> SparkColumn:
+    """Reads a text as a timestamp; null if it has no date. `zone` is the clock of a text that names none.
+
+    Takes ISO 8601, also with slashes or dots, and "12/31/2020", or "31/12/2020" if `day_first`.
+    """
     from pyspark.sql import functions as F
 
     # Spark reads "12:30" as a time of the current day.
-    text = F.when(text.cast("string").rlike(r"^\s*[+-]?\d{4,}-"), text.cast("string"))
+    text = F.when(text.cast("string").rlike(r"^\s*(?:[+-]?\d{4,}-|\d+([/.-])\d+\1\d)"), text.cast("string"))
+    for pattern, made in (
+        (r"^\s*(\d{4})([/.])(\d\d?)\2(\d\d?)(?!\d)", "$1-$3-$4"),
+        (r"^\s*(\d\d?)\.(\d\d?)\.(\d{4})(?!\d)", "$3-$2-$1"),
+        (r"^\s*(\d\d?)([/-])(\d\d?)\2(\d{4})(?!\d)", "$4-$3-$1" if day_first else "$4-$1-$3"),
+    ):
+        text = F.regexp_replace(text, pattern, made)
     local = F.timestamp_micros(number_of(try_cast(text, "timestamp_ntz"), "timestamp_ntz"))
     names_zone = text.rlike(r":[\d.:]*\d\s*[^\d\s.:]")
     return F.when(names_zone, try_cast(text, "timestamp")).otherwise(F.to_utc_timestamp(local, zone))
