@@ -62,6 +62,7 @@ _FEW_DIGITS = 100 * 2.0**-24
 # Of so few rows that `_recipe` chooses the most epochs.
 _UNKNOWN_ROWS = TablePlan(kind=TableRow((TableColumn(name=""),)), edges=[[0.0, 1.0]], uses=[], rows=1)
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
+_LEAST_LABEL = float(np.finfo(np.float32).tiny)
 _ROWS_PER_STEP = 256
 _STEPS = 5_000
 _MAX_EPOCHS = 100
@@ -236,8 +237,10 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     if plan.kind != _UNKNOWN_ROWS.kind:
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
-    if label is not None and isinstance(label.dataType, DecimalType):
-        frame = frame.withColumn(label.name, F.col(quote(label.name)).cast("double"))
+    weight = value_of(estimator, WEIGHT_COL)
+    for each in (label, weight and find_field(weight, WEIGHT_COL.name, schema, exact)):
+        if each and isinstance(each.dataType, DecimalType):
+            frame = frame.withColumn(each.name, F.col(quote(each.name)).cast("double"))
     return PreparedFit(inner, frame, plan, frozenset(_unset(estimator, completion)) - {"model"})
 
 
@@ -376,6 +379,11 @@ def _look_at_label(
             raise ValueError(
                 f"label {label.name!r} has values up to {largest:.3g}, but networks compute in float32, "
                 f"which ends at {_LARGEST_LABEL:.3g}; divide the label by a constant before fit"
+            )
+        if 0 < largest < _LEAST_LABEL:
+            raise ValueError(
+                f"label {label.name!r} has values only up to {largest:.3g}, but networks compute in float32, "
+                f"which begins at {_LEAST_LABEL:.3g}; multiply the label by a constant before fit"
             )
         if 0 < deviation < abs(mean) * _FEW_DIGITS:
             warnings.warn(

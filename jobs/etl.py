@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
-from ringspark.jobs.outputs import mark_output, remove_output
+from ringspark.jobs.outputs import mark_output, new_output, remove_output
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> None:
         is_validation = F.pmod(day, F.lit(13)) == 0
         train = rows.where("split != 'test'").withColumn("is_validation", is_validation)
         for name, part in (("train", train), ("test", rows.where("split = 'test'").drop("split"))):
-            part.write.parquet(storage.join(root, name))
-            mark_output(storage.join(root, name), "etl")
+            with new_output(storage.join(root, name), "etl"):
+                part.write.parquet(storage.join(root, name))
         if args.shards:
             _write_shards(train, root, args.num_files)
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)

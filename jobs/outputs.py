@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import list_paths, remove_folder
+from ringspark.pipelines.folder_removal import discard, list_paths, remove_folder
 from ringspark.pipelines.typed_json import parse_object
 
 # Spark ignores names that begin with an underscore.
@@ -19,6 +19,21 @@ def mark_output(uri: str, job: str) -> None:
     """Records which job has written the files of a folder."""
     known = {"job": job, "files": sorted(list_paths(uri))}
     storage.write_atomic(storage.join(uri, MARK), json.dumps(known).encode())
+
+
+@contextmanager
+def new_output(uri: str, job: str) -> Iterator[None]:
+    """Context in which the job writes a folder of rows that does not exist; marks it in the end.
+
+    A failed write leaves no folder, because no later start may replace a folder without a mark.
+    """
+    try:
+        yield
+        mark_output(uri, job)
+    except BaseException as error:
+        if "PATH_ALREADY_EXISTS" not in str(error):  # then another job writes it
+            discard(uri, r"(_temporary/.+|[^/]*part-[^/]*|[^/]*_SUCCESS[^/]*)")
+        raise
 
 
 def remove_output(uri: str, job: str, remove: Callable[..., None] = remove_folder) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ringspark.jobs import cli, recipes
 from ringspark.jobs.flights import CATEGORICAL, NUMERIC
-from ringspark.jobs.outputs import mark_output, remove_output
+from ringspark.jobs.outputs import new_output, remove_output
 from ringspark.jobs.row_source import check_apart
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.folder_removal import check_removal
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
         test = spark.read.parquet(where["test"])
         started = time.perf_counter()
         remove_output(where["output"], "score")
-        _predict(model, test).write.parquet(where["output"])
-        mark_output(where["output"], "score")
+        with new_output(where["output"], "score"):
+            _predict(model, test).write.parquet(where["output"])
         seconds = time.perf_counter() - started
         # Read the written predictions; the DataFrame would predict again.
         written = spark.read.parquet(where["output"]).select("label", "probability").toPandas()

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
-    from ringspark.jobs.outputs import mark_output, remove_output
+    from ringspark.jobs.outputs import new_output, remove_output
     from ringspark.pipelines import storage
     from ringspark.pipelines.folder_removal import check_removal, discard
     from ringspark.pipelines.spark_paths import resolve
@@ -90,8 +90,8 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
         scored = _select(model.transform(source.read(spark)), args.columns)
         started = time.perf_counter()
         remove_output(output, "score")
-        scored.write.parquet(output)
-        mark_output(output, "score")
+        with new_output(output, "score"):
+            scored.write.parquet(output)
         seconds = time.perf_counter() - started
         rows = spark.read.parquet(output).count()
     print(f"score: predictions in {output}")

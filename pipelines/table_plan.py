@@ -143,7 +143,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
             f"the table has {rows + rows_held} rows, {rows} to train on and {rows_held} held out; "
             "each part needs a row; give more rows, or another validationFraction or validationIndicatorCol"
         )
-    measure_again(frame, leaves, measures, held, target)
+    measure_again(frame, leaves, measures, held, target, zone_name(zone))
     count_values(frame, leaves, measures, rows + rows_held, held, target)
     uses = [
         ColumnUse(column=name, type=simple, distinct=None, missing=0.0, use="left out", reason=reason)
@@ -178,7 +178,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
 def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
     place: dict[str, Any] = {
         "name": leaf.name, "path": leaf.path, "item": leaf.item, "length": leaf.length,
-        "type": leaf.type, "origin": leaf.origin,
+        "type": leaf.type, "origin": leaf.origin, "day_first": leaf.day_first,
     }  # fmt: skip
     is_text = leaf.type.startswith(("string", "varchar", "char"))
     if leaf.type == "timestamp" or (is_text and leaf.family == "calendar"):

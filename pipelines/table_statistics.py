@@ -20,6 +20,7 @@ from ringspark.pipelines.kinds.table_row import (
     is_number,
     items_of_vector,
     local_seconds,
+    time_of,
     title_of,
     try_cast,
 )
@@ -36,6 +37,9 @@ MAX_VALUES = 20_000
 
 FEW_TEXTS = 20
 """Up to this many distinct texts are categories, even if each text is a number."""
+
+_BLANKS = ("", "na", "n/a", "#n/a", "<na>", "null", "none", "?", "-", ".")
+"""Texts, in lower case, of missing numbers and times; a double may also be "nan"."""
 
 LARGEST = 1e300
 """Larger numbers, of either sign, count as this one."""
@@ -63,8 +67,9 @@ class Leaf:
         item: Index in an array or vector.
         length: Number of items of the array or vector.
         family: "number", "words" or "calendar".
-        source: The column itself, if it may hold whole numbers beyond 2^53, or numbers or times as text.
+        source: The value itself, if it is a text, or may have more digits than a double.
         origin: Number that was subtracted from the value.
+        day_first: Whether dates such as "4/12/2020" begin with the day.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Leaf:
     family: str = "number"
     source: Any = None
     origin: int = 0
+    day_first: bool = False
 
     @property
     def title(self) -> str:
@@ -92,7 +98,8 @@ class Measure:
         tails: Quantiles at the shares `TAILS`, then at 1 minus them.
         correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
-        numbers, times: Number of rows whose text is a number, or a date or timestamp.
+        numbers, times, blanks: Number of rows whose text is a number, a date or timestamp, or in `_BLANKS`.
+        times_by_day: Number of rows whose text is a date or timestamp if its first number may be the day.
         values: For each value, an array (2, FOLDS + 1): number of rows and sum of the target, in each random
             fold of the training rows and in the held-out rows.
     """
@@ -109,6 +116,8 @@ class Measure:
     has_hours: bool = False
     numbers: int = 0
     times: int = 0
+    times_by_day: int = 0
+    blanks: int = 0
     values: dict[str, NumpyArray] = field(default_factory=dict)
 
     def repeats(self, least: int) -> list[str]:
@@ -173,9 +182,7 @@ def _leaves_of(
 ) -> Iterator[Leaf]:
     simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
     if is_number(simple):
-        # Only whole numbers get an origin; decimals with a fraction are rounded to doubles.
-        source = value if simple == "bigint" or simple.endswith(",0)") else None
-        yield Leaf(name, simple, double_of(value, family), path, source=source)
+        yield Leaf(name, simple, double_of(value, family), path, source=_exact(value, simple))
     elif simple == "boolean" or family in ("string", "varchar", "char"):
         source = None if simple == "boolean" else value
         yield Leaf(name, simple, value.cast("string"), path, family="words", source=source)
@@ -214,8 +221,17 @@ def _items_of(
         reason = f"rows hold {low} to {high} numbers; all rows must hold equally many, at most {MAX_ITEMS}"
         refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
         return
+    kind = simple.removeprefix("array<").removesuffix(">")
     for item in range(high):
-        yield Leaf(name, simple, F.get(array, F.lit(item)).cast("double"), path, item, high)
+        value = F.get(array, F.lit(item))
+        yield Leaf(name, simple, value.cast("double"), path, item, high, source=_exact(value, kind))
+
+
+def _exact(value: SparkColumn, simple: str) -> SparkColumn | None:
+    """Returns a value that may have more digits than a double, as a decimal; None for other types."""
+    if simple == "bigint":
+        return value.cast("decimal(38,0)")
+    return value if simple.startswith("decimal") else None
 
 
 def measure(
@@ -279,7 +295,9 @@ def _statistics() -> list[SparkColumn]:
         F.avg(F.when(~held, F.length(word))).alias("length"),
         # A leading zero is part of a code, such as a postcode.
         F.count(F.when(~held & ~word.rlike("^0[0-9]"), try_cast(word, "double"))).alias("numbers"),
-        F.count(F.when(~held & word.rlike("[-/:]"), try_cast(word, "timestamp"))).alias("times"),
+        F.count(F.when(~held, time_of(word, "UTC"))).alias("times"),
+        F.count(F.when(~held, time_of(word, "UTC", True))).alias("times_by_day"),
+        F.count(F.when(~held & F.lower(F.trim(word)).isin(*_BLANKS), F.lit(1))).alias("blanks"),
     ]
 
 
@@ -289,36 +307,53 @@ def measure_again(
     measures: list[Measure],
     held: SparkColumn,
     target: SparkColumn,
+    zone: str,
 ) -> None:
-    """Replaces leaves of whole numbers beyond 2^53, and of text with numbers or times.
+    """Replaces leaves of numbers with more digits than a double, and of text with numbers or times.
 
-    Measures them again. Runs jobs only if there are such leaves.
+    Measures them again. Runs jobs only if there are such leaves. `zone` is the clock of times without a zone.
     """
     from pyspark.sql import functions as F
 
     found: dict[int, Leaf] = {}
+    exact: dict[int, SparkColumn] = {}
     for index, (leaf, measured) in enumerate(zip(leaves, measures, strict=True)):
         if leaf.source is None or not measured.count:
             continue
-        if leaf.family == "number" and max(abs(measured.low), abs(measured.high)) > 2**53:
-            found[index] = leaf
+        if leaf.family == "number" and _lacks_digits(leaf, measured):
+            found[index], exact[index] = leaf, leaf.source
         elif leaf.family == "words" and measured.distinct > FEW_TEXTS:
-            if measured.numbers == measured.count:
-                found[index] = replace(leaf, value=try_cast(leaf.source, "double"), family="number")
-            elif measured.times == measured.count:
-                time = local_seconds(try_cast(leaf.source, "timestamp"), "timestamp")
-                found[index] = replace(leaf, value=time, family="calendar")
-    whole = [index for index, leaf in found.items() if leaf.value is leaves[index].value]
-    if whole:
-        lowest = frame.agg(*(F.min(found[index].source.cast("decimal(38,0)")) for index in whole)).head()
-        assert lowest is not None
-        for index, origin in zip(whole, map(int, lowest), strict=True):
-            value = double_of(found[index].source, "decimal", origin)
-            found[index] = replace(found[index], value=value, origin=origin)
+            texts = measured.count - measured.blanks
+            if measured.numbers == texts:
+                found[index] = replace(leaf, value=double_of(leaf.source, "string"), family="number")
+                exact[index] = try_cast(leaf.source, "decimal(38,0)")
+            elif texts in (measured.times, measured.times_by_day):
+                by_day = measured.times < texts
+                time = local_seconds(time_of(leaf.source, zone, by_day), "timestamp")
+                found[index] = replace(leaf, value=time, family="calendar", day_first=by_day)
+    if exact:
+        # Near most values. The smallest one may mark a missing value.
+        middles = frame.agg(*(F.percentile_approx(each, 0.5) for each in exact.values())).head()
+        assert middles is not None
+        for index, middle in zip(exact, middles, strict=True):
+            leaf, origin = found[index], int(middle or 0)
+            is_text = leaves[index].family == "words"
+            if not is_text or abs(origin) > 2**53:
+                kind = "string" if is_text else "decimal"
+                found[index] = replace(leaf, value=double_of(leaf.source, kind, origin), origin=origin)
     if found:
         again = measure(frame, list(found.values()), held, target)[2]
         for index, measured in zip(found, again, strict=True):
             leaves[index], measures[index] = found[index], measured
+
+
+def _lacks_digits(leaf: Leaf, measured: Measure) -> bool:
+    """Whether doubles cannot tell apart most of the numbers of a leaf."""
+    scale = int(leaf.type.rstrip(">)").rpartition(",")[2]) if "decimal" in leaf.type else 0
+    largest, quantiles = max(abs(measured.low), abs(measured.high)), measured.quantiles
+    # Most decimals have many zeros.
+    is_narrow = quantiles[-13] - quantiles[12] < largest * 2**-30
+    return largest * 10.0**scale > 2**53 and (not scale or is_narrow)
 
 
 def _number(leaf: Leaf) -> SparkColumn:

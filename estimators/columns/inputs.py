@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_type
-from pyspark.sql.types import ArrayType, DataType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DecimalType, StringType, StructField, StructType
 
 from ringspark.estimators.columns.expressions import (
     TEMPORAL,
@@ -214,6 +214,12 @@ def label_expression(field: StructField, fields: Sequence[Path] = ()) -> Column:
 
     `fields` are the fields of a struct that the model was trained on.
     """
+    if isinstance(field.dataType, StringType):
+        raise ValueError(
+            f"labelCol {field.name!r} holds texts, but the model was trained on numbers; cast it to a number"
+        )
+    if isinstance(field.dataType, DecimalType):  # `fit` on a table takes decimals of any size
+        return F.col(quote(field.name)).cast("double")
     is_struct = fields and isinstance(field.dataType, StructType)
     kinds = {field.name: Struct(fields=tuple(fields))} if is_struct else {}
     (column,) = check_types(StructType([field]), [field.name], kinds)

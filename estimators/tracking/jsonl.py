@@ -34,6 +34,8 @@ class JsonLinesTracker(Tracker):
 
     def check(self) -> None:
         """Raises ValueError if `path`, which may come from a saved stage, is a file of another program."""
+        if self.path is not None and (not isinstance(self.path, str) or Path(self.path).is_dir()):
+            raise ValueError(f"tracking: path of 'jsonl' must be a local file, got {self.path!r}; give one")
         line = b""
         with suppress(FileNotFoundError):
             if self.path:

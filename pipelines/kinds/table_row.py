@@ -73,11 +73,12 @@ class TableColumn:
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
         length: Number of items of each array or vector.
-        origin: Number that Spark subtracts before it rounds to a double: the smallest of a column with whole
-            numbers beyond 2^53.
+        origin: Number that Spark subtracts before it rounds to a double: a middle one, if numbers of the
+            column have more digits than a double.
         type: Spark type that the column must have. If it is numeric, every numeric type is accepted. Strings
             of the forms "number", "levels" and "calendar" are read as numbers or times.
         zone: Time zone of a timestamp or of a text with times; else empty.
+        day_first: Whether texts such as "4/12/2020" begin with the day, not with the month.
         levels: Known numbers of the form "levels", ascending; number i has the id i + 1.
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Keys of `CALENDAR`: the cyclic parts of the date that become numbers.
@@ -91,6 +92,7 @@ class TableColumn:
     origin: int = 0
     type: str = "double"
     zone: str = ""
+    day_first: bool = False
     form: Form = "number"
     center: float = 0.0
     scale: float = 1.0
@@ -133,10 +135,10 @@ class TableColumn:
     def found_type(self, data_type: DataType) -> str:
         """Returns the Spark type that the column has in a struct, or "missing"."""
         for part in (self.name, *self.path):
-            fields = {field.name: field.dataType for field in getattr(data_type, "fields", ())}
-            if part not in fields:
+            field = _find_field(data_type, part)
+            if field is None:
                 return "missing"
-            data_type = fields[part]
+            data_type = field.dataType
         return data_type.simpleString()
 
     def numbers_of(self, values: NumpyArray) -> NumpyArray:
@@ -209,6 +211,11 @@ class TableRow(Kind):
         for column in self.columns:
             found = column.found_type(data_type)
             is_same = found in (column.type, "void") or (is_number(found) and is_number(column.type))
+            if found == "missing":
+                raise ValueError(
+                    f"column {column.name!r} lacks the field {'.'.join(column.path)!r} of the training; "
+                    "add it, or rename another field"
+                )
             if not is_same:
                 raise ValueError(
                     f"column {'.'.join((column.name, *column.path))!r} was trained as {column.type} and is "
@@ -337,7 +344,7 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
     from pyspark.sql import functions as F
 
     for part in column.path:
-        value, value_type = value.getField(part), _field(value_type, part)
+        value, value_type = value.getField(part), _find_field(value_type, part).dataType
     if column.item is not None:
         if value_type.typeName() != "array":
             value = items_of_vector(value)
@@ -350,16 +357,14 @@ def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn)
         value = item if column.length is None else F.when(is_known, item).otherwise(F.raise_error(text))
     if column.form == "words":
         return value.cast("string")
-    name = value_type.typeName()
+    name = getattr(value_type, "elementType", value_type).typeName()
     if column.form == "calendar":
-        if name == "string":
-            value, name = try_cast(value, "timestamp"), "timestamp"
+        if is_text(name):
+            value, name = time_of(value, column.zone, column.day_first), "timestamp"
         if name == "timestamp":
             # Python reads them on the clock of the training's time zone.
             return F.unix_micros(value).cast("double") / 1e6
         return local_seconds(value, name)
-    if name == "string":
-        return try_cast(value, "double")
     return double_of(value, name, column.origin)
 
 
@@ -378,14 +383,39 @@ def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
     return trimmed.try_cast(data_type) if hasattr(trimmed, "try_cast") else trimmed.cast(data_type)
 
 
-def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColumn:
-    """Returns a number as a double, after the subtraction of `origin`."""
+def time_of(text: SparkColumn, zone: str, day_first: bool = False) -> SparkColumn:
+    """Reads a text as a timestamp; null if it has no date. `zone` is the clock of a text that names none.
+
+    Takes ISO 8601, also with slashes or dots, and "12/31/2020", or "31/12/2020" if `day_first`.
+    """
     from pyspark.sql import functions as F
 
-    rounded = number_of(value, type_name).cast("double")
+    # Spark reads "12:30" as a time of the current day.
+    text = F.when(text.cast("string").rlike(r"^\s*(?:[+-]?\d{4,}-|\d+([/.-])\d+\1\d)"), text.cast("string"))
+    for pattern, made in (
+        (r"^\s*(\d{4})([/.])(\d\d?)\2(\d\d?)(?!\d)", "$1-$3-$4"),
+        (r"^\s*(\d\d?)\.(\d\d?)\.(\d{4})(?!\d)", "$3-$2-$1"),
+        (r"^\s*(\d\d?)([/-])(\d\d?)\2(\d{4})(?!\d)", "$4-$3-$1" if day_first else "$4-$1-$3"),
+    ):
+        text = F.regexp_replace(text, pattern, made)
+    local = F.timestamp_micros(number_of(try_cast(text, "timestamp_ntz"), "timestamp_ntz"))
+    names_zone = text.rlike(r":[\d.:]*\d\s*[^\d\s.:]")
+    return F.when(names_zone, try_cast(text, "timestamp")).otherwise(F.to_utc_timestamp(local, zone))
+
+
+def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColumn:
+    """Returns a number, or a text with a number, as a double, after the subtraction of `origin`."""
+    from pyspark.sql import functions as F
+
+    text = is_text(type_name)
+    rounded = try_cast(value, "double") if text else number_of(value, type_name).cast("double")
     if not origin:
         return rounded
-    distance = F.try_subtract(value.cast("decimal(38,0)"), F.lit(Decimal(origin))).cast("double")
+    if not type_name.startswith("decimal"):
+        # A double may be infinite.
+        is_free = text or type_name in ("float", "double")
+        value = try_cast(value, "decimal(38,0)") if is_free else value.cast("decimal(38,0)")
+    distance = F.try_subtract(value, F.lit(Decimal(origin))).cast("double")
     return F.coalesce(distance, rounded - F.lit(float(origin)))  # beyond 38 digits
 
 
@@ -399,13 +429,27 @@ def local_seconds(value: SparkColumn, type_name: str) -> SparkColumn:
     return days + F.hour(value) * 3600 + F.minute(value) * 60 + F.second(value)
 
 
-def _field(data_type: DataType, name: str) -> Any:
-    return next(field.dataType for field in data_type.fields if field.name == name)  # type: ignore[attr-defined]
+def _find_field(data_type: DataType, name: str) -> Any:
+    """Returns a field of a struct by the session's rule for names; None if there is none."""
+    from pyspark.sql import SparkSession
+
+    fields = getattr(data_type, "fields", ())
+    alike = [field for field in fields if field.name == name]
+    if not alike:
+        session = SparkSession.getActiveSession()
+        if session is None or str(session.conf.get("spark.sql.caseSensitive", "false")).lower() != "true":
+            alike = [field for field in fields if field.name.lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _doubles(values: Any) -> NumpyArray:
     """Converts to float64. Nulls become NaN; infinities stay."""
     return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
+
+
+def is_text(type_name: str) -> bool:
+    """Whether a Spark type is text."""
+    return type_name.startswith(("string", "char", "varchar"))
 
 
 def is_number(type_name: str) -> bool:

@@ -28,10 +28,23 @@ COLUMNS = {
     "id - (1L << 62)": ("number", "32 bins"),
     "if(id < 200, -1, 1) * CAST(repeat('9', 38) AS decimal(38,0))": ("number", "2 bins"),
     "named_struct('a', id + (1L << 60)).a": ("number", "32 bins"),
+    "if(id = 0, 0, id + (1L << 60))": ("number", "32 bins"),
+    "string(id + (1L << 60))": ("number", "text of numbers, 32 bins"),
+    "array(id + (1L << 60))": ("number", "32 bins"),
+    "array(CAST(id + (1L << 60) AS decimal(38,2)))": ("number", "32 bins"),
+    "CAST(id + (1L << 60) AS decimal(38,2))": ("number", "32 bins"),
     "string(sqrt(id))": ("number", "text of numbers, 32 bins"),
+    "if(id % 20 = 0, ' ', string(sqrt(id)))": ("number", "text of numbers, 32 bins"),
+    "if(id % 20 = 0, 'N/A', string(date_add(DATE'2020-01-01', int(id))))": ("date", "trend, weekday"),
     "concat(' ', sqrt(id))": ("number", "text of numbers"),
     "string(date_add(DATE'2020-01-01', int(id)))": ("date", "trend, weekday"),
+    "date_format(date_add(DATE'2020-01-01', int(id)), 'MM/dd/yyyy')": ("date", "trend, weekday"),
+    "date_format(timestamp_seconds(id * 77777), 'd/M/yyyy HH:mm')": ("date", "trend, hour, weekday"),
+    "date_format(date_add(DATE'2020-01-01', int(id)), 'dd.MM.yyyy')": ("date", "trend, weekday"),
+    "date_format(date_add(DATE'2020-01-01', int(id)), 'yyyy/MM/dd')": ("date", "trend, weekday"),
+    "concat(id, '/', id % 7, '/', id % 9)": ("left out", "an id"),
     "string(timestamp_seconds(id * 7777))": ("date", "trend, hour"),
+    "concat(id % 24, ':', lpad(id % 60, 2, '0'))": ("category", "rare ones as unknown"),
     "lpad(id, 5, '0')": ("left out", "an id"),
     "concat('item-', id)": ("left out", "an id"),
     "string(id % 5)": ("category", "5 values"),
@@ -59,7 +72,7 @@ def test_a_column_is_used_or_left_out_for_a_reason(spark: Any, column: str) -> N
     frame = spark.range(0, ROWS, 1, 2).selectExpr(f"{column} AS c", "id % 3 AS other", LABEL)
     plan = prepare_fit(TorchClassifier(labelCol="label"), frame).plan
     assert plan is not None
-    (use,) = [use for use in plan.uses if use.column == "c"]
+    (use,) = [use for use in plan.uses if use.column in ("c", "c[0]")]
     assert use.use == COLUMNS[column][0]
     assert COLUMNS[column][1] in use.reason
 
@@ -105,6 +118,29 @@ def test_scoring_takes_every_value_of_the_trained_types(spark: Any, zone: Any) -
     assert np.isfinite(predictions).all()
     with pytest.raises(Exception, match=r"is in an array of 3 numbers; give arrays of 2, as in the training"):
         model.transform(odd.selectExpr("t", "text", "big", "array(1D, 2D, 3D) AS v")).collect()
+
+
+def test_texts_beyond_doubles_and_texts_of_times_mean_the_same_in_every_session(
+    spark: Any, zone: Any
+) -> None:
+    zone("UTC")
+    rows = spark.range(0, ROWS, 1, 2).selectExpr(
+        "id", "string(id + (1L << 60)) AS big", "array(id + (1L << 60)) AS bigs",
+        "string(TIMESTAMP_NTZ'2020-01-01 00:00:00' + INTERVAL '7' HOUR * id) AS local",
+        "concat(TIMESTAMP_NTZ'2020-01-01 00:00:00' + INTERVAL '7' HOUR * id, '+02:00') AS zoned", LABEL,
+    )  # fmt: skip
+    kind = prepare_fit(TorchClassifier(labelCol="label"), rows).plan.kind
+
+    def inputs() -> Any:
+        row = kind.select(None, rows.schema).alias("row")
+        (made,) = kind.encode(rows.orderBy("id").select(row).toArrow()["row"].combine_chunks()).arrays
+        return kind.decode([made])["numbers"].copy()
+
+    expected = inputs()
+    big = kind.titles(".numbers").index("big")
+    assert min(len(np.unique(expected[:, column])) for column in (big, big + 1)) > 0.9 * ROWS
+    zone("Asia/Kathmandu")
+    np.testing.assert_array_equal(inputs(), expected)
 
 
 def test_the_label_may_have_a_vocabulary_and_no_input_may(spark: Any) -> None:
@@ -160,6 +196,17 @@ def test_evaluate_names_the_text_of_a_new_class(spark: Any) -> None:
         model.evaluate(rows.selectExpr("id", "if(id = 7, 'never', label) AS label"))
 
 
+def test_evaluate_takes_the_decimals_that_fit_took(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "CAST(id / 7 AS decimal(38,18)) AS label")
+    model = TorchRegressor(**FAST, metrics=["rmse"]).fit(rows)
+    expected = model.evaluate(rows.withColumn("label", F.col("label").cast("double")))
+    assert model.evaluate(rows) == pytest.approx(expected)
+    with pytest.raises(
+        ValueError, match="labelCol 'label' holds texts, but the model was trained on numbers"
+    ):
+        model.evaluate(rows.withColumn("label", F.lit("7")))
+
+
 # Settings that `fit` refuses, and a part of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"numWorkers": 2, "batchSize": 1, "collective": "torch"}, "batchSize counts rows over all"),
@@ -210,12 +257,34 @@ def test_a_weight_that_is_named_as_input_is_an_input(spark: Any) -> None:
         assert [use.column for use in plan.uses] == found
 
 
+def test_a_weight_is_a_decimal_and_no_vanishing_number(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "CAST(1.5 AS decimal(22,2)) AS w", LABEL)
+    TorchClassifier(**FAST, weightCol="w").fit(rows)
+    with pytest.raises(ValueError, match="weightCol 'w' is at most 1e-300 in all train rows"):
+        TorchClassifier(**FAST, weightCol="w").fit(rows.withColumn("w", F.lit(1e-300)))
+
+
+def test_fields_of_structs_follow_the_rule_of_the_session_for_names(spark: Any) -> None:
+    rows = spark.range(0, ROWS, 1, 2).selectExpr("named_struct('u', id, 'w', 1) AS st", LABEL)
+    model = TorchClassifier(**FAST).fit(rows)
+    other = rows.selectExpr("named_struct('W', st.w, 'U', st.u) AS st", "st.u AS id")
+    scored = [model.transform(each).orderBy("id") for each in (rows.selectExpr("st", "st.u AS id"), other)]
+    found = [each.toPandas()["probability"] for each in scored]
+    assert found[0].tolist() == found[1].tolist()
+    with pytest.raises(
+        ValueError, match="column 'st' lacks the field 'u' of the training; add it, or rename"
+    ):
+        model.transform(rows.selectExpr("named_struct('w', 1) AS st"))
+
+
 def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "1e300 * id AS label")
     with pytest.raises(
         ValueError, match=r"values up to 3.99e\+302, but networks compute in float32, which ends at 3.4e"
     ):
         TorchRegressor(**FAST).fit(rows)
+    with pytest.raises(ValueError, match=r"only up to 3.99e-298, .* float32, which begins at 1.18e-38"):
+        TorchRegressor(**FAST).fit(rows.withColumn("label", F.expr("1e-300 * x")))
 
 
 def test_a_failed_job_is_explained_as_in_a_write(spark: Any, tmp_path: Any) -> None:

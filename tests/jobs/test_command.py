@@ -18,7 +18,7 @@ from written_shards import written
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs import command
-from ringspark.jobs.outputs import mark_output, remove_output
+from ringspark.jobs.outputs import mark_output, new_output, remove_output
 from ringspark.jobs.row_source import RowSource
 from ringspark.jobs.score_rows import _select
 from ringspark.pipelines.folder_removal import check_removal
@@ -221,6 +221,19 @@ def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> 
     (tmp_path / "table" / "day=1").symlink_to(tmp_path / "disk" / "rows")
     with pytest.raises(ValueError, match=r"would be written over the rows in .*day=1"):
         RowSource(parquet=str(tmp_path / "table")).check_apart(spark, str(tmp_path / "disk"))
+
+
+@pytest.mark.spark
+def test_a_failed_write_of_a_job_leaves_no_folder(spark: Any, tmp_path: Path) -> None:
+    output = str(tmp_path / "predictions")
+    with pytest.raises(Exception, match="no row"), new_output(output, "score"):
+        spark.range(3).selectExpr("if(id < 2, id, raise_error('no row'))").write.parquet(output)
+    assert not Path(output).exists()
+    with new_output(output, "score"):
+        spark.range(3).write.parquet(output)
+    with pytest.raises(Exception, match="PATH_ALREADY_EXISTS"), new_output(output, "score"):
+        spark.range(3).write.parquet(output)
+    assert spark.read.parquet(output).count() == 3
 
 
 @pytest.mark.spark

@@ -20,6 +20,9 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import MASK, check_masks
 from ringspark.pipelines.kinds import Scalar
 
+# Smaller weights lose digits, or are 0, in float32.
+_LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
+
 # Loss -> why it cannot be used: its targets are no class numbers, or its inputs are no logits.
 NOT_FOR_CLASSES = {
     "BCELoss": "takes probabilities, but TorchClassifier's networks give logits",
@@ -137,9 +140,10 @@ def _check_weights(name: str, manifest: ShardManifest) -> None:
         stats = columns[name]
         if stats.minimum is not None and stats.minimum < 0:
             raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}; drop these rows")
-        if stats.rows and stats.maximum == 0:
+        if stats.rows and stats.maximum is not None and stats.maximum < _LEAST_WEIGHT:
+            most = f"at most {stats.maximum:g}" if stats.maximum else "0"
             raise ValueError(
-                f"weightCol {name!r} is 0 in all {split} rows, which leaves nothing to average; "
+                f"weightCol {name!r} is {most} in all {split} rows, which leaves nothing to average; "
                 "leave the column out or give some rows a weight"
             )
 

@@ -69,6 +69,8 @@ def test_a_mistyped_option_is_one_sentence(name: str) -> None:
         ({"name": "mlflow", "registered_model_name": "m", "log_model": False}, "drop one of the two"),
         ({"name": "mlflow", "alias": "champion"}, "alias of 'mlflow' needs registered_model_name"),
         ({"name": "mlflow", "runtime": "onxx"}, "runtime of 'mlflow' must be .* got 'onxx'"),
+        ({"name": "jsonl", "path": "/"}, "path of 'jsonl' must be a local file, got '/'"),
+        ({"name": "jsonl", "path": 5}, "path of 'jsonl' must be a local file, got 5"),
         ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be a non-empty string"),
     ],
 )
