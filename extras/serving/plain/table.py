@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal, localcontext
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +15,13 @@ import pandas as pd
 from .values import NumpyArray, Reading, array_of, at_path, is_missing, microseconds, numbers_of, shorten
 
 _DAY = 86_400.0
+# Dates by ISO 8601, which may lack the day, or with slashes or dots; then a time and a zone.
+_TIME = re.compile(
+    r"\s*(?:(?P<iso>\+?\d{4}-\d\d?(?:-\d\d?)?)|(?P<whole>\d{4}([/.])\d\d?\3\d\d?)|"
+    r"(?P<short>\d\d?([/.-])\d\d?\5\d{4}))"
+    r"(?:[ T](?P<time>\d\d?(?::\d\d?(?::\d\d?(?:\.\d*)?)?)?)\s*(?P<zone>[A-Za-z+-].*?)?)?\s*"
+)
+_OFFSET = re.compile(r"(?:UTC|GMT|UT)?(?:([+-])(\d\d?)(?::?(\d\d))?)?|Z")
 _NULL_WORD = "\0null"
 _PERIODS = {"hour": 1.0, "weekday": 7.0, "monthday": 31.0, "yearday": 365.2425}
 
@@ -55,7 +65,7 @@ def _item(array: NumpyArray, column: dict[str, Any]) -> Any:
 
 def _doubles(values: Any, column: dict[str, Any]) -> NumpyArray:
     if column["origin"] or _is_text(column):
-        return np.array([_number(value, column["origin"]) for value in values], np.float64)
+        return np.array([_number(value, column) for value in values], np.float64)
     found, missing = numbers_of(values)
     if column["type"] in ("float", "array<float>"):
         # In Spark the column holds floats, but JSON holds doubles.
@@ -68,13 +78,19 @@ def _is_text(column: dict[str, Any]) -> bool:
     return str(column["type"]).startswith(("string", "varchar", "char"))
 
 
-def _number(value: Any, origin: int) -> float:
-    """Returns a number, or a text of one, minus `origin`; NaN for another text."""
+def _number(value: Any, column: dict[str, Any]) -> float:
+    """Returns a number, or a text of one, minus the column's origin; NaN for another text."""
     if is_missing(value) or (isinstance(value, str) and "_" in value):
         return np.nan
     try:
-        return float(int(value) - origin) if origin else float(value)
-    except (TypeError, ValueError):
+        if not column["origin"]:
+            return float(value)
+        exact = Decimal(str(value).strip())
+        with localcontext(prec=80):
+            if "decimal" not in column["type"]:
+                exact = exact.quantize(Decimal(1), ROUND_HALF_UP)
+            return float(exact - column["origin"])
+    except (TypeError, ValueError, ArithmeticError):
         return np.nan
 
 
@@ -119,7 +135,7 @@ def _seconds(values: Any, column: dict[str, Any]) -> NumpyArray:
     """Returns seconds since 1970 on the clock of the column's time zone; NaN for missing times."""
     zone = column["zone"]
     if _is_text(column):
-        values = [value if _is_time(value) else None for value in values]
+        values = [_time_of(value, column["day_first"]) for value in values]
     found, missing = microseconds(list(values), zone)
     if zone:
         seconds = _on_clock(found / 1e6, zone)
@@ -138,11 +154,33 @@ def _on_clock(seconds: NumpyArray, zone: str) -> NumpyArray:
     return local
 
 
-def _is_time(value: Any) -> bool:
+def _time_of(value: Any, day_first: bool) -> pd.Timestamp | None:
+    """Reads a text as ringspark's `time_of` does in Spark; None if it has no date."""
+    found = _TIME.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    if text := found["iso"] or found["whole"]:
+        year, month, day = (*re.split(r"\D", text.lstrip("+")), "1")[:3]
+    else:
+        first, second, year = re.split(r"\D", found["short"])
+        day, month = (first, second) if day_first or "." in found["short"] else (second, first)
+    hour, minute, seconds = ((found["time"] or "0") + ":0:0").split(":")[:3]
+    whole, _, fraction = seconds.partition(".")
+    parts = (*map(int, (year, month, day, hour, minute, whole)), int(f"{fraction[:6]:0<6}"))
     try:
-        return not is_missing(value) and not pd.isna(pd.Timestamp(value))
-    except (TypeError, ValueError):
-        return False
+        moment = pd.Timestamp(datetime.datetime(*parts))
+        offset = _OFFSET.fullmatch(found["zone"] or "Z")
+        if found["zone"] is None:
+            return moment
+        if offset is None:
+            if found["time"].count(":") < 2 or found["zone"].islower():
+                return None
+            return moment.tz_localize(found["zone"], ambiguous=True, nonexistent=pd.Timedelta("1h"))
+        sign, hours, minutes = (offset[1] or "+", int(offset[2] or 0), int(offset[3] or 0))
+        shift = datetime.timedelta(hours=hours, minutes=minutes) * (-1 if sign == "-" else 1)
+        return moment.tz_localize(datetime.timezone(shift))
+    except (ValueError, KeyError):  # such as the 30th of February, or an unknown zone
+        return None
 
 
 def _calendar_numbers(seconds: NumpyArray, column: dict[str, Any]) -> NumpyArray:
