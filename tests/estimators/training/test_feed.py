@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringspark.estimators.training.feed import Batch, to_tensor
+from ringspark.estimators.training.feed import Batch, to_batch, to_tensor
+from ringspark.estimators.training.settings.config import TrainConfig
 
 
 def test_rows_give_the_same_bits_wherever_they_lie_in_memory() -> None:
@@ -30,3 +31,11 @@ def test_every_tensor_of_a_batch_is_recorded_on_the_computing_stream() -> None:
     tensors = [tensor for value in held for tensor in (value if isinstance(value, tuple) else (value,))]
     assert len(tensors) == 5
     assert {id(tensor) for tensor in batch.tensors()} == {id(tensor) for tensor in tensors}
+
+
+def test_a_label_that_is_also_an_input_has_its_own_memory() -> None:
+    """An aligned array is not copied otherwise, and a network may change its inputs in place."""
+    config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("x",))
+    batch = to_batch({"x": torch.ones(4, 3).numpy()}, config, torch.device("cpu"))
+    batch.inputs[0].zero_()
+    assert batch.labels[0].tolist() == [[1.0] * 3] * 4
