@@ -3,12 +3,12 @@
 Nothing here imports Spark or Arrow.
 """
 
+from ringspark.models.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
 from ringspark.models.chain import Link
 from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
-from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.recurrent import Recurrent
 from ringspark.models.registry import MODELS
 from ringspark.models.reports import CountingLayer, add_counts, add_loss

@@ -23,7 +23,7 @@ from torch import nn
 from ringspark.estimators.environment import environment
 from ringspark.estimators.parallel.model import communication
 from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
-from ringspark.models.recompute.activation_checkpoint import compile_segments
+from ringspark.models.activation_checkpoint import compile_segments
 
 
 @contextmanager

@@ -24,12 +24,12 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import apply_activation_checkpoint
+from ringspark.models.activation_checkpoint import block_names
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.deferred_init import defer_initialization
 from ringspark.models.generators import seed_constructor
 from ringspark.models.hugging_face import stop_caching
 from ringspark.models.meta_device import Buffers, find_changed_buffers, unsaved_buffers
-from ringspark.models.recompute.activation_checkpoint import block_names
 from ringspark.pipelines import ShardManifest
 
 

@@ -18,7 +18,7 @@ from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.models.recompute.activation_checkpoint import block_names
+from ringspark.models.activation_checkpoint import block_names
 
 TABLE = {
     "edges": [[-1.0, 0.0, 1.0]] * 3,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ringspark.models import MLP, TabularNet, apply_activation_checkpoint
-from ringspark.models.recompute.activation_checkpoint import segment_bounds
+from ringspark.models.activation_checkpoint import segment_bounds
 
 Policy = str | int | Sequence[str]
 POLICIES: list[Policy] = ["all", "sqrt", 2, 6, ["trunk.1", "trunk.4"], ["trunk"]]

@@ -29,7 +29,7 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.compilation import compile_network
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
-from ringspark.models.recompute.activation_checkpoint import apply_activation_checkpoint, compile_segments
+from ringspark.models.activation_checkpoint import apply_activation_checkpoint, compile_segments
 from ringspark.pipelines import ShardManifest
 
 PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringspark.models.chain import Link, as_values, belongs_to
-from ringspark.models.recompute.random_state import keep_random_state
+from ringspark.models.recompute import keep_random_state
 
 
 def partition_by_cost(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ringspark.models.checks import suggest
-from ringspark.models.recompute.segment_recompute import MovingBuffers, Segment, take_rerun
+from ringspark.models.recompute import Segment
 
 Net = TypeVar("Net", bound=nn.Module)
 Chain = nn.Sequential | nn.ModuleList
@@ -193,14 +193,8 @@ class _Pass:
         place = places[self._calls[id(module)] % len(places)]
         self._calls[id(module)] += 1
         if place != self._place:
-            self.close()
             self._place, self._segment = place, None if place is None else Segment()
         return self._segment
-
-    def close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
 
 
 _PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
@@ -227,12 +221,10 @@ class _ReplacedForward:
 
 class _MarkPass(_ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current = _Pass()
-        token = _PASS.set(current)
+        token = _PASS.set(_Pass())
         try:
             return self.plain_forward()(*args, **kwargs)
         finally:
-            current.close()
             _PASS.reset(token)
 
 
@@ -246,7 +238,6 @@ class _Recompute(_ReplacedForward):
     def __init__(self, module: nn.Module, places: Sequence[int | None] = ()) -> None:
         super().__init__(module)
         self.places = tuple(places)
-        self.buffers = MovingBuffers()
         self.compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -254,21 +245,12 @@ class _Recompute(_ReplacedForward):
         return {**vars(self), "compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        again = take_rerun(self.module)
-        if again is not None:
-            return again()
         forward = self.compiled or self.plain_forward()
         if not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         current = _PASS.get()
-        if self.places and current is not None:
-            segment = current.segment_of(self.module, self.places)
-            if segment is None:
-                return forward(*args, **kwargs)
-            return segment.call(self.module, forward, self.buffers, args, kwargs)
         # A block that is called outside of the network's forward is a separate segment.
-        segment = Segment()
-        try:
-            return segment.call(self.module, forward, self.buffers, args, kwargs)
-        finally:
-            segment.close()
+        segment = current.segment_of(self.module, self.places) if self.places and current else Segment()
+        if segment is None:
+            return forward(*args, **kwargs)
+        return segment.call(self.module, forward, args, kwargs)
