@@ -166,9 +166,9 @@ def _time_of(value: Any, day_first: bool) -> pd.Timestamp | None:
         day, month = (first, second) if day_first or "." in found["short"] else (second, first)
     hour, minute, seconds = ((found["time"] or "0") + ":0:0").split(":")[:3]
     whole, _, fraction = seconds.partition(".")
-    parts = (*map(int, (year, month, day, hour, minute, whole)), int(f"{fraction[:6]:0<6}"))
     try:
-        moment = pd.Timestamp(datetime.datetime(*parts))
+        date, time = f"{int(year):04}-{int(month):02}-{int(day):02}", f"{int(hour):02}:{int(minute):02}"
+        moment = pd.Timestamp(f"{date}T{time}:{int(whole):02}.{fraction[:6]:0<6}")
         offset = _OFFSET.fullmatch(found["zone"] or "Z")
         if found["zone"] is None:
             return moment
