@@ -25,8 +25,8 @@ WARM_UP_SHARE = 0.3
 START_FACTOR = 1 / 25
 END_FACTOR = 1e-4
 
-# Keys of a parameter group that torch's schedulers may set besides its rate.
-SCHEDULED_KEYS = ("momentum", "betas", "weight_decay")
+# Keys of a parameter group that are not copied from a scheduler, because `set` computes the rate itself.
+_OWN_KEYS = {"params", "lr", "initial_lr"}
 
 
 def _constant(step: int, num_steps: int) -> float:
@@ -205,6 +205,12 @@ class _WeightlessOptimizer(torch.optim.Optimizer):
         return
 
 
+def _differs(value: Any, start: Any) -> bool:
+    if value is start:
+        return False
+    return not torch.equal(value, start) if torch.is_tensor(value) else bool(value != start)
+
+
 class SchedulerRates(LearningRates):
     """Sets the rates of a torch scheduler that starts after the warm-up, multiplied by `rise(step)`."""
 
@@ -239,7 +245,8 @@ class SchedulerRates(LearningRates):
     def _record_moved(self) -> None:
         pairs = zip(self._start.param_groups, self._replica.param_groups, strict=True)
         for index, (start, now) in enumerate(pairs):
-            self._moved |= {(index, k) for k in SCHEDULED_KEYS if k in start and now[k] != start[k]}
+            known = start.keys() - _OWN_KEYS
+            self._moved |= {(index, key) for key in known if _differs(now[key], start[key])}
 
     def set(self, step: int) -> None:
         step += self.first_step

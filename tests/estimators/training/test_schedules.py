@@ -215,6 +215,22 @@ def test_a_scheduler_overwrites_only_what_it_moves(name: str) -> None:
         assert changed.param_groups[1]["betas"] == expected
 
 
+class _Tightens(lr_scheduler.LRScheduler):
+    """Changes a value that none of torch's schedulers changes."""
+
+    def get_lr(self) -> list[float]:
+        for group in self.optimizer.param_groups:
+            group["eps"] = 10.0 ** -(2 + self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_a_scheduler_of_a_user_moves_every_value_of_a_group() -> None:
+    optimizer = _optimizer()
+    rates = make_rates(_Tightens, optimizer, NUM_STEPS)
+    rates.set(3)
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-5, 1e-5]
+
+
 def test_a_schedulers_factory_leaves_the_optimizer_itself_alone() -> None:
     optimizer = _optimizer()
     make_rates(FACTORIES["steps"], optimizer, NUM_STEPS)
