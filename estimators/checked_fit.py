@@ -185,7 +185,7 @@ class CheckedFit:
 def check_settings(estimator: Any, dataset: DataFrame) -> PreparedFit:
     """Refuses wrong settings and columns before the jobs that plan a table or find the newest rows.
 
-    Returns the fit as far as it is known without these jobs.
+    Returns the fit, with placeholders for the results of these jobs.
     """
     known = prepare_fit(estimator, dataset, Plans(is_dry_run=True))
     if known.dataset is not dataset:

@@ -23,15 +23,15 @@ def mark_output(uri: str, job: str) -> None:
 
 @contextmanager
 def new_output(uri: str, job: str) -> Iterator[None]:
-    """Context in which the job writes a folder of rows that does not exist; marks it in the end.
+    """Context for writing a new folder of rows; marks the folder at the end.
 
-    A failed write leaves no folder, because no later start may replace a folder without a mark.
+    A failed write leaves no folder, because a later run of the job refuses to replace an unmarked folder.
     """
     try:
         yield
         mark_output(uri, job)
     except BaseException as error:
-        if "PATH_ALREADY_EXISTS" not in str(error):  # then another job writes it
+        if "PATH_ALREADY_EXISTS" not in str(error):  # the folder was there before this write
             discard(uri, r"(_temporary/.+|[^/]*part-[^/]*|[^/]*_SUCCESS[^/]*)")
         raise
 

@@ -40,8 +40,8 @@ def _random_states(tensors: Iterable[torch.Tensor]) -> RandomStates:
     for name, state in states.items():
         if name in _latest and _memory(_latest[name]) == _memory(state):
             states[name] = _latest[name]
-    # Copying NumPy's state takes 150 us, so its memory is compared first. That does not show whether one of a
-    # pair of normal numbers is still to come.
+    # Copying NumPy's state takes 150 us, so its memory is compared first. It lacks the second normal number of
+    # a pair, so `_HAS_GAUSS` is checked, too.
     generator, states["numpy"] = np.random.mtrand.get_bit_generator(), _latest.get("numpy")
     is_known = isinstance(generator, np.random.MT19937)
     memory = ctypes.string_at(generator.ctypes.state_address, 625 * 4) if is_known else b""
@@ -52,7 +52,7 @@ def _random_states(tensors: Iterable[torch.Tensor]) -> RandomStates:
 
 
 def _memory(state: Any) -> Any:
-    # Without an operation of torch: a FLOP counter or the memory planner would count it as the network's.
+    # Uses no torch operation, because a FLOP counter or the memory planner would count it.
     return ctypes.string_at(state.data_ptr(), state.numel()) if isinstance(state, torch.Tensor) else state
 
 
@@ -113,7 +113,7 @@ class _Call:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     random: RandomStates
     autocast: list[torch.autocast]
-    buffers: Buffers = field(default_factory=dict)  # the buffers that the call changed, before it
+    buffers: Buffers = field(default_factory=dict)  # values before the call of the buffers that it changed
     outputs: list[_Slot] = field(default_factory=list)
 
     def run_again(self, values: dict[_Slot, torch.Tensor], hooks: saved_tensors_hooks) -> None:
@@ -154,7 +154,7 @@ class Segment:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._known = WeakTensorKeyDictionary()  # tensor -> (version, slot)
-        # Slot -> (tensor whose graph node saves the kept tensor, whether that one requires a gradient).
+        # Slot -> (result of `_keep`, whether the kept tensor requires a gradient).
         self._kept: dict[_Slot, tuple[torch.Tensor, bool]] = {}
         self._saved: list[tuple[weakref.ref[_Holder], str]] = []
 
@@ -172,7 +172,7 @@ class Segment:
             output = forward(*args, **kwargs)
         after = _buffers(module)
         for key, (buffer, version, copy) in before.items():
-            # Batch normalization in training gives its buffers no new version, but does not read them.
+            # Batch normalization does not change the version of its buffers. A rerun does not read them.
             if after.get(key) is not buffer or buffer._version != version:
                 call.buffers[key] = copy
         call.outputs = [self._new_slot(tensor) for tensor in _tensors(output)]
@@ -253,7 +253,10 @@ class _Keep(torch.autograd.Function):
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor whose `grad_fn` saves `tensor`; before torch 2.13, only as long as it lives."""
+    """Returns an empty tensor whose `grad_fn` saves `tensor`.
+
+    Before torch 2.13, the node saves it only while the returned tensor is alive.
+    """
     # Detached: otherwise the segment and the graph between its calls would refer to each other.
     detached = tensor if tensor.is_leaf else tensor.detach()
     return _Keep.apply(torch.empty(0, requires_grad=True), detached)  # type: ignore[no-any-return, no-untyped-call]

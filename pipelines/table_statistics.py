@@ -99,7 +99,7 @@ class Measure:
         correlation: Correlation with the target.
         is_beyond: Whether every held-out value lies above all training values.
         numbers, times, blanks: Number of rows whose text is a number, a date or timestamp, or in `_BLANKS`.
-        times_by_day: Number of rows whose text is a date or timestamp if its first number may be the day.
+        times_by_day: Number of rows whose text is a date or timestamp if days come first.
         values: For each value, an array (2, FOLDS + 1): number of rows and sum of the target, in each random
             fold of the training rows and in the held-out rows.
     """
@@ -332,7 +332,7 @@ def measure_again(
                 time = local_seconds(time_of(leaf.source, zone, by_day), "timestamp")
                 found[index] = replace(leaf, value=time, family="calendar", day_first=by_day)
     if exact:
-        # Near most values. The smallest one may mark a missing value.
+        # The median is near most values; the minimum may be a code for a missing value.
         middles = frame.agg(*(F.percentile_approx(each, 0.5) for each in exact.values())).head()
         assert middles is not None
         for index, middle in zip(exact, middles, strict=True):
@@ -348,10 +348,10 @@ def measure_again(
 
 
 def _lacks_digits(leaf: Leaf, measured: Measure) -> bool:
-    """Whether doubles cannot tell apart most of the numbers of a leaf."""
+    """Whether a leaf has whole numbers beyond 2^53, or long decimals that lie close together."""
     scale = int(leaf.type.rstrip(">)").rpartition(",")[2]) if "decimal" in leaf.type else 0
     largest, quantiles = max(abs(measured.low), abs(measured.high)), measured.quantiles
-    # Most decimals have many zeros.
+    # A long decimal often ends in zeros; a double is then exact enough unless the values lie close together.
     is_narrow = quantiles[-13] - quantiles[12] < largest * 2**-30
     return largest * 10.0**scale > 2**53 and (not scale or is_narrow)
 

@@ -13,7 +13,7 @@ from typing import Any
 from ringspark.estimators.options.base import Options
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.mesh import Pipeline
-from ringspark.estimators.training.settings.capabilities import VALUES
+from ringspark.estimators.training.settings.capabilities import VALUES, SettingValue
 from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 
@@ -39,10 +39,12 @@ def main() -> None:
         ["combination", "error message"],
         [[f"`{rule.settings}`", _sentence(rule.message)] for rule in COMBINATIONS],
     )
-    _table("Values that exclude each other", ["needed", "by", "taken away by"], _capabilities())
-    print(
-        "\nA value that needs something excludes each value that takes it away: the error names both, the "
-        "reason, and what to set. Two values of one setting never exclude each other."
+    _table(
+        "Values that exclude each other",
+        ["capability", "needed by", "taken away by"],
+        _capabilities(),
+        "Two values cannot be combined if one needs what the other takes away. The error names both values, "
+        "the reason, and the settings to change. Two values of one setting never exclude each other.",
     )
     idle = [(s.name, s.without_effect[1]) for s in SETTINGS.values() if s.without_effect is not None]
     written = [setting.name for setting in SETTINGS.values() if setting.is_for_writing]
@@ -92,8 +94,8 @@ def _capabilities() -> list[list[str]]:
     return [
         [
             name,
-            ", ".join(dict.fromkeys(v.shown or _sentence(v.text) for v in VALUES if name in v.needs)),
-            "; ".join(f"{v.shown or _sentence(v.text)} {v.takes[name]}" for v in VALUES if name in v.takes),
+            ", ".join(dict.fromkeys(_shown(v) for v in VALUES if name in v.needs)),
+            "; ".join(f"{_shown(v)}: {v.takes[name]}" for v in VALUES if name in v.takes),
         ]
         for name in sorted(needed)
     ]
@@ -105,8 +107,14 @@ def _sentence(message: str) -> str:
     return re.sub(r"\{(?:[\w.]+[.\[])?(\w+)\]?(?:![rs])?\}", r"*\1*", named)
 
 
-def _table(title: str, header: list[str], rows: list[list[str]]) -> None:
+def _shown(value: SettingValue) -> str:
+    return value.shown or (value.text if "{" not in value.text else value.setting)
+
+
+def _table(title: str, header: list[str], rows: list[list[str]], note: str = "") -> None:
     print(f"\n## {title}\n")
+    if note:
+        print(f"{note}\n")
     _print_rows(header, rows)
 
 

@@ -90,7 +90,7 @@ class Average:
 
     @torch.no_grad()
     def load(self, state: State, *, is_new: bool = False) -> None:
-        """Loads a stored average; if `is_new`, the weights of other layers than stored begin one."""
+        """Loads a stored average; if `is_new`, layers without a stored average start from their weights."""
         if is_new:
             here = zip(self.values, self._parameters, strict=True)
             state = {name: state.get(name, parameter.detach()) for name, parameter in here}

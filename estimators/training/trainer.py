@@ -250,7 +250,7 @@ class Trainer:
     def _train_step(self, batch: Batch, global_rows: int, step: int) -> None:
         train_state = self._train_state
         self._sync.optimizer.zero_grad()
-        # Undoing a step also undoes its changes of running statistics, also of those that it replaces.
+        # Undoing a step also restores running statistics, including buffers that the forward pass replaced.
         buffers = [
             (own._buffers, name, buffer, buffer.clone())
             for own in (self._sync.network.modules() if self._guards else ())

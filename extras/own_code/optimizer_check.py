@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 # Elements per group that are tried, but at least two parameters.
 _MAX_ELEMENTS = 1 << 20
-# Attributes of every optimizer that a checkpoint holds.
+# Attributes that every optimizer has; a checkpoint holds their values.
 _KEPT = ("state", "param_groups", "defaults")
 _STEPS = 2
-# If steps change an attribute, which may be a counter that has an effect only after some steps.
+# Number of steps if a step changes another attribute: it may be a counter that has an effect only later.
 _MANY_STEPS = 1_000
 
 

@@ -73,8 +73,8 @@ class TableColumn:
         center, scale: Standardization of the number: (value - center) / scale.
         low, high: Range of the standardized number; values outside are clipped.
         length: Number of items of each array or vector.
-        origin: Number that Spark subtracts before it rounds to a double: a middle one, if numbers of the
-            column have more digits than a double.
+        origin: Number that Spark subtracts before it rounds to a double: about the median, if the
+            column has numbers with more digits than a double; else 0.
         type: Spark type that the column must have. If it is numeric, every numeric type is accepted. Strings
             of the forms "number", "levels" and "calendar" are read as numbers or times.
         zone: Time zone of a timestamp or of a text with times; else empty.
@@ -213,8 +213,8 @@ class TableRow(Kind):
             is_same = found in (column.type, "void") or (is_number(found) and is_number(column.type))
             if found == "missing":
                 raise ValueError(
-                    f"column {column.name!r} lacks the field {'.'.join(column.path)!r} of the training; "
-                    "add it, or rename another field"
+                    f"column {column.name!r} lacks the field {'.'.join(column.path)!r}, which the "
+                    "model was trained on; add it, or rename a field to it"
                 )
             if not is_same:
                 raise ValueError(
@@ -384,7 +384,7 @@ def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
 
 
 def time_of(text: SparkColumn, zone: str, day_first: bool = False) -> SparkColumn:
-    """Reads a text as a timestamp; null if it has no date. `zone` is the clock of a text that names none.
+    """Reads a text as a timestamp; null if it has no date. `zone` is the time zone of a text without one.
 
     Takes ISO 8601, also with slashes or dots, and "12/31/2020", or "31/12/2020" if `day_first`.
     """
@@ -412,7 +412,7 @@ def double_of(value: SparkColumn, type_name: str, origin: int = 0) -> SparkColum
     if not origin:
         return rounded
     if not type_name.startswith("decimal"):
-        # A double may be infinite.
+        # A text, or an infinite double, fails in a plain cast.
         is_free = text or type_name in ("float", "double")
         value = try_cast(value, "decimal(38,0)") if is_free else value.cast("decimal(38,0)")
     distance = F.try_subtract(value, F.lit(Decimal(origin))).cast("double")

@@ -120,9 +120,7 @@ def test_scoring_takes_every_value_of_the_trained_types(spark: Any, zone: Any) -
         model.transform(odd.selectExpr("t", "text", "big", "array(1D, 2D, 3D) AS v")).collect()
 
 
-def test_texts_beyond_doubles_and_texts_of_times_mean_the_same_in_every_session(
-    spark: Any, zone: Any
-) -> None:
+def test_long_numbers_and_times_in_texts_are_read_alike_in_every_session(spark: Any, zone: Any) -> None:
     zone("UTC")
     rows = spark.range(0, ROWS, 1, 2).selectExpr(
         "id", "string(id + (1L << 60)) AS big", "array(id + (1L << 60)) AS bigs",
@@ -257,7 +255,7 @@ def test_a_weight_that_is_named_as_input_is_an_input(spark: Any) -> None:
         assert [use.column for use in plan.uses] == found
 
 
-def test_a_weight_is_a_decimal_and_no_vanishing_number(spark: Any) -> None:
+def test_decimal_weights_are_accepted_and_weights_below_float32_refused(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "CAST(1.5 AS decimal(22,2)) AS w", LABEL)
     TorchClassifier(**FAST, weightCol="w").fit(rows)
     with pytest.raises(ValueError, match="weightCol 'w' is at most 1e-300 in all train rows"):

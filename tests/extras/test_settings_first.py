@@ -1,4 +1,4 @@
-"""What trains several times refuses a wrong setting before its first Spark job, like `fit`."""
+"""Searches and tuners refuse a wrong setting before their first Spark job, as `fit` does."""
 
 from __future__ import annotations
 

@@ -141,11 +141,14 @@ def _check_weights(name: str, manifest: ShardManifest) -> None:
         if stats.minimum is not None and stats.minimum < 0:
             raise ValueError(f"weightCol {name!r} must not be negative, got {stats.minimum}; drop these rows")
         if stats.rows and stats.maximum is not None and stats.maximum < _LEAST_WEIGHT:
-            most = f"at most {stats.maximum:g}" if stats.maximum else "0"
-            raise ValueError(
-                f"weightCol {name!r} is {most} in all {split} rows, which leaves nothing to average; "
-                "leave the column out or give some rows a weight"
+            reason = (
+                "is 0",
+                "which leaves nothing to average; leave the column out or give some rows a weight",
             )
+            if stats.maximum:
+                least = f"networks compute in float32, which begins at {_LEAST_WEIGHT:.3g}"
+                reason = f"is at most {stats.maximum:g}", f"but {least}; multiply the weights by a constant"
+            raise ValueError(f"weightCol {name!r} {reason[0]} in all {split} rows, {reason[1]}")
 
 
 def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:

@@ -26,7 +26,7 @@ _MOST_ITEMS = 4096
 
 
 def read_attributes(network: nn.Module) -> dict[str, list[Any]]:
-    """Returns "<layer>:<attribute>" -> [kind, value]."""
+    """Returns the attributes that can be stored: "<layer>:<attribute>" -> [kind, value]."""
     return {
         f"{layer}:{name}": found
         for layer, module in network.named_modules()
@@ -36,7 +36,10 @@ def read_attributes(network: nn.Module) -> dict[str, list[Any]]:
 
 
 def write_attributes(network: nn.Module, values: Mapping[str, list[Any]], device: torch.device) -> None:
-    """Sets attributes of the layers that the network has; keeps their objects, which others may hold."""
+    """Restores attributes; ignores layers that the network lacks.
+
+    Changes lists, dicts, tensors and generators in place, because other objects may refer to them.
+    """
     layers = dict(network.named_modules())
     for key, (kind, value) in values.items():
         layer, _, name = key.rpartition(":")

@@ -54,7 +54,7 @@ class RankState:
             "random": plain,
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
-            # By each name of a shared weight, because a stage knows it by another name than the network.
+            # A shared weight is listed under all its names, because a pipeline stage may use another one.
             "frozen": [
                 name
                 for name, parameter in train_state.sync.network.named_parameters(remove_duplicate=False)
@@ -224,7 +224,7 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
 
 
 def _restore_other(train_state: TrainState, states: Sequence[RankState], data_rank: int) -> None:
-    # Of rank 0, and of other ranks those of pipeline stages that rank 0 does not have.
+    # Takes the buffers of rank 0, and from other ranks only buffers of stages that rank 0 lacks.
     holders = {name: state.tensors for state in reversed(states) for name in state.tensors}
     buffers = {name: partial(tensors.__getitem__, name) for name, tensors in holders.items()}
     _fill_buffers(train_state.sync.network, _map_under(LazyMapping(buffers), "buffers/"))

@@ -145,13 +145,13 @@ def load_training_state(
     """Loads weights, average and optimizer state from the folder `uri`. Runs on every rank.
 
     Returns the record, and the state of each rank that wrote the checkpoint. Calls `tick` during a download.
-    `is_new`: Whether another training starts, with frozen layers of its own.
+    `is_new`: Whether a new training starts from this state; it then freezes its own layers.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)
     check_optimizer(uri, record, sync.optimizer)
     if record.ranks and not is_new:
-        # A stage of a pipeline knows only its own layers.
+        # Each rank lists only the layers of its own stage, so the lists are joined.
         frozen, held = ({n for rank in record.ranks for n in rank[key]} for key in ("frozen", "held"))
         named = list(sync.network.named_parameters(remove_duplicate=False))
         for name, parameter in named:

@@ -1,7 +1,7 @@
-"""What values of settings need and take away, from which every refusal of two such values follows.
+"""Capabilities that values of settings need or take away.
 
-A training with a value that needs a capability and another value that takes it away is refused. A technique
-states here what it needs and takes away, and names no other technique. Rules about numbers are in `rules.py`.
+A training is refused if one value needs a capability that another value takes away. A technique states here
+what it needs and takes away, and names no other technique. Other rules are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIM
 from ringspark.estimators.training.settings.values import ConfigValues
 
 # Each constant completes "A needs ...".
-SUMMED_GRADIENTS = "whole, uncompressed gradients that workers only sum"
-STEPS_TOGETHER = "all workers to agree in every step"
+PLAIN_ALL_REDUCE = "a plain all-reduce of the gradients"
+STEPS_TOGETHER = "all workers to synchronize in every step"
 SAME_WEIGHTS = "the same weights on every worker after each step"
-WHOLE_NETWORK = "the whole network on every worker"
+WHOLE_NETWORK = "the whole network and whole rows on every worker"
 WHOLE_PARAMETERS = "whole parameters on every worker"
+UNSHARDED_BY_SYNC = "parameters that sync does not shard"
 WHOLE_PASSES = "all layers and whole rows in one pass on each worker"
 OWN_GRADIENTS = "the gradients of each step's own rows"
 ONE_PASS = "one forward pass at a time"
 BATCH_GRADIENT = "one gradient for a whole batch"
-EXACT_VALUES = "exact values of the training rows"
+EXACT_VALUES = "values of the training rows without noise"
+ROW_DECISIONS = "to skip a step because of single rows"
 TRAINERS_STEP = "the trainer's own forward and backward pass"
 FIRST_DERIVATIVES = "a loss with first derivatives only"
-EAGER_CODE = "code that runs operation by operation"
+EAGER_CODE = "eager execution"
 REPEATABLE_STEPS = "steps that can be repeated"
-PLAIN_ACTIVATIONS = "activations as they were computed"
+PLAIN_ACTIVATIONS = "activations that stay in memory unchanged"
 
 _OF_WHOLE_PARAMETERS = frozenset(OPTIMIZERS) - ELEMENTWISE
 _DELAYED = ("pipedream", "2bw")
 
 
-# How a message names a value, with fields of the config in braces, if not by the name of its setting.
+# Text of a value in a message; fields of the config stand in braces. Default: the name of the setting.
 _TEXTS = {
     "sync": "sync={sync}",
     "parallelism": "parallelism={parallelism}",
@@ -51,14 +53,14 @@ _TEXTS = {
     "activationCompression": "activationCompression ('{activation_compression}')",
     "loss": "a loss that takes the module",
 }
-# What a user does to avoid a value, if not to leave its setting unset.
+# How a user avoids a value. Default: "leave <setting> unset".
 _REMEDIES = {
     "sync": "set sync=AllReduce()",
     "parallelism": "give all workers to 'data'",
     "optimizer": "set optimizer='adamw'",
     "precision": "set precision='bf16'",
     "onNonFinite": "set onNonFinite='stop'",
-    "monitor": "use validationIndicatorCol for rows that need no protection",
+    "monitor": "set monitor to a value of rows in validationIndicatorCol, which need no protection",
     "loss": "set a loss of outputs and labels",
 }
 
@@ -72,7 +74,7 @@ class SettingValue:
         is_set: Whether a config has such a value.
         needs: Capabilities that the value needs.
         takes: Capabilities that the value takes away; the words complete "but A ...".
-        remedy: What a user does to avoid the value.
+        remedy: How a user avoids the value.
         text: The value in a message, with fields of the config in braces.
         shown: The values in the docs, if `text` does not say which.
     """
@@ -92,7 +94,7 @@ class SettingValue:
 
 
 def conflicts(config: ConfigValues) -> Iterator[str]:
-    """Yields a sentence, with fields of the config in braces, for each two values that exclude each other."""
+    """Yields a message, with fields of the config in braces, for each pair of values that exclude each other."""
     found = [value for value in VALUES if value.is_set(config)]
     for one, other in product(found, found):
         if one.setting != other.setting:
@@ -125,7 +127,7 @@ VALUES: tuple[SettingValue, ...] = (
     SettingValue(
         "sync",
         lambda c: c.sync != AllReduce(),
-        takes={SUMMED_GRADIENTS: "sends other values"},
+        takes={PLAIN_ALL_REDUCE: "synchronizes workers in another way"},
         shown="sync other than AllReduce()",
     ),
     SettingValue(
@@ -148,9 +150,15 @@ VALUES: tuple[SettingValue, ...] = (
     ),
     SettingValue(
         "sync",
-        lambda c: _is_asynchronous(c) or c.sync.strategy == "cpsgd",
-        takes={REPEATABLE_STEPS: "makes steps depend on time or noise"},
-        shown="sync=ParameterServer or Hogwild, or with CpSGD",
+        _is_asynchronous,
+        takes={REPEATABLE_STEPS: "makes steps depend on the timing of workers"},
+        shown="sync=ParameterServer or Hogwild",
+    ),
+    SettingValue(
+        "sync",
+        lambda c: c.sync.strategy == "cpsgd",
+        takes={REPEATABLE_STEPS: "adds secret noise"},
+        shown="sync with CpSGD",
     ),
     SettingValue(
         "sync",
@@ -163,7 +171,10 @@ VALUES: tuple[SettingValue, ...] = (
         "sync",
         _is_zero3,
         needs=(FIRST_DERIVATIVES, EAGER_CODE, PLAIN_ACTIVATIONS),
-        takes={WHOLE_PARAMETERS: "leaves each worker a shard of every parameter"},
+        takes={
+            WHOLE_PARAMETERS: "leaves each worker a shard of every parameter",
+            UNSHARDED_BY_SYNC: "leaves each worker a shard of every parameter",
+        },
         remedy="set sync=Zero(stage=1)",
         shown="sync=Zero(stage=3)",
     ),
@@ -171,7 +182,7 @@ VALUES: tuple[SettingValue, ...] = (
         "parallelism",
         lambda c: c.cuts_network,
         needs=(STEPS_TOGETHER,),
-        takes={WHOLE_NETWORK: "gives each worker only a shard"},
+        takes={WHOLE_NETWORK: "gives each worker only a shard of the network or of each row"},
         shown="parallelism over 'pipeline', 'expert', 'sequence' or 'tensor'",
     ),
     SettingValue(
@@ -184,21 +195,21 @@ VALUES: tuple[SettingValue, ...] = (
     SettingValue(
         "parallelism",
         _divides_passes,
-        takes={WHOLE_PASSES: "gives a worker parts of rows, some of the layers, or other workers' rows"},
-        remedy="give all workers to 'data' and 'tensor'",
+        takes={WHOLE_PASSES: "splits rows or layers over workers, or mixes the rows of several workers"},
+        remedy="give all workers to 'data', 'shard' and 'tensor', with sequence_parallel=False",
         shown="parallelism over 'pipeline', 'expert' or 'sequence', or with sequence_parallel",
     ),
     SettingValue(
         "parallelism",
         lambda c: c.parallelism.pipeline.stages > 1,
         takes={ONE_PASS: "runs several at once"},
-        remedy="use 'tensor', 'sequence' or 'expert'",
+        remedy="give the workers to other axes than 'pipeline'",
         shown="parallelism over 'pipeline'",
     ),
     SettingValue(
         "parallelism",
         lambda c: c.parallelism.sequence_parallel,
-        needs=(WHOLE_PARAMETERS,),
+        needs=(UNSHARDED_BY_SYNC,),
         remedy="set sequence_parallel=False",
         text="parallelism's sequence_parallel",
     ),
@@ -208,30 +219,47 @@ VALUES: tuple[SettingValue, ...] = (
         takes={OWN_GRADIENTS: "gives a step gradients of an earlier step, or none"},
         remedy="set schedule='1f1b'",
         text="Pipeline's schedule '{parallelism.pipeline.schedule}'",
+        shown="Pipeline's schedule 'pipedream' or '2bw'",
     ),
-    SettingValue("optimizer", lambda c: c.optimizer in _OF_WHOLE_PARAMETERS, needs=(WHOLE_PARAMETERS,)),
-    SettingValue("optimizer", lambda c: c.optimizer == "adam1bit", needs=(WHOLE_NETWORK,)),
+    SettingValue(
+        "optimizer",
+        lambda c: c.optimizer in _OF_WHOLE_PARAMETERS,
+        needs=(WHOLE_PARAMETERS,),
+        shown=f"optimizer={' or '.join(map(repr, sorted(_OF_WHOLE_PARAMETERS)))}",
+    ),
+    SettingValue(
+        "optimizer",
+        lambda c: c.optimizer == "adam1bit",
+        needs=(WHOLE_NETWORK,),
+        shown="optimizer='adam1bit'",
+    ),
     SettingValue(
         "precision",
         lambda c: c.precision == "fp16",
-        needs=(STEPS_TOGETHER, OWN_GRADIENTS, EXACT_VALUES),
+        needs=(STEPS_TOGETHER, OWN_GRADIENTS, ROW_DECISIONS),
+        shown="precision='fp16'",
     ),
     SettingValue(
         "onNonFinite",
         lambda c: c.on_non_finite != "stop",
-        needs=(STEPS_TOGETHER, TRAINERS_STEP, EXACT_VALUES),
+        needs=(STEPS_TOGETHER, TRAINERS_STEP, ROW_DECISIONS),
+        shown="onNonFinite='skip' or 'rollback'",
     ),
     SettingValue(
         "onNonFinite",
         lambda c: c.on_non_finite == "rollback",
         needs=(OWN_GRADIENTS,),
-        takes={REPEATABLE_STEPS: "trains some steps again with other rates"},
+        takes={REPEATABLE_STEPS: "trains some steps again with other learning rates"},
         remedy="set onNonFinite='skip'",
+        shown="onNonFinite='rollback'",
     ),
     SettingValue("emaDecay", lambda c: c.ema_decay is not None, needs=(SAME_WEIGHTS,)),
     SettingValue("noiseScale", lambda c: c.noise_scale, needs=(WHOLE_NETWORK, TRAINERS_STEP, EXACT_VALUES)),
     SettingValue(
-        "monitor", lambda c: c.looks_for_best and c.monitor.startswith("train_"), needs=(EXACT_VALUES,)
+        "monitor",
+        lambda c: c.looks_for_best and c.monitor.startswith("train_"),
+        needs=(EXACT_VALUES,),
+        shown="monitor of the training rows",
     ),
     SettingValue(
         "compile",
@@ -247,19 +275,20 @@ VALUES: tuple[SettingValue, ...] = (
         "activationOffload",
         lambda c: c.activation_offload != "none",
         needs=(ONE_PASS, BATCH_GRADIENT, TRAINERS_STEP),
-        takes={PLAIN_ACTIVATIONS: "packs them"},
+        takes={PLAIN_ACTIVATIONS: "moves them"},
     ),
     SettingValue(
         "activationCompression",
         lambda c: c.activation_compression != "none",
         needs=(ONE_PASS, BATCH_GRADIENT, TRAINERS_STEP),
-        takes={PLAIN_ACTIVATIONS: "packs them"},
+        takes={PLAIN_ACTIVATIONS: "compresses them"},
     ),
     SettingValue(
         "activationCompression",
         lambda c: c.activation_compression in ("int8", "fp8"),
         needs=(FIRST_DERIVATIVES,),
         remedy="set activationCompression='bits'",
+        shown="activationCompression='int8' or 'fp8'",
     ),
     SettingValue(
         "loss",
@@ -270,17 +299,18 @@ VALUES: tuple[SettingValue, ...] = (
     SettingValue(
         "trainingStep",
         lambda c: c.training_step is not None,
-        needs=(SUMMED_GRADIENTS, WHOLE_NETWORK, BATCH_GRADIENT),
+        needs=(PLAIN_ALL_REDUCE, WHOLE_NETWORK, BATCH_GRADIENT),
         takes={TRAINERS_STEP: "runs its own"},
     ),
     SettingValue("certify", lambda c: c.certify, needs=(REPEATABLE_STEPS,)),
     SettingValue(
         "privacy",
         lambda c: c.privacy is not None,
-        needs=(SUMMED_GRADIENTS, WHOLE_NETWORK),
+        needs=(PLAIN_ALL_REDUCE, WHOLE_NETWORK),
         takes={
             BATCH_GRADIENT: "clips the gradient of each row",
-            EXACT_VALUES: "publishes only noisy sums",
+            EXACT_VALUES: "adds noise to them",
+            ROW_DECISIONS: "must not show whether a row is there",
             REPEATABLE_STEPS: "keeps its samples and its noise secret",
         },
     ),

@@ -1,4 +1,4 @@
-"""Rules that compare numbers or name places; other pairs are refused by `capabilities`."""
+"""Rules about several settings that `capabilities` cannot state, such as a comparison of two numbers."""
 
 from __future__ import annotations
 

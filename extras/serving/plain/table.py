@@ -15,7 +15,7 @@ import pandas as pd
 from .values import NumpyArray, Reading, array_of, at_path, is_missing, microseconds, numbers_of, shorten
 
 _DAY = 86_400.0
-# Dates by ISO 8601, which may lack the day, or with slashes or dots; then a time and a zone.
+# A date in ISO 8601 (the day is optional) or with slashes or dots; a time and a time zone may follow.
 _TIME = re.compile(
     r"\s*(?:(?P<iso>\+?\d{4}-\d\d?(?:-\d\d?)?)|(?P<whole>\d{4}([/.])\d\d?\3\d\d?)|"
     r"(?P<short>\d\d?([/.-])\d\d?\5\d{4}))"

@@ -34,7 +34,7 @@ def test_every_tensor_of_a_batch_is_recorded_on_the_computing_stream() -> None:
 
 
 def test_a_label_that_is_also_an_input_has_its_own_memory() -> None:
-    """An aligned array is not copied otherwise, and a network may change its inputs in place."""
+    """Without a copy, both share an aligned array, and a network may change its inputs in place."""
     config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("x",))
     batch = to_batch({"x": torch.ones(4, 3).numpy()}, config, torch.device("cpu"))
     batch.inputs[0].zero_()

@@ -358,7 +358,7 @@ def test_a_fit_from_a_training_state_freezes_its_own_layers(
 
 
 class _Remembers(nn.Module):
-    """Its passes in training depend on what it keeps in plain attributes."""
+    """A network whose training passes depend on its plain attributes."""
 
     def __init__(self) -> None:
         super().__init__()

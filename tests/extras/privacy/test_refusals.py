@@ -51,11 +51,14 @@ MakeShards = Callable[..., ShardManifest]
             {"num_workers": 2, "parallelism": Mesh(tensor=2), "collective": "torch"},
             "gives each worker only a shard",
         ),
-        ({"num_workers": 2, "sync": Zero(stage=1)}, r"sync=Zero\(stage=1\) sends other values"),
-        ({"num_workers": 2, "sync": LocalSGD(steps=2)}, r"sync=LocalSGD\(steps=2\) sends other values"),
+        ({"num_workers": 2, "sync": Zero(stage=1)}, r"sync=Zero\(stage=1\) synchronizes workers in another"),
+        (
+            {"num_workers": 2, "sync": LocalSGD(steps=2)},
+            r"sync=LocalSGD\(steps=2\) synchronizes workers in",
+        ),
         (
             {"sync": {"name": "allreduce", "compression": PowerSGD(rank=1)}},
-            "needs whole, uncompressed gradients",
+            "needs a plain all-reduce of the gradients",
         ),
         ({"batch_size_schedule": ((2, 64),)}, "changes the share of the rows"),
         ({"training_step": "own"}, "trainingStep needs one gradient for a whole batch"),
@@ -64,14 +67,14 @@ MakeShards = Callable[..., ShardManifest]
         ({"certify": True, "run_uri": "r"}, "certify needs steps that can be repeated"),
         (
             {"noise_scale": True},
-            "noiseScale needs exact values .*, but privacy publishes only noisy sums",
+            "noiseScale needs values .* without noise, but privacy adds noise",
         ),
-        ({"precision": "fp16"}, "'fp16' needs exact values of the training rows"),
-        ({"on_non_finite": "skip"}, "onNonFinite 'skip' needs exact values of the training rows"),
+        ({"precision": "fp16"}, "'fp16' needs to skip a step because of single rows"),
+        ({"on_non_finite": "skip"}, "onNonFinite 'skip' needs to skip a step because of"),
         ({"gradient_checkpointing": "sqrt"}, "gradientCheckpointing .* needs one gradient for"),
         ({"activation_offload": "disk"}, "activationOffload .* needs one gradient for"),
         ({"cache": "none"}, "set cache='disk'"),
-        ({"keep": "best", "monitor": "train_loss"}, "needs exact values of the training rows"),
+        ({"keep": "best", "monitor": "train_loss"}, "needs values of the training rows without noise"),
     ],
 )
 def test_settings_that_need_other_numbers_are_refused(changes: dict[str, Any], message: str) -> None:

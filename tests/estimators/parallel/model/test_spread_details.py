@@ -113,7 +113,7 @@ class _Counts(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_later_stage_goes_on_counting_in_one_worker(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_one_worker_continues_the_counters_of_later_stages(make_shards: MakeShards, tmp_path: Path) -> None:
     config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=1, optimizer="sgd")
     layers = [*_network()]
     network = nn.Sequential(layers[0], _Counts(), *layers[1:4], _Counts(), layers[4])
