@@ -40,8 +40,8 @@ def _random_states(tensors: Iterable[torch.Tensor]) -> RandomStates:
     for name, state in states.items():
         if name in _latest and _memory(_latest[name]) == _memory(state):
             states[name] = _latest[name]
-    # Copying NumPy's state takes 150 us, so its memory is compared first. It lacks the second normal number of
-    # a pair, so `_HAS_GAUSS` is checked, too.
+    # Copying NumPy's state takes 150 us, so its memory is compared first. It lacks the second normal number
+    # of a pair, so `_HAS_GAUSS` is checked, too.
     generator, states["numpy"] = np.random.mtrand.get_bit_generator(), _latest.get("numpy")
     is_known = isinstance(generator, np.random.MT19937)
     memory = ctypes.string_at(generator.ctypes.state_address, 625 * 4) if is_known else b""

@@ -94,7 +94,7 @@ class SettingValue:
 
 
 def conflicts(config: ConfigValues) -> Iterator[str]:
-    """Yields a message, with fields of the config in braces, for each pair of values that exclude each other."""
+    """Yields a message, with fields of the config in braces, for each two values that exclude each other."""
     found = [value for value in VALUES if value.is_set(config)]
     for one, other in product(found, found):
         if one.setting != other.setting:
