@@ -708,8 +708,8 @@ SCHEDULES: dict[str, Any] = {
     "factor": lambda step, num_steps: 1 - step / (2 * num_steps),
     "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-        # Of each optimizer's own rate: at five times that of RMSprop, plain PyTorch differs by 1e-4 from itself
-        # if the rows of a batch come in another order.
+        # Each optimizer's own rate. At five times RMSprop's, plain PyTorch differs from itself by 1e-4 if the
+        # rows of a batch come in another order.
         optimizer,
         [group["lr"] for group in optimizer.param_groups],
         total_steps=8,
