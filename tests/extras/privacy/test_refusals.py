@@ -238,8 +238,8 @@ def test_other_uses_of_rows_are_refused(make_shards: MakeShards, tmp_path: Path)
     )
     refused("must not exceed the 240 training rows", replace(config, batch_size=ROWS + 1))
     # The default of monitor is the training loss, if no row is held out.
-    refused("monitor 'train_loss' needs exact values", replace(config, keep="best"))
-    refused("monitor 'train_loss' needs exact values", replace(config, patience=1))
+    refused("monitor 'train_loss' needs values of the training rows", replace(config, keep="best"))
+    refused("monitor 'train_loss' needs values of the training rows", replace(config, patience=1))
 
 
 def test_pretrained_weights_of_a_private_run_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
