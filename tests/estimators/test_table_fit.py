@@ -121,7 +121,7 @@ def test_the_summary_says_what_became_of_each_column(classified: tuple[TorchMode
     assert columns.loc["day", "reason"] == "trend, weekday, monthday, yearday"
     assert columns.loc["moment", "reason"] == "trend, hour"
     (message,) = [text for text in messages if "left out" in text]
-    assert "inner.y, tags, row, constant, empty" in message
+    assert "'inner.y', 'tags', 'row', 'constant', 'empty'" in message
 
 
 def test_columns_may_be_in_another_order_and_have_new_values(

@@ -279,7 +279,7 @@ class Recovery:
         self._take_position(read_record(step_uri(self._root, step)).position, train_state)
         train_state.first_bad.reset()
         factor = ROLLBACK_FACTOR**self._rollbacks
-        # A network's own counters and generators go on, or what they caused would repeat.
+        # A network's own counters and generators continue, or what they caused would repeat.
         network, attributes = train_state.sync.network, read_attributes(train_state.sync.network)
         self.load(train_state, factor)
         write_attributes(network, attributes, train_state.device)
