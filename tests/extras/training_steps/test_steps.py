@@ -200,7 +200,7 @@ def _stage(**changes: Any) -> TorchEstimator:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noiseScale": True}, r"noiseScale \(True\) do not reach; leave all of them unset"),
+        ({"noiseScale": True}, "but trainingStep runs its own; leave trainingStep unset"),
         ({"memoryBudget": "1g"}, "measure a step, which trainingStep replaces, .* leave both unset"),
         ({"parallelism": "auto"}, "measure a step, which trainingStep replaces, .* leave both unset"),
         ({"parameterGroups": [{"params": "*.weight"}]}, "the function gets the module; set the rates in"),
