@@ -187,12 +187,12 @@ def test_options_that_break_the_promise_are_refused(options: dict[str, Any], wor
     [
         (
             {"parallelism": Mesh(tensor=2), "collective": "torch"},
-            "bounds the norm of a worker's whole gradient",
+            "needs the whole network and whole rows",
         ),
-        ({"certify": True}, "depend on time or noise"),
+        ({"certify": True}, "adds secret noise"),
         (
             {"privacy": Privacy(epsilon=1, delta=1e-6, max_grad_norm=1.0)},
-            "sends other values than the sum of whole gradients",
+            "privacy needs a plain all-reduce",
         ),
     ],
 )
