@@ -49,7 +49,8 @@ def test_every_row_is_in_each_step_with_the_same_probability(
     correlation = np.corrcoef(counts.T)
     np.fill_diagonal(correlation, 0)
     assert np.abs(correlation).max() < 6 / number**0.5
-    assert len({tuple(each) for each in counts}) == number
+    # No sample is drawn again. Of so many short ones, 0.11 pairs are equal by chance.
+    assert len({tuple(each) for each in counts}) >= number - 5
 
 
 def test_some_ranks_have_no_row_in_a_step(manifest: ShardManifest, tmp_path: Path) -> None:
