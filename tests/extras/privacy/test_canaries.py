@@ -18,8 +18,10 @@ PROMISE = Privacy(epsilon=2.0, delta=1e-5, max_grad_norm=1.0)
 
 @pytest.mark.slow
 def test_canaries_reveal_no_more_than_epsilon(tmp_path: Path) -> None:
-    found = bound_epsilon(*attack(tmp_path, PROMISE, 4), PROMISE.delta)
-    assert 0 < found <= 2.0
+    inside, outside = attack(tmp_path, PROMISE, 4)
+    assert bound_epsilon(inside, outside, PROMISE.delta) <= 2.0
+    # The attacker sees the canaries, about 0.4 deviations apart; the bound itself may be 0 by chance.
+    assert inside.mean() - outside.mean() > 0.15 * outside.std()
 
 
 @pytest.mark.slow
