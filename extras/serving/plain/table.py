@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal, localcontext
+from decimal import ROUND_HALF_UP, Context, Decimal, localcontext
 from functools import lru_cache
 from typing import Any
 
@@ -86,7 +86,7 @@ def _number(value: Any, column: dict[str, Any]) -> float:
         if not column["origin"]:
             return float(value)
         exact = Decimal(str(value).strip())
-        with localcontext(prec=80):
+        with localcontext(Context(prec=80)):
             if "decimal" not in column["type"]:
                 exact = exact.quantize(Decimal(1), ROUND_HALF_UP)
             return float(exact - column["origin"])
