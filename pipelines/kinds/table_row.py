@@ -380,7 +380,7 @@ def try_cast(value: SparkColumn, data_type: str) -> SparkColumn:
     """Casts a string; null if it cannot be cast."""
     trimmed = value.cast("string")
     # Before Spark 4.0, a cast gives null by default.
-    return trimmed.try_cast(data_type) if hasattr(trimmed, "try_cast") else trimmed.cast(data_type)
+    return trimmed.try_cast(data_type) if hasattr(type(trimmed), "try_cast") else trimmed.cast(data_type)
 
 
 def time_of(text: SparkColumn, zone: str, day_first: bool = False) -> SparkColumn:

@@ -22,6 +22,7 @@ from ringspark.estimators import (
     TorchRegressor,
     TrainingState,
 )
+from ringspark.estimators.table_fit import prepare_fit
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 
@@ -318,3 +319,14 @@ def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) ->
         for frame in (ordered, arrays)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_texts_of_numbers_and_dates_are_read_on_every_spark(spark: Any) -> None:
+    """Before Spark 4.0, a column has no try_cast, but answers to every name."""
+    rows = spark.range(200).selectExpr(
+        "id % 2 AS label",
+        "string(id * 1.5) AS number",
+        "date_format(date_add(DATE'2020-01-01', int(id)), 'dd/MM/yyyy') AS day",
+    )
+    fit = prepare_fit(TorchClassifier(labelCol="label"), rows)
+    assert [use.use for use in fit.uses] == ["number", "date"]
