@@ -27,11 +27,12 @@ def new_output(uri: str, job: str) -> Iterator[None]:
 
     A failed write leaves no folder, because a later run of the job refuses to replace an unmarked folder.
     """
+    is_there = storage.exists(uri)  # then it belongs to someone else, and Spark refuses to write
     try:
         yield
         mark_output(uri, job)
     except BaseException as error:
-        if "PATH_ALREADY_EXISTS" not in str(error):  # the folder was there before this write
+        if not is_there and "PATH_ALREADY_EXISTS" not in str(error):  # or was made since by another job
             discard(uri, r"(_temporary/.+|[^/]*part-[^/]*|[^/]*_SUCCESS[^/]*)")
         raise
 

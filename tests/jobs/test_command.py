@@ -233,7 +233,12 @@ def test_a_failed_write_of_a_job_leaves_no_folder(spark: Any, tmp_path: Path) ->
         spark.range(3).write.parquet(output)
     with pytest.raises(Exception, match="PATH_ALREADY_EXISTS"), new_output(output, "score"):
         spark.range(3).write.parquet(output)
-    assert spark.read.parquet(output).count() == 3
+    # An error before Spark looks at the folder removes nobody's rows.
+    foreign = str(tmp_path / "foreign")
+    spark.range(3).write.parquet(foreign)
+    with pytest.raises(ValueError, match="early"), new_output(foreign, "score"):
+        raise ValueError("early")
+    assert spark.read.parquet(foreign).count() == 3
 
 
 @pytest.mark.spark
