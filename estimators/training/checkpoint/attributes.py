@@ -45,7 +45,10 @@ def write_attributes(network: nn.Module, values: Mapping[str, list[Any]], device
         layer, _, name = key.rpartition(":")
         if layer in layers:
             attributes: Any = vars(layers[layer])
-            attributes[name] = _restore(attributes.get(name), kind, value, device)
+            found = _restore(attributes.get(name), kind, value, device)
+            # A generator that the layer has not made yet stays away, because `forward` may ask for it.
+            if name in attributes or found is not None or kind == "scalar":
+                attributes[name] = found
 
 
 def _describe(value: Any) -> list[Any] | None:
@@ -94,6 +97,8 @@ def _restore(present: Any, kind: str, value: Any, device: torch.device) -> Any:
         present.update(value)
     elif kind in ("scalar", "list", "dict"):
         return value
+    elif kind == "deque":
+        return deque(value)
     elif isinstance(dtype := getattr(torch, kind, None), torch.dtype):
         made = torch.tensor(value, dtype=dtype, device=device)
         if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (made.shape, dtype):

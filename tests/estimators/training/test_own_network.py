@@ -50,6 +50,7 @@ from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import tensor_file
+from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -385,6 +386,14 @@ class _Remembers(nn.Module):
             factor = factor / self.calls + self.temperature + self.mean[0] + sum(self.recent)
             factor = factor / self.counts["calls"] + 1 / sum(self.sizes)
         return self.lin(x) * factor  # type: ignore[no-any-return]
+
+
+def test_a_generator_that_forward_makes_later_is_not_replaced_by_none() -> None:
+    trained, resumed = nn.Linear(1, 1), nn.Linear(1, 1)
+    trained.drawn, trained.recent = torch.Generator(), deque([1.0])  # type: ignore[assignment]
+    write_attributes(resumed, read_attributes(trained), torch.device("cpu"))
+    assert not hasattr(resumed, "drawn")
+    assert resumed.recent == deque([1.0])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
