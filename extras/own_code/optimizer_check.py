@@ -35,6 +35,8 @@ _KEPT = ("state", "param_groups", "defaults")
 _STEPS = 2
 # Number of steps if a step changes another attribute: it may be a counter that has an effect only later.
 _MANY_STEPS = 1_000
+# These steps may update so many elements, so that a large network does not wait.
+_MANY_ELEMENTS = 1 << 26
 
 
 @ignore_warnings()  # the user's optimizer has already warned once
@@ -65,7 +67,10 @@ def check_own_optimizer(config: TrainConfig, make: MakeOptimizer, module: nn.Mod
                 f"{name} evaluates the loss several times per step, which the training loop does not offer "
                 f"({error}); use one whose step() needs no closure"
             ) from error
-        steps = _STEPS if _equal(own, _numbers(optimizer)) else _MANY_STEPS
+        steps = _STEPS
+        if not _equal(own, _numbers(optimizer)):
+            elements = max(1, sum(parameter.numel() for parameter in tried))
+            steps = max(steps, min(_MANY_STEPS, _MANY_ELEMENTS // elements))
         if (config.writes_checkpoints or config.keeps_state) and not _resumes(
             optimizer, make, module, tried, start, steps
         ):
