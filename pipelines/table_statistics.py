@@ -333,7 +333,8 @@ def measure_again(
                 found[index] = replace(leaf, value=time, family="calendar", day_first=by_day)
     if exact:
         # The median is near most values; the minimum may be a code for a missing value.
-        middles = frame.agg(*(F.percentile_approx(each, 0.5) for each in exact.values())).head()
+        trained = (F.when(~held, each) for each in exact.values())
+        middles = frame.agg(*(F.percentile_approx(each, 0.5) for each in trained)).head()
         assert middles is not None
         for index, middle in zip(exact, middles, strict=True):
             leaf, origin = found[index], int(middle or 0)
