@@ -270,7 +270,7 @@ def test_fields_of_structs_follow_the_rule_of_the_session_for_names(spark: Any) 
     found = [each.toPandas()["probability"] for each in scored]
     assert found[0].tolist() == found[1].tolist()
     with pytest.raises(
-        ValueError, match="column 'st' lacks the field 'u' of the training; add it, or rename"
+        ValueError, match="column 'st' lacks the field 'u', which the model was trained on; add it, or rename"
     ):
         model.transform(rows.selectExpr("named_struct('w', 1) AS st"))
 
