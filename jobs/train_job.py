@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,16 @@ if TYPE_CHECKING:
     from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 
 DESCRIPTION = "Train by a job file and save the model."
-_SPARK_PREFIX = re.compile(r'^Invalid param value given for param "\w+"\. ')
 # The paths below a saved PipelineModel.
 _SAVED = r"metadata/[^/]+|stages/\d+_[^/]+/.+"
-STAGES = ("TorchClassifier", "TorchRegressor", "TorchEstimator")
+STAGES = {
+    **{
+        name: f"ringspark.estimators:{name}"
+        for name in ("TorchClassifier", "TorchRegressor", "TorchEstimator")
+    },
+    "TorchAutoencoder": "ringspark.estimators:TorchAutoencoder",
+    **{name: f"ringspark.extras.search:{name}" for name in ("OptunaSearch", "PopulationSearch")},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,14 @@ class EvaluationSection:
 
     data: RowSource
     output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSection:
+    """A stage within a stage: the estimator of a search."""
+
+    stage: str
+    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,30 +136,59 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
 
     Raises ValueError if a Param is unknown, has a wrong value, or conflicts with another Param.
     """
-    from ringspark import estimators
-
-    estimator = getattr(estimators, job.stage)()
-    for name, value in job.params.items():
-        try:
-            estimator.setParams(**{name: _from_file(name, value)})
-        except (TypeError, ValueError) as error:
-            raise file.error(("params", name), _SPARK_PREFIX.sub("", str(error))) from None
+    stage = _make_stage(file, job.stage, job.params, ())
+    estimator = trained_by(stage)
+    if estimator is None:
+        raise file.error(
+            ("params",), f"params: {job.stage} needs an estimator, with the keys stage and params"
+        )
+    if stage is not estimator and (job.data.shards is not None or job.data.inPlace):
+        raise file.error(
+            ("data",), "data: a search splits and copies the rows; give a table or files, without inPlace"
+        )
     try:
         if not _wants_table(file, job, estimator):
             config_of(estimator)
     except ValueError as error:
         raise file.error(("params",), str(error)) from None
-    if job.evaluation is not None and not estimator.getMetrics():
+    if job.evaluation is not None and not (estimator.hasParam("labelCol") and estimator.getMetrics()):
         # Otherwise the evaluation would fail after the training.
-        raise file.error(("evaluation",), "evaluation needs params.metrics; add some, or remove evaluation")
-    return estimator
+        remedy = "add some, or remove evaluation" if estimator.hasParam("labelCol") else "remove evaluation"
+        raise file.error(("evaluation",), f"evaluation needs params.metrics; {remedy}")
+    return stage
+
+
+def trained_by(stage: Any) -> Any:
+    """Returns the estimator that a search trains, or the stage itself; None for a search without one."""
+    return stage.getEstimator() if stage.hasParam("estimator") else stage
+
+
+def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple[str | int, ...]) -> Any:
+    from ringspark.estimators.lazy_imports import load_object
+    from ringspark.estimators.names import check_name
+
+    try:
+        check_name("stage", name, STAGES, otherwise="")
+    except ValueError as error:
+        raise file.error((*path, "stage"), str(error)) from None
+    stage = load_object(STAGES[name])()
+    for key, value in params.items():
+        place = (*path, "params", key)
+        if key == "estimator" and stage.hasParam(key):
+            inner = read_section(file, StageSection, place)
+            made = _make_stage(file, inner.stage, inner.params, place)
+        try:
+            stage.setParams(**{key: made if key == "estimator" else _from_file(key, value)})
+        except (TypeError, ValueError) as error:
+            raise file.error(place, str(error)) from None
+    return stage
 
 
 def _wants_table(file: JobFile, job: TrainJob, estimator: Any) -> bool:
     """Whether `fit` makes the network from the rows; raises ValueError if the job's rows do not allow it."""
     from ringspark.estimators.table_fit import wants_table
 
-    if estimator._task == "any" or not wants_table(estimator):
+    if not wants_table(estimator) or (estimator._task == "any" and estimator.hasParam("labelCol")):
         return False
     if job.data.shards is not None or (job.data.inPlace and job.data.parquet is None):
         rows = "shards" if job.data.shards is not None else "tables with inPlace"
@@ -165,31 +207,31 @@ def config_of(estimator: Any) -> tuple[TrainConfig, UserObjects]:
 
 
 def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
-    from ringspark.estimators.stages.declared import values_of
-    from ringspark.estimators.table_fit import wants_table
-
-    evaluation, values = job.evaluation, values_of(estimator)
-    if wants_table(estimator):
-        # A default that is set would replace a setting that `fit` chooses for the table.
-        values = {name: value for name, value in values.items() if estimator.isSet(name)}
+    evaluation = job.evaluation
     return {
         "stage": job.stage,
         "data": job.data.to_json(),
         "features": job.features,
-        "params": {name: _to_file(value) for name, value in values.items()},
+        "params": _params_of(estimator),
         "save": asdict(job.save),
         "evaluation": evaluation and {"data": evaluation.data.to_json(), "output": evaluation.output},
     }
 
 
+def _params_of(stage: Any) -> dict[str, Any]:
+    from ringspark.estimators.stages.declared import values_of
+    from ringspark.estimators.table_fit import wants_table
+
+    values = values_of(stage)
+    if trained_by(stage) is stage and wants_table(stage):
+        # A default that is set would replace a setting that `fit` chooses for the table.
+        values = {name: value for name, value in values.items() if stage.isSet(name)}
+    return {name: _to_file(value) for name, value in values.items()}
+
+
 def _check(file: JobFile, job: TrainJob) -> None:
-    from ringspark.estimators.names import check_name
     from ringspark.pipelines import storage
 
-    try:
-        check_name("stage", job.stage, STAGES, otherwise="")
-    except ValueError as error:
-        raise file.error(("stage",), str(error)) from None
     for path, source in (
         (("data",), job.data),
         (("evaluation", "data"), job.evaluation.data if job.evaluation is not None else None),
@@ -224,13 +266,13 @@ def _from_file(name: str, value: Any) -> Any:
     import torch
 
     from ringspark.estimators.table_fit import is_for_tables
-    from ringspark.estimators.training.settings.data import COLUMNS
-    from ringspark.estimators.training.settings.network import MODEL
     from ringspark.models import ModelSpec
 
-    if name == COLUMNS.name and isinstance(value, dict):
+    if name == "columns" and isinstance(value, dict):
         return {c: _column_type(kind) if isinstance(kind, dict) else kind for c, kind in value.items()}
-    if name != MODEL.name or not isinstance(value, dict):
+    if name == "evaluator" and isinstance(value, dict):
+        return _evaluator(**value)
+    if name != "model" or not isinstance(value, dict):
         return value
     if "target" not in value or not set(value) <= {"target", "kwargs"}:
         raise ValueError(
@@ -245,6 +287,17 @@ def _from_file(name: str, value: Any) -> Any:
     return spec
 
 
+def _evaluator(name: str = "", **params: Any) -> Any:
+    """Returns an evaluator of Spark ML by the name of its class."""
+    from pyspark.ml import evaluation
+
+    from ringspark.estimators.names import check_name
+
+    known = [each for each in evaluation.__all__ if each.endswith("Evaluator") and each not in ("Evaluator",)]
+    check_name("evaluator", name, known, otherwise="")
+    return getattr(evaluation, name)(**params)
+
+
 def _column_type(given: dict[str, Any]) -> Any:
     from ringspark.pipelines.kinds import KINDS, kind_from_json
 
@@ -254,10 +307,18 @@ def _column_type(given: dict[str, Any]) -> Any:
 
 
 def _to_file(value: Any) -> Any:
-    from ringspark.estimators.options.base import Options
+    from pyspark.ml import Estimator
+    from pyspark.ml.evaluation import Evaluator
+
+    from ringspark.estimators.options.declare import Options
     from ringspark.models import ModelSpec
     from ringspark.pipelines.kinds import Kind
 
+    if isinstance(value, Estimator):
+        return {"stage": type(value).__name__, "params": _params_of(value)}
+    if isinstance(value, Evaluator):
+        set_params = {param.name: value.getOrDefault(param) for param in value.params if value.isSet(param)}
+        return {"name": type(value).__name__, **set_params}
     if isinstance(value, ModelSpec):
         return {"target": value.target, "kwargs": value.kwargs}
     if isinstance(value, Kind):
@@ -267,7 +328,7 @@ def _to_file(value: Any) -> Any:
     return {key: _to_file(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, resume: bool | None) -> None:
+def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume: bool | None) -> None:
     from pyspark.ml import PipelineModel
 
     from ringspark.estimators import WorkerError
@@ -277,12 +338,12 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
     from ringspark.pipelines.folder_removal import check_removal, remove_folder
     from ringspark.pipelines.spark_paths import resolve
 
-    output = resolve(spark, job.save.model)
+    estimator, output = trained_by(stage), resolve(spark, job.save.model)
     if not job.save.overwrite and storage.exists(output):
         raise file.error(
             ("save", "model"), f"save.model: {output} exists; set save.overwrite or another folder"
         )
-    inputs = {"run": estimator.getRunUri(), "teacher": estimator.getTeacher()}
+    inputs = {"run": stage.getRunUri(), "teacher": estimator.getTeacher()}
     inputs["initial model"] = estimator.getInitialModel()
     inputs["pretrained weights"] = getattr(estimator.getPretrained(), "uri", None)
     written = {("save", "model"): output}
@@ -301,21 +362,25 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
                 check_removal(storage.normalize(output), _SAVED)
         except ValueError as error:
             raise file.error(key, f"{'.'.join(key)}: {error}") from None
-    if estimator.getRunUri() is None and resume is not None:
+    if stage.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume need a run folder; set params.runUri")
+    if stage is not estimator and resume is False:
+        raise ValueError(
+            "--no-resume: a search continues what its folder holds; set params.runUri to another"
+        )
     features = _features(job)
     if job.evaluation is not None:
         try:
             check_evaluated(estimator, _add_features(spark, job.evaluation.data, features))
         except ValueError as error:
             raise file.error(("evaluation", "data"), f"evaluation.data: {error}") from None
-    if estimator.getRunUri() is not None:
+    if stage is estimator and stage.getRunUri() is not None:
         _check_rows(spark, job, estimator, features)  # before `remove_old_run` removes an old run
         resume = resume if resume is not None or not estimator.getResume() else True
         remove_old_run(storage.normalize(resolve(spark, estimator.getRunUri())), resume)
         estimator.setResume(bool(resume))
     try:
-        model = _fit(spark, job, estimator, features)
+        model = _fit(spark, job, stage, features)
     except WorkerError as error:
         # The message has the worker's traceback; the driver's is omitted.
         raise SystemExit(f"ringspark train: error: {error}") from None
@@ -326,10 +391,11 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, estimator: Any, re
             remove_folder(storage.normalize(output), _SAVED)
         PipelineModel([*features, model]).save(output)
         print(f"train: model saved to {output}")
-        cli.print_rate("train", model.summary.rows, model.summary.seconds)
+        best = getattr(model, "bestModel", model)
+        cli.print_rate("train", best.summary.rows, best.summary.seconds)
         status = f"the model is saved to {output}, but its evaluation failed"
         if job.evaluation is not None:
-            _evaluate(spark, job.evaluation, features, model)
+            _evaluate(spark, job.evaluation, features, best)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"ringspark train: error: {status}: {error}") from None
 

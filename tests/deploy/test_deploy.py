@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -31,7 +31,7 @@ def test_every_file_says_what_was_run() -> None:
 
 
 def test_kubernetes_names_what_the_image_contains() -> None:
-    spec = yaml.safe_load((DEPLOY / "kubernetes" / "train.yaml").read_text())["spec"]
+    spec = YAML().load((DEPLOY / "kubernetes" / "train.yaml").read_text())["spec"]
     dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
     *sources, target = re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE)[0].split()
     for source in sources:
@@ -47,7 +47,7 @@ def test_kubernetes_names_what_the_image_contains() -> None:
 
 def test_databricks_reads_every_field_of_the_job() -> None:
     jobs = pytest.importorskip("databricks.sdk.service.jobs")
-    job = yaml.safe_load((DEPLOY / "databricks" / "databricks.yml").read_text())["resources"]["jobs"]["train"]
+    job = YAML().load((DEPLOY / "databricks" / "databricks.yml").read_text())["resources"]["jobs"]["train"]
     assert jobs.JobSettings.from_dict(job).as_dict() == job
     (task,) = job["tasks"]
     assert (DEPLOY / "databricks" / task["spark_python_task"]["python_file"]).is_file()

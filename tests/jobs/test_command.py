@@ -137,10 +137,10 @@ def test_a_refused_job_is_a_process_that_prints_one_line_and_exits_with_2(tmp_pa
 
 @pytest.mark.slow
 def test_a_printed_job_is_a_job_again_and_json_is_read_alike(tmp_path: Path) -> None:
-    import yaml
+    from ruamel.yaml import YAML
 
     job = _job(tmp_path)
-    (tmp_path / "job.json").write_text(json.dumps(yaml.safe_load(job.read_text()), indent=1))
+    (tmp_path / "job.json").write_text(json.dumps(YAML(typ="safe").load(job.read_text()), indent=1))
     first = _run("train", job, "--set", "params.epochs=7", "--print")
     assert first.returncode == 0, first.stderr
     assert "epochs: 7\n" in first.stdout

@@ -37,7 +37,7 @@ def test_a_mistake_below_a_changed_key_is_told_of_the_option() -> None:
 
 
 def test_a_duplicate_key_in_json_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"job\.json: 'a' is a duplicate key; remove one"):
+    with pytest.raises(ValueError, match=r"job\.json, line 1: 'a' is a duplicate key; remove one"):
         JobFile.parse("job.json", '{"a": 1, "a": 2}')
 
 
