@@ -41,7 +41,6 @@ from ringspark.estimators.training.check.driver import CheckedTraining, check_tr
 from ringspark.estimators.training.check.schema import check_schema
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import Column, check_batch, check_masks, is_case_sensitive
 from ringspark.pipelines.kinds import Kind, Vocabulary
@@ -252,7 +251,7 @@ def _with_label_arrays(estimator: Any, config: TrainConfig, columns: Sequence[Co
 
 
 def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, exact: bool) -> str | None:
-    given = value_of(estimator, VALIDATION_INDICATOR_COL)
+    given = value_of(estimator, "validationIndicatorCol")
     if given is None:
         return None
     field = find_field(given, "validationIndicatorCol", schema, exact)

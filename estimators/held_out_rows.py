@@ -29,7 +29,6 @@ from pyspark.sql.types import (
 
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.declared import value_of
-from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL
 from ringspark.pipelines.columns import is_case_sensitive, quote
 from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.kinds.scalar import number_of
@@ -60,7 +59,7 @@ class HeldOut:
 
 def check_one_choice(estimator: Any) -> None:
     """Raises ValueError if an indicator and another Param choose the rows."""
-    if not value_of(estimator, VALIDATION_INDICATOR_COL):
+    if not value_of(estimator, "validationIndicatorCol"):
         return
     for name, value in (
         ("timeCol", estimator.getTimeCol()),
@@ -79,7 +78,7 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str], is_sketch
     the columns `names` together. A sketch runs no job, and holds out no row that has no indicator.
     """
     check_one_choice(estimator)
-    given, fraction = value_of(estimator, VALIDATION_INDICATOR_COL), estimator.getValidationFraction()
+    given, fraction = value_of(estimator, "validationIndicatorCol"), estimator.getValidationFraction()
     time = estimator.getTimeCol()
     if given:
         return HeldOut(dataset, given, ())

@@ -32,7 +32,6 @@ from ringspark.estimators.initial_model import table_plan
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.member_choice import IGNORED
-from ringspark.estimators.training.settings.data import VALIDATION_INDICATOR_COL, WEIGHT_COL
 from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
 from ringspark.pipelines import storage
@@ -237,8 +236,8 @@ def _prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri:
     if plan.kind != _UNKNOWN_ROWS.kind:
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
-    weight = value_of(estimator, WEIGHT_COL)
-    for each in (label, weight and find_field(weight, WEIGHT_COL.name, schema, exact)):
+    weight = value_of(estimator, "weightCol")
+    for each in (label, weight and find_field(weight, "weightCol", schema, exact)):
         if each and isinstance(each.dataType, DecimalType):
             frame = frame.withColumn(each.name, F.col(quote(each.name)).cast("double"))
     return PreparedFit(inner, frame, plan, frozenset(_unset(estimator, completion)) - {"model"})
@@ -316,8 +315,8 @@ def check_names_differ(names: Sequence[str], exact: bool) -> None:
 def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequence[str]) -> list[str]:
     fields = FieldIndex(schema, exact)
     indicator, weight = (
-        fields.find(name, setting.name).name if (name := value_of(estimator, setting)) else None
-        for setting in (VALIDATION_INDICATOR_COL, WEIGHT_COL)
+        fields.find(name, setting).name if (name := value_of(estimator, setting)) else None
+        for setting in ("validationIndicatorCol", "weightCol")
     )
     param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
     if param is None:
@@ -326,7 +325,7 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
     # Only a named weight is an input, too.
     names = [fields.find(name, param).name for name in estimator.inputColumns()]
     for name in {*labels, indicator}.intersection(names):
-        setting = VALIDATION_INDICATOR_COL.name if name == indicator else "labelCol"
+        setting = "validationIndicatorCol" if name == indicator else "labelCol"
         raise ValueError(
             f"{param} and {setting} both name {name!r}, which the network must not read as an input; choose "
             f"other columns for {param}"

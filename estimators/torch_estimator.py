@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 from pyspark.ml import Estimator
@@ -27,10 +28,17 @@ from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shards import ShardStates, run_shards
 from ringspark.estimators.run.tables import check_pinned, keep_source, pinned_source
-from ringspark.estimators.stages.declared import plain_values, set_params
+from ringspark.estimators.stages.declared import plain_values
 from ringspark.estimators.stages.fit_data import SharedShards
-from ringspark.estimators.stages.model_params import _ClassifierParams, check_distinct, check_thresholds
-from ringspark.estimators.stages.params import _LabelParams, _MultiLabelParams, _TrainingParams
+from ringspark.estimators.stages.model_params import _EstimatorParams, check_distinct, check_thresholds
+from ringspark.estimators.stages.params import (
+    ClassifierKeywords,
+    ClassifierParams,
+    EstimatorKeywords,
+    LabelParams,
+    MultiLabelParams,
+    RegressorKeywords,
+)
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
@@ -59,27 +67,20 @@ E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
 
 
-class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
+class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
     """Base class of the estimators. The constructor's keywords are the Params: see `explainParams()`."""
 
     _task: Task = "any"
     _model_class: type[TorchModel] = TorchModel
 
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        self._surroundings: dict[str, str] = {}
-        self._source: TableSource | None = None
-        set_params(self, params)
+    _surroundings: Mapping[str, str] = MappingProxyType({})
+    _source: TableSource | None = None
 
     def copy(self: E, extra: Any = None) -> E:
         # The calling thread's surroundings, such as MLflow's active run, may be missing in the fit's thread.
         that = super().copy(extra)
         that._surroundings = surroundings_of(that.getTracking()) or self._surroundings
         return that
-
-    def setParams(self: E, **params: Any) -> E:
-        set_params(self, params)
-        return self
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[dict[Any, Any]]) -> Iterator[tuple[int, M]]:
         """Fits one model per parameter map; fits that read the same columns share one write of the data.
@@ -319,7 +320,7 @@ class _TorchEstimator(_TrainingParams, Estimator, MLWritable, MLReadable[Any], G
             warnings.warn(sentence, UserWarning, stacklevel=4)
 
 
-class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
+class TorchEstimator(EstimatorKeywords, _TorchEstimator[TorchModel], MultiLabelParams):
     """Trains any network with any loss; the model's predictions are the network's outputs.
 
     The network returns one tensor, or a tuple with one tensor for each of `labelCols`.
@@ -335,7 +336,9 @@ class TorchEstimator(_TorchEstimator[TorchModel], _MultiLabelParams):
         return "labelCol" if self.getLabelCols() is None else "labelCols"
 
 
-class TorchClassifier(_TorchEstimator[TorchClassificationModel], _LabelParams, _ClassifierParams):
+class TorchClassifier(
+    ClassifierKeywords, _TorchEstimator[TorchClassificationModel], LabelParams, ClassifierParams
+):
     """Trains a network to predict classes 0..n-1.
 
     The network returns (batch, n) logits, or (batch, 1) or (batch,) for two classes.
@@ -359,7 +362,7 @@ class TorchClassifier(_TorchEstimator[TorchClassificationModel], _LabelParams, _
             check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
-class TorchRegressor(_TorchEstimator[TorchRegressionModel], _LabelParams):
+class TorchRegressor(RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams):
     """Trains a network to predict numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"

@@ -18,12 +18,8 @@ from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.results import Classes, Results, Values
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.stages.model_params import (
-    _ClassifierParams,
-    _EvaluatedParams,
-    check_free,
-    check_thresholds,
-)
+from ringspark.estimators.stages.model_params import check_free, check_thresholds
+from ringspark.estimators.stages.params import ClassifierParams, EvaluatedParams
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.objective.metrics import Task, check_metrics
 from ringspark.estimators.training.objective.own_metrics import check_own_tasks, name_metrics
@@ -37,7 +33,7 @@ _OUTPUT, _LABEL = "__ringspark_output", "__ringspark_label"
 HELD_OUT_REPORT = "ringspark.extras.report.held_out.held_out_report:HeldOutReport"
 
 
-class _EvaluatedModel(TorchModel, _EvaluatedParams):
+class _EvaluatedModel(TorchModel, EvaluatedParams):
     """A model with one output, for a classification or a regression."""
 
     _task: Task
@@ -145,7 +141,7 @@ class TorchRegressionModel(_EvaluatedModel):
         return values[0] if len(values) == 1 else values
 
 
-class TorchClassificationModel(_EvaluatedModel, _ClassifierParams):
+class TorchClassificationModel(_EvaluatedModel, ClassifierParams):
     """Made by `TorchClassifier`; adds `rawPredictionCol`, `probabilityCol` and `predictionCol`.
 
     The first two are vectors, as Spark's evaluators take them; an empty name omits a column.

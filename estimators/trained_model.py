@@ -52,7 +52,6 @@ from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run.listing import remove_run_of
-from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
@@ -124,7 +123,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._ignored_label: int | None = None
         self._labels: tuple[str, ...] = ()
         self._label_fields: tuple[tuple[str, ...], ...] = ()
-        set_params(self, params)
+        self.setParams(**params)
 
     @property
     def hasSummary(self) -> bool:

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ringspark.estimators.environment import environment
+from ringspark.estimators.options.checked import choices_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ringspark.estimators.training.settings.declaration import Setting
+    from ringspark.estimators.training.settings.setting import Setting
 
 DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
 _INTERRUPTED = 130
-_METAVARS = {"int": "N", "float": "X"}
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
 # Spark's generated code for a row of 60 columns exceeds Java's default limit for compilation.
 _JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
 _SUBMIT_OPTIONS = "SPARK_SUBMIT_OPTS"
@@ -92,11 +93,11 @@ def main(
     return code
 
 
-def option_name(setting: Setting[Any]) -> str:
-    return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", setting.name)
+def option_name(name: str) -> str:
+    return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", name)
 
 
-def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None:
+def add_setting(parser: Any, setting: Setting, default: Any = None) -> None:
     """Adds an option for an estimator's setting.
 
     The job may have its own `default`; None means the default of the setting.
@@ -106,8 +107,8 @@ def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None
         "default": setting.default if default is None else default,
         "help": setting.words.replace("%", "%%"),
     }
-    if setting.kind == "bool":
-        parser.add_argument(option_name(setting), action="store_true", **kwargs)
+    if setting.kinds == [bool]:
+        parser.add_argument(option_name(setting.name), action="store_true", **kwargs)
         return
 
     def convert(text: str) -> Any:
@@ -118,9 +119,9 @@ def add_setting(parser: Any, setting: Setting[Any], default: Any = None) -> None
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    choices = setting.accepts.choices if setting.accepts is not None else ()
-    metavar = f"{{{','.join(choices)}}}" if choices else _METAVARS.get(setting.kind, "WORD")
-    parser.add_argument(option_name(setting), type=convert, metavar=metavar, **kwargs)
+    choices = choices_of(setting.hint)
+    metavar = f"{{{','.join(choices)}}}" if choices else _METAVARS.get(setting.kinds[0], "WORD")
+    parser.add_argument(option_name(setting.name), type=convert, metavar=metavar, **kwargs)
 
 
 def positive_int(text: str) -> int:

@@ -15,15 +15,14 @@ from ringspark.jobs import cli, etl, score, train
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
-    for setting, default in train.FOR_DEMO:
-        cli.add_setting(parser, setting, default)
+    train.add_settings(parser, train.FOR_DEMO)
     cli.add_master(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
-    given = [text for s, _ in train.FOR_DEMO for text in (cli.option_name(s), str(getattr(args, s.name)))]
+    given = [text for name in train.FOR_DEMO for text in (cli.option_name(name), str(getattr(args, name)))]
     # One session: starting Spark and compiling its code again would take as long as a job.
     with cli.spark("ringspark demo", args.master, is_short=True):
         etl.run(etl.build_parser().parse_args(["--output", args.root]))

@@ -114,8 +114,7 @@ def _show_settings(facts: RunFacts, everything: bool) -> None:
     for name, setting in sorted(SETTINGS.items()):
         if setting.field and hasattr(facts.config, setting.field):
             value = getattr(facts.config, setting.field)
-            default = tuple(setting.default) if isinstance(setting.default, list) else setting.default
-            if everything or value != default:
+            if everything or value != setting.default:
                 print(f"  {name} = {_cell(value)}")
 
 

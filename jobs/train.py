@@ -13,12 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ringspark.estimators.training.settings import data, memory, recovery, training, workers
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.data import Data
+from ringspark.estimators.training.settings.memory import Memory
+from ringspark.estimators.training.settings.recovery import Recovery
+from ringspark.estimators.training.settings.setting import settings_of
+from ringspark.estimators.training.settings.training import Training
+from ringspark.estimators.training.settings.workers import Workers
 from ringspark.jobs import cli, recipes, train_job
 from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import resolve
@@ -26,31 +30,23 @@ from ringspark.pipelines.spark_paths import resolve
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_SETTINGS = settings_of(Workers, Training, Memory, Data, Recovery)
 # The estimator's settings that are options of the job, with the job's own defaults.
-FOR_DEMO: tuple[tuple[Setting[Any], Any], ...] = (
-    (workers.NUM_WORKERS, 2),
-    (training.EPOCHS, recipes.EPOCHS),
-    (training.SEED, None),
-)
-TRAINING: tuple[tuple[Setting[Any], Any], ...] = (
-    *FOR_DEMO,
-    (training.BATCH_SIZE, recipes.BATCH_SIZE),
-    (training.LEARNING_RATE, recipes.LEARNING_RATE),
-    (memory.PRECISION, None),
-    (memory.GRADIENT_CHECKPOINTING, None),
-    (training.GRADIENT_ACCUMULATION, None),
-    (workers.COLLECTIVE, None),
-    (data.READER, None),
-    (data.CACHE, None),
-    (workers.USE_GPU, None),
-)
-RECOVERY: tuple[tuple[Setting[Any], Any], ...] = (
-    (recovery.CHECKPOINT_EVERY_STEPS, None),
-    (recovery.CHECKPOINT_EVERY_SECONDS, None),
-    (recovery.MAX_RESTARTS, None),
-    (recovery.MIN_WORKERS, None),
-    (recovery.TIMEOUT_SECONDS, None),
-)
+FOR_DEMO: dict[str, Any] = {"numWorkers": 2, "epochs": recipes.EPOCHS, "seed": None}
+TRAINING: dict[str, Any] = {
+    **FOR_DEMO,
+    "batchSize": recipes.BATCH_SIZE,
+    "learningRate": recipes.LEARNING_RATE,
+    **dict.fromkeys(("precision", "gradientCheckpointing", "gradientAccumulation", "collective"), None),
+    **dict.fromkeys(("reader", "cache", "useGpu"), None),
+}
+RECOVERY = tuple(settings_of(Recovery))
+
+
+def add_settings(parser: Any, defaults: Mapping[str, Any]) -> None:
+    """Adds options for the estimator's settings; the default None is the setting's own."""
+    for name, default in defaults.items():
+        cli.add_setting(parser, _SETTINGS[name], default)
 
 
 def build_parser() -> cli.JobParser:
@@ -63,8 +59,7 @@ def build_parser() -> cli.JobParser:
         default="days",
         help="hold out whole days of months 1 to 9, or month 9, which chose the recipe; default: days",
     )
-    for setting, default in TRAINING:
-        cli.add_setting(parser, setting, default)
+    add_settings(parser, TRAINING)
     recovery_group = parser.add_argument_group("when something fails")
     recovery_group.add_argument("--run", metavar="URI", help="run folder; default: DATA/runs/current")
     recovery_group.add_argument(
@@ -72,8 +67,7 @@ def build_parser() -> cli.JobParser:
         action=argparse.BooleanOptionalAction,
         help="resume the run in the folder of --run, or start again; default: refuse an unfinished run",
     )
-    for setting, default in RECOVERY:
-        cli.add_setting(recovery_group, setting, default)
+    add_settings(recovery_group, dict.fromkeys(RECOVERY))
     cli.add_master(parser)
     return parser
 
@@ -86,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.jobs import flights
     from ringspark.models import ModelSpec
 
-    given = {setting.name: getattr(args, setting.name) for setting, _ in (*TRAINING, *RECOVERY)}
+    given = {name: getattr(args, name) for name in (*TRAINING, *RECOVERY)}
     with cli.spark("ringspark train", args.master) as spark:
         data = resolve(spark, args.data)
         run_uri = resolve(spark, args.run) if args.run else storage.join(data, "runs", "current")

@@ -58,7 +58,7 @@ class ShardFile:
     num_bytes: int
     sha256: str
     row_groups: tuple[int, ...]
-    table: TableFile | None = added(None)  # noqa: RUF009
+    table: TableFile | None = added(None)
 
     def __post_init__(self) -> None:
         leaves = any(part in ("", ".", "..") for part in self.path.split("/"))
@@ -118,8 +118,8 @@ class ShardManifest:
     files: tuple[ShardFile, ...]
     stats: dict[str, dict[str, ColumnStats]] = field(default_factory=dict)
     skipped_rows: int = 0
-    table: TableSource | None = added(None)  # noqa: RUF009
-    file_columns: dict[str, FileColumn] | None = added(None)  # noqa: RUF009
+    table: TableSource | None = added(None)
+    file_columns: dict[str, FileColumn] | None = added(None)
     format_version: int = FORMAT_VERSION
 
     @property

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.setting import Setting
 from ringspark.estimators.training.settings.table import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +55,7 @@ def find_words(tree: ast.Module) -> Iterator[str]:
             yield from re.findall(r"\w+", node.value)
 
 
-def _spellings(setting: Setting[object]) -> set[str]:
+def _spellings(setting: Setting) -> set[str]:
     name = setting.name
     methods = {f"{verb}{name[0].upper()}{name[1:]}" for verb in ("get", "set")}
     # A single word such as "loss" is ambiguous, so only its methods and fields count.

@@ -167,7 +167,7 @@ def main() -> None:
         show("A training that does not fit into a worker's memory", lambda: cannot_fit(root))
         show("`useGpu` on a host without a GPU", lambda: fit(useGpu=True))
         show("An unknown optimizer name", lambda: TorchClassifier(model=SPEC, optimizer="adamm"))
-        show("A misspelled Param", lambda: TorchClassifier(model=SPEC, bachSize=8))
+        show("A misspelled Param", lambda: TorchClassifier(model=SPEC, bachSize=8))  # type: ignore[call-arg]
         left = (
             sorted(path.name for path in (root / "storage").iterdir()) if (root / "storage").exists() else []
         )

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.checked import listed
 from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.declare import Options
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.training.settings.capabilities import VALUES, SettingValue
 from ringspark.estimators.training.settings.rules import COMBINATIONS
@@ -80,8 +81,8 @@ def _settings() -> list[list[str]]:
         [
             f"`{name}`",
             setting.words,
-            setting.default_words or ("" if setting.default is None else f"`{setting.default!r}`"),
-            setting.accepts.rule() + setting.accepts.remedy if setting.accepts is not None else "",
+            setting.default_words or ("" if setting.default is None else f"`{listed(setting.default)!r}`"),
+            f"{setting.rule}; {setting.remedy}" if setting.remedy else setting.rule,
             "yes" if setting.may_differ_on_resume else _RECORDED if setting.recorded_on_resume else "",
         ]
         for name, setting in sorted(SETTINGS.items())

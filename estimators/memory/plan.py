@@ -20,9 +20,12 @@ from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import shard_state
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
-from ringspark.estimators.training.settings import memory, network, training, workers
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.memory import Memory
+from ringspark.estimators.training.settings.network import Objects
+from ringspark.estimators.training.settings.training import Training
+from ringspark.estimators.training.settings.workers import Workers
 from ringspark.models import ModelSpec
 
 
@@ -31,17 +34,17 @@ def plan_memory(
     batch: tuple[Any, Any],
     *,
     rows: int | None = None,
-    optimizer: Any = training.OPTIMIZER.default,
-    loss: Any = network.LOSS.default,
-    precision: str = memory.PRECISION.default,
-    gradientCheckpointing: str | int | Sequence[str] = memory.NO_CHECKPOINTING,
-    gradientAccumulation: int = training.GRADIENT_ACCUMULATION.default,
-    activationOffload: str = memory.ACTIVATION_OFFLOAD.default,
-    activationCompression: str = memory.ACTIVATION_COMPRESSION.default,
+    optimizer: Any = Training.optimizer,
+    loss: Any = Objects.loss,
+    precision: str = Memory.precision,
+    gradientCheckpointing: str | int | Sequence[str] = Memory.gradient_checkpointing,
+    gradientAccumulation: int = Training.gradient_accumulation,
+    activationOffload: str = Memory.activation_offload,
+    activationCompression: str = Memory.activation_compression,
     sharding: str = "none",
-    collective: str = workers.COLLECTIVE.default,
-    numWorkers: int = workers.NUM_WORKERS.default,
-    useGpu: bool = workers.USE_GPU.default,
+    collective: str = Workers.collective,
+    numWorkers: int = Workers.num_workers,
+    useGpu: bool = Workers.use_gpu,
     parallelism: Mapping[str, Any] | None = None,
     budget: int | str | None = None,
 ) -> MemoryPlan:

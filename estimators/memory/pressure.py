@@ -42,6 +42,8 @@ from ringspark.estimators.training.row_caching import estimate_reader_bytes, fin
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.choices import Cache
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.recovery import Recovery
+from ringspark.estimators.training.settings.setting import settings_of
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
@@ -202,7 +204,9 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
     stages = (Zero(stage=1), Zero(stage=2), Zero(stage=3))[SHARDINGS.index(config.sync.sharding) :]
     better = next((sync for sync in reversed(stages) if change_setting(config, "sync", sync)), None)
     if largest == "copy for a checkpoint":
-        first = "leave checkpointEverySteps and checkpointEveryEpochs unset"
+        intervals = [s for s in settings_of(Recovery).values() if s.name.startswith("checkpointEvery")]
+        given = [s.name for s in intervals if s.default is None and getattr(config, s.field)]
+        first = f"leave {' and '.join(given)} unset" if given else "set checkpointEverySeconds=0"
     elif largest == "row groups in flight":
         first = "write the shards with smaller row_group_rows"
     elif largest == "kept rows":

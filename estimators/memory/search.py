@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ringspark.estimators.options.sync import AllReduce, Zero
+from ringspark.estimators.options.sync import AllReduce, Sync
 from ringspark.estimators.training.settings.config import TrainConfig
 
 MOST_SUGGESTIONS = 3
@@ -18,13 +18,13 @@ MOST_SUGGESTIONS = 3
 # A setting of `TrainConfig` and its new value; for accumulation, a factor on the present value.
 Rung = tuple[str, Any]
 _FIRST: tuple[Rung, ...] = (
-    ("sync", Zero(stage=1)),
-    ("sync", Zero(stage=2)),
+    ("sync", {"name": "zero", "stage": 1}),
+    ("sync", {"name": "zero", "stage": 2}),
     *(("gradient_accumulation", factor) for factor in (2, 4, 16, 64)),
     ("gradient_checkpointing", "sqrt"),
     ("gradient_checkpointing", "all"),
 )
-_PARAMETERS: Rung = ("sync", Zero(stage=3))
+_PARAMETERS: Rung = ("sync", {"name": "zero", "stage": 3})
 _PACKED: tuple[Rung, ...] = (
     ("activation_compression", "bits"),
     ("activation_offload", "host"),
@@ -99,7 +99,7 @@ def _above(config: TrainConfig, ladder: Sequence[Rung], rows: int) -> Iterator[R
                 yield name, present * value
         elif name in passed and (name != "sync" or config.num_workers > 1):
             yield name, value
-        elif value == present:
+        elif present == (Sync.of(value) if name == "sync" else value):
             passed.add(name)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Gt, Le
 
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.options.base import Options, above_0_to_1, at_least, not_negative, option
+from ringspark.estimators.options.checked import AtLeast1, NotNegative
+from ringspark.estimators.options.declare import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,8 @@ class Compression(Options):
     """
 
     strategy: ClassVar[str] = "compressed"
-    after: int = option(not_negative(), 0)
-    least: int = option(at_least(1), 1024)
+    after: NotNegative = 0
+    least: AtLeast1 = 1024
     between: Literal["workers", "hosts"] = "workers"
     feedback: bool = False
 
@@ -61,7 +64,7 @@ class TopK(Compression):
     """
 
     feedback: bool = True
-    ratio: float = option(above_0_to_1(), 0.01)
+    ratio: Annotated[float, Gt(0), Le(1)] = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class RandomK(Compression):
     """
 
     feedback: bool = True
-    ratio: float = option(above_0_to_1(), 0.01)
+    ratio: Annotated[float, Gt(0), Le(1)] = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Sparsify(Compression):
         ratio: Share of the elements that are sent, on average.
     """
 
-    ratio: float = option(above_0_to_1(), 0.1)
+    ratio: Annotated[float, Gt(0), Le(1)] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,7 @@ class PowerSGD(Compression):
     """
 
     feedback: bool = True
-    rank: int = option(at_least(1), 2)
+    rank: AtLeast1 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class GradiVeQ(Compression):
     """
 
     feedback: bool = True
-    slice: int = option(at_least(1), 256)
-    components: int = option(at_least(1), 16)
-    samples: int = option(at_least(1), 5)
-    refresh: int = option(at_least(1), 200)
+    slice: AtLeast1 = 256
+    components: AtLeast1 = 16
+    samples: AtLeast1 = 5
+    refresh: AtLeast1 = 200

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ringspark.estimators.options.base import Options, above_0, at_least, from_0_below_1, option
+from annotated_types import Ge, Gt, Lt
+
+from ringspark.estimators.options.checked import AtLeast1, Finite, Names
+from ringspark.estimators.options.declare import Options
 from ringspark.pipelines import storage
 
 
@@ -21,11 +24,11 @@ class LoRA(Options):
         train: Patterns over names of parameters that are trained too, such as `("head.*",)`.
     """
 
-    rank: int = option(at_least(1))
-    targets: tuple[str, ...]
-    alpha: float | None = option(above_0(), None)
-    dropout: float = option(from_0_below_1(), 0.0)
-    train: tuple[str, ...] = ()
+    rank: AtLeast1
+    targets: Names
+    alpha: Annotated[float, Gt(0), Finite] | None = None
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    train: Names = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +51,7 @@ class Pretrained(Options):
     SHORTHAND: ClassVar[str] = "uri"
 
     uri: str
-    ignore: tuple[str, ...] = ()
+    ignore: Names = ()
     strict: bool = True
 
     def __post_init__(self) -> None:

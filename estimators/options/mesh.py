@@ -6,7 +6,8 @@ import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from ringspark.estimators.options.base import Options, at_least, option
+from ringspark.estimators.options.checked import AtLeast1, Names
+from ringspark.estimators.options.declare import Options
 
 # The axes from the outermost to the innermost: ranks are numbered along them, the last axis fastest.
 AXES = ("pipeline", "data", "shard", "expert", "sequence", "tensor")
@@ -36,11 +37,11 @@ class Pipeline(Options):
 
     SHORTHAND: ClassVar[str] = "stages"
 
-    stages: int = field(default=1, kw_only=False, metadata={"allowed": at_least(1, "worker")})
+    stages: AtLeast1 = field(default=1, kw_only=False)
     schedule: Schedule = "1f1b"
-    virtual: int = option(at_least(1), 1)
-    cuts: tuple[str, ...] = ()
-    sequence_chunks: int = option(at_least(1), 1)
+    virtual: AtLeast1 = 1
+    cuts: Names = ()
+    sequence_chunks: AtLeast1 = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,12 @@ class Mesh(Options):
             'ulysses'.
     """
 
-    data: int | None = option(at_least(1, "worker"), None)
-    shard: int = option(at_least(1, "worker"), 1)
-    tensor: int = option(at_least(1, "worker"), 1)
+    data: AtLeast1 | None = None
+    shard: AtLeast1 = 1
+    tensor: AtLeast1 = 1
     pipeline: Pipeline = Pipeline(1)
-    expert: int = option(at_least(1, "worker"), 1)
-    sequence: int = option(at_least(1, "worker"), 1)
+    expert: AtLeast1 = 1
+    sequence: AtLeast1 = 1
     plan: dict[str, Any] | None = None
     sequence_parallel: bool = False
     context: Context = "ring"

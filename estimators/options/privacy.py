@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ringspark.estimators.options.base import Options, ValueRange, above_0, above_0_and_finite, option
+from annotated_types import Gt, Lt
+
+from ringspark.estimators.options.checked import Finite
+from ringspark.estimators.options.declare import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +25,10 @@ class Privacy(Options):
             ('prv').
     """
 
-    epsilon: float | None = option(above_0(), None)
-    delta: float = option(ValueRange(lambda value: 0 < value < 1, lambda: "must lie between 0 and 1"))
-    max_grad_norm: float = option(above_0_and_finite())
-    noise_multiplier: float | None = option(above_0_and_finite(), None)
+    epsilon: Annotated[float, Gt(0), Finite] | None = None
+    delta: Annotated[float, Gt(0), Lt(1)]
+    max_grad_norm: Annotated[float, Gt(0), Finite]
+    noise_multiplier: Annotated[float, Gt(0), Finite] | None = None
     accountant: Literal["rdp", "prv"] = "rdp"
 
     def __post_init__(self) -> None:

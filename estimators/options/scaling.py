@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ringspark.estimators.options.base import Options, at_least, not_negative, option
+from annotated_types import Ge
+
+from ringspark.estimators.options.checked import AtLeast1, Finite
+from ringspark.estimators.options.declare import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,6 @@ class ScaleLearningRate(Options):
             may be a fraction.
     """
 
-    base_batch_size: int = option(at_least(1))
+    base_batch_size: AtLeast1
     rule: Literal["linear", "sqrt"] = "linear"
-    warmup_epochs: float = option(not_negative(), 0.0)
+    warmup_epochs: Annotated[float, Ge(0), Finite] = 0.0

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from ringspark.estimators.options.base import (
-    Options,
-    above_0,
-    above_0_to_1,
-    at_least,
-    from_0_below_1,
-    from_0_to_1,
-    not_negative,
-    option,
-)
+from annotated_types import Ge, Gt, Le, Lt
+
+from ringspark.estimators.options.checked import AtLeast1, Finite, NotNegative
 from ringspark.estimators.options.compression import Compression, Uncompressed
+from ringspark.estimators.options.declare import Options, option
 
 # What a stage of ZeRO shards, by the number of the stage.
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
@@ -99,7 +93,7 @@ class LocalTraining(Sync):
     """
 
     steps: Any
-    after: int = option(not_negative(), 0)
+    after: NotNegative = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +107,8 @@ class LocalSGD(LocalTraining):
             'reset'.
     """
 
-    steps: int | Literal["epoch", "training"] = option(
-        at_least(2, remedy="AllReduce() synchronizes every step")
+    steps: Annotated[int, Ge(2)] | Literal["epoch", "training"] = option(
+        remedy="AllReduce() synchronizes every step"
     )
     optimizer_state: Literal["keep", "average", "reset"] = "keep"
     strategy: ClassVar[str] = "local_average"
@@ -135,13 +129,13 @@ class DiLoCo(LocalTraining):
         alpha: Share of a worker's own weights that it keeps when it receives a fragment.
     """
 
-    steps: int | Literal["epoch"] = option(at_least(1))
-    outer_rate: float = option(above_0(), 0.7)
-    outer_momentum: float = option(from_0_below_1(), 0.9)
+    steps: AtLeast1 | Literal["epoch"]
+    outer_rate: Annotated[float, Gt(0), Finite] = 0.7
+    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     send: Literal["fp32", "fp16", "int8"] = "fp32"
-    fragments: int = option(at_least(1), 1)
-    delay: int = option(not_negative(), 0)
-    alpha: float = option(from_0_to_1(), 0.0)
+    fragments: AtLeast1 = 1
+    delay: NotNegative = 0
+    alpha: Annotated[float, Ge(0), Le(1)] = 0.0
     strategy: ClassVar[str] = "diloco"
 
     def __post_init__(self) -> None:
@@ -173,8 +167,8 @@ class ElasticAveraging(LocalTraining):
         alpha: How far a worker moves towards the center; None for 0.9 / numWorkers.
     """
 
-    steps: int | Literal["epoch"] = option(at_least(1))
-    alpha: float | None = option(above_0_to_1(), None)
+    steps: AtLeast1 | Literal["epoch"]
+    alpha: Annotated[float, Gt(0), Le(1)] | None = None
     strategy: ClassVar[str] = "elastic"
 
 
@@ -206,7 +200,7 @@ class ParameterServer(Asynchronous):
         correction: 'staleness' applies a late gradient with a smaller learning rate; 'none' does not.
     """
 
-    staleness: int | None = option(not_negative(), None)
+    staleness: NotNegative | None = None
     correction: Literal["none", "staleness"] = "none"
     strategy: ClassVar[str] = "parameter_server"
 

@@ -26,7 +26,7 @@ class SyncSettings:
         autocast: Makes the context of a forward pass.
     """
 
-    sync: Sync = AllReduce()  # noqa: RUF009
+    sync: Sync = AllReduce()
     micro_batches: int = 1
     noise_scale: bool = False
     seed: int = 0

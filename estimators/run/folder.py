@@ -31,9 +31,6 @@ from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.checkpoint.resume import BIND_FILES
 from ringspark.estimators.training.history import SettingChange
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.training.settings.memory import PRECISION
-from ringspark.estimators.training.settings.training import EPOCHS, LR_SCHEDULE
-from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import FILES, FOLDER_PREFIX, discard, remove_folder
 from ringspark.pipelines.typed_json import OtherFormatError, fit, parse, record, versioned
@@ -220,7 +217,7 @@ class RunFolder:
 
     def _check_reopens(self, found: Mapping[str, tuple[Any, Any]]) -> None:
         """Refuses to continue a finished run unless it gets more epochs and kept its training state."""
-        before, now = found.get(EPOCHS.name, (0, 0))
+        before, now = found.get("epochs", (0, 0))
         if now <= before:
             changed = [f"{name}: {change[0]} -> {change[1]}" for name, change in found.items()]
             raise RunRefusedError(
@@ -242,12 +239,12 @@ class RunFolder:
         else:
             step = 0
         note, settings = "", identity["settings"]
-        schedule = settings["lrSchedule function"] or settings[LR_SCHEDULE.name]
-        if name == EPOCHS.name and schedule != "constant":
+        schedule = settings["lrSchedule function"] or settings["lrSchedule"]
+        if name == "epochs" and schedule != "constant":
             note = f"lrSchedule {schedule!r} is planned again over all epochs"
-        elif name == SYNC.name:
+        elif name == "sync":
             before, now = repr(Sync.of(before)), repr(Sync.of(now))
-        elif name == PRECISION.name and "fp16" in (before, now):
+        elif name == "precision" and "fp16" in (before, now):
             note = "the loss scale starts new" if now == "fp16" else "the loss scale ends"
         return SettingChange(setting=name, before=before, now=now, epoch=epoch, step=step + 1, note=note)
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.declare import Options
 from ringspark.estimators.options.sync import AllReduce, Sync, Zero
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.estimators.training.settings.workers import SYNC
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 
@@ -89,7 +88,7 @@ def split_changes(
     found = {
         name: (before[name], now[name])
         for name in sorted(_RECORDED & before.keys() & now.keys())
-        if before[name] != now[name] and (name != SYNC.name or _only_shards(before[name], now[name]))
+        if before[name] != now[name] and (name != "sync" or _only_shards(before[name], now[name]))
     }
     return found, old | {"settings": before | {name: change[1] for name, change in found.items()}}
 

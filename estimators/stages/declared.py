@@ -1,106 +1,90 @@
-"""Makes a Spark Param, its getter and its setter from a setting's declaration.
+"""Makes Spark Params, their getters and setters from declared settings.
 
-class _TrainingParams(DeclaredParams):
-    epochs, getEpochs, setEpochs = declared(EPOCHS)
+@with_settings(*settings_of(Recovery).values())
+class _RecoveryParams(DeclaredParams):
+    ...
+
+Type checkers and editors read the same members in a stub, which scripts/show_stubs.py prints.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+import re
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, TypeVar
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 
 from ringspark.estimators.names import nearest
-from ringspark.estimators.options.base import Options
-from ringspark.estimators.training.settings.declaration import Kind, Setting
-from ringspark.estimators.training.settings.table import GROUPS, SETTINGS
+from ringspark.estimators.options.checked import WrongTypeError, listed
+from ringspark.estimators.options.declare import Options
+from ringspark.estimators.training.settings.setting import Setting
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import storage
 from ringspark.pipelines.notebook_table import notebook_table
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-T_contra = TypeVar("T_contra", contravariant=True)
-S = TypeVar("S", bound=Params)
+S = TypeVar("S", bound="DeclaredParams")
+
+_SPARK_PREFIX = re.compile(r'^Invalid param value given for param "\w+"\. ')
 
 
-class Getter(Protocol[T_co]):
-    def __get__(self, stage: Any, kind: Any = None) -> Callable[[], T_co]: ...
+def with_settings(*settings: Setting, fixed: Collection[str] = ()) -> Callable[[type[S]], type[S]]:
+    """Returns a decorator that gives a class the Param, getter and setter of each setting.
+
+    A method that the class has itself stays. The settings named in `fixed` get no setter.
+    """
+
+    def add(cls: type[S]) -> type[S]:
+        for setting in settings:
+            suffix = setting.name[0].upper() + setting.name[1:]
+            made = {setting.name: param_of(setting), f"get{suffix}": _getter(setting)}
+            if setting.name not in fixed:
+                made[f"set{suffix}"] = _setter(setting)
+            for name, member in made.items():
+                if name not in vars(cls):
+                    setattr(cls, name, member)
+        cls.SETTINGS = cls.SETTINGS | {setting.name: setting for setting in settings}
+        return cls
+
+    return add
 
 
-class Setter(Protocol[T_contra]):
-    def __get__(self, stage: S, kind: Any = None) -> Callable[[T_contra], S]: ...
-
-
-_TYPES: dict[Kind, Callable[[Any], Any]] = {
-    "int": TypeConverters.toInt,
-    "float": TypeConverters.toFloat,
-    "bool": TypeConverters.toBoolean,
-    "str": TypeConverters.toString,
-    "names": lambda value: TypeConverters.toListString([value] if isinstance(value, str) else value),
-    "numbers": TypeConverters.toListFloat,
-    "object": TypeConverters.identity,
-}
-
-
-def param_of(setting: Setting[Any]) -> Param[Any]:
+def param_of(setting: Setting) -> Param[Any]:
     """Returns the Param of a setting, which refuses values with the setting's own message."""
-    of_type = setting.convert or _TYPES[setting.kind]
-
-    def convert(value: Any) -> Any:
-        try:
-            converted = of_type(value)
-        except TypeError:
-            if setting.convert is not None:
-                raise
-            # Spark's own words name Python's types, not what would be accepted.
-            raise TypeError(f"{setting.name} {setting.type_rule()}, got {value!r}") from None
-        setting.check(converted)
-        return converted
-
-    return Param(Params._dummy(), setting.name, setting.words, convert)
+    return Param(Params._dummy(), setting.name, setting.words, lambda value: listed(setting.check(value)))
 
 
-def getter(setting: Setting[T]) -> Getter[T]:
-    """Returns a getter, which returns None for an unset setting without a default."""
+def _getter(setting: Setting) -> Any:
+    def get(self: Params) -> Any:
+        return value_of(self, setting.name)
 
-    def get(self: Params) -> T:
-        return value_of(self, setting)
-
-    return cast(Getter[T], _named(get, "get", setting))
+    return _named(get, "get", setting)
 
 
-def setter(setting: Setting[T]) -> Setter[T]:
-    def set_value(self: Params, value: T) -> Params:
+def _setter(setting: Setting) -> Any:
+    def set_value(self: Params, value: Any) -> Params:
         return self._set(**{setting.name: value})
 
-    return cast(Setter[T], _named(set_value, "set", setting))
+    return _named(set_value, "set", setting)
 
 
-def declared(setting: Setting[T]) -> tuple[Param[Any], Getter[T], Setter[T]]:
-    """Returns Param, getter and setter of a setting, for the body of a class."""
-    return param_of(setting), getter(setting), setter(setting)
-
-
-def value_of(stage: Params, setting: Setting[T]) -> T:
-    value: Any = stage.getOrDefault(setting.name) if stage.isDefined(setting.name) else None
+def value_of(stage: Any, name: str) -> Any:
+    """Returns the value of a setting; None if it is unset and has no default."""
+    setting = stage.SETTINGS[name]
+    value = stage.getOrDefault(name) if stage.isDefined(name) else None
     if setting.empty_is_unset and value == "":
         return setting.default
     # A copy: a caller who changes the list does not change the stage.
-    return cast(T, list(value) if isinstance(value, list) else value)
+    return list(value) if isinstance(value, list) else value
 
 
-def _has(stage: Params, setting: Setting[Any]) -> bool:
-    """Whether the stage has this setting, not just a Param of its name, such as Spark's `parallelism`."""
-    return bool(stage.hasParam(setting.name) and stage.getParam(setting.name).doc == setting.words)
+def values_of(stage: Any) -> dict[str, Any]:
+    return {name: value_of(stage, name) for name in stage.SETTINGS}
 
 
-def values_of(stage: Params) -> dict[str, Any]:
-    return {name: value_of(stage, setting) for name, setting in SETTINGS.items() if _has(stage, setting)}
-
-
-def plain_values(stage: Params) -> dict[str, Any]:
+def plain_values(stage: Any) -> dict[str, Any]:
     """Returns the settings that have a value, as plain data; objects as text."""
     return {name: _plain(value) for name, value in values_of(stage).items() if value is not None}
 
@@ -123,27 +107,51 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _named(function: Any, verb: str, setting: Setting[Any]) -> Any:
+def _named(function: Any, verb: str, setting: Setting) -> Any:
     function.__name__ = f"{verb}{setting.name[0].upper()}{setting.name[1:]}"
     function.__doc__ = f"{verb.capitalize()}s `{setting.name}`: {setting.words}."
     return function
 
 
 class DeclaredParams(Params):
-    def __init__(self, *args: Any) -> None:
+    """Spark Params that come from declared settings.
+
+    `help` and editors see the constructor's keywords, and the settings of each section.
+
+    Attributes:
+        SETTINGS: The settings of the stage by name.
+    """
+
+    SETTINGS: ClassVar[dict[str, Setting]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # In the order of `__mro__`, so that a class can declare a setting of its bases in another way.
+        found = {n: s for base in reversed(cls.__mro__) for n, s in vars(base).get("SETTINGS", {}).items()}
+        cls.SETTINGS = {name: found[name] for name in dict.fromkeys((*SETTINGS, *found)) if name in found}
+        if cls.__name__[0] != "_" and cls.SETTINGS:
+            cls.__signature__ = _signature(cls.SETTINGS)  # type: ignore[attr-defined]
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{_describe(cls.SETTINGS)}"
+
+    def __init__(self, **params: Any) -> None:
         # Ours come last: Spark's own mixins also set defaults.
-        super().__init__(*args)
-        self._setDefault(
-            **{
-                name: list(setting.default) if isinstance(setting.default, list) else setting.default
-                for name, setting in SETTINGS.items()
-                if setting.default is not None and _has(self, setting)
-            }
-        )
+        super().__init__()
+        defaults = {name: setting.default for name, setting in self.SETTINGS.items()}
+        self._setDefault(**{name: listed(value) for name, value in defaults.items() if value is not None})
+        self.setParams(**params)
+
+    def setParams(self: S, **params: Any) -> S:
+        """Sets Params by name; None clears one. Raises TypeError for a keyword that is no Param."""
+        names = [param.name for param in self.params]
+        for name in params:
+            if name not in names:
+                hint = nearest(name, names) or f"; its Params are {names}"
+                raise TypeError(f"{type(self).__name__} has no Param {name!r}{hint}")
+        return self._set(**params)
 
     def _repr_html_(self) -> str:
         """Returns the settings that are not at their defaults, for a notebook. Calls no Spark."""
-        values = {name: (value, SETTINGS[name].default) for name, value in values_of(self).items()}
+        values = {name: (value, self.SETTINGS[name].default) for name, value in values_of(self).items()}
         rows = [
             (name, _plain(value), "unset" if default is None else _plain(default))
             for name, (value, default) in values.items()
@@ -158,14 +166,12 @@ class DeclaredParams(Params):
     def explainParams(self) -> str:
         """Returns the Params by group, one line each, with meaning, default and value."""
         lines, left = [], {param.name for param in self.params}
-        for group, settings in GROUPS.items():
-            names = [setting.name for setting in settings if _has(self, setting)]
-            if names:
-                lines += [f"{group}:", *(f"  {self.explainParam(name)}" for name in names)]
+        for group, names in _by_group(self.SETTINGS).items():
+            lines += [f"{group}:", *(f"  {self.explainParam(name)}" for name in names)]
             left -= set(names)
-        if lines and left:
+        if left:
             lines += ["other:", *(f"  {self.explainParam(name)}" for name in sorted(left))]
-        return "\n".join(lines) or super().explainParams()
+        return "\n".join(lines)
 
     def _notebook_note(self) -> str:
         """Returns the sentence that a notebook shows below the settings."""
@@ -176,15 +182,29 @@ class DeclaredParams(Params):
         for name in [name for name, value in values.items() if value is None]:
             self.clear(self.getParam(name))
             del values[name]
-        super()._set(**values)
+        try:
+            super()._set(**values)
+        except TypeError as error:
+            raise WrongTypeError(_SPARK_PREFIX.sub("", str(error))) from None
         return self
 
 
-def set_params(stage: Params, keywords: dict[str, Any]) -> None:
-    """Sets constructor keywords (None means unset); raises TypeError for a keyword that is no Param."""
-    names = [param.name for param in stage.params]
-    for name in keywords:
-        if name not in names:
-            hint = nearest(name, names) or f"; its Params are {names}"
-            raise TypeError(f"{type(stage).__name__} has no Param {name!r}{hint}")
-    stage._set(**{name: value for name, value in keywords.items() if value is not None})
+def _by_group(settings: dict[str, Setting]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name, setting in settings.items():
+        groups.setdefault(setting.group, []).append(name)
+    return groups
+
+
+def _signature(settings: dict[str, Setting]) -> inspect.Signature:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    found = [inspect.Parameter(name, keyword, default=each.default) for name, each in settings.items()]
+    return inspect.Signature(found)
+
+
+def _describe(settings: dict[str, Setting]) -> str:
+    """Returns the settings by section, one line each, for `help`."""
+    lines = []
+    for group, names in _by_group(settings).items():
+        lines += [f"{group.capitalize()}:", *(f"    {name}: {settings[name].words}" for name in names), ""]
+    return "\n".join(lines).rstrip()

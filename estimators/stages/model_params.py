@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasInputCols,
-    HasLabelCol,
-    HasPredictionCol,
-    HasProbabilityCol,
-    HasRawPredictionCol,
-)
 from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.schema import find_fields
 from ringspark.estimators.inference.precision import check_int8
-from ringspark.estimators.stages.declared import DeclaredParams, declared, getter, param_of, setter
-from ringspark.estimators.training.settings import data
-from ringspark.estimators.training.settings.network import METRICS, MODEL, TRANSFORM_IN_PREDICTION
+from ringspark.estimators.stages.params import ModelSettings, TrainingParams
 
 
-class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
-    model, getModel = param_of(MODEL), getter(MODEL)
-    transformInPrediction, getTransformInPrediction, setTransformInPrediction = declared(
-        TRANSFORM_IN_PREDICTION
-    )
-    featuresCol, setFeaturesCol = param_of(data.FEATURES_COL), setter(data.FEATURES_COL)
-    inputCols, setInputCols = param_of(data.INPUT_COLS), setter(data.INPUT_COLS)
-    predictionCol, setPredictionCol = param_of(data.PREDICTION_COL), setter(data.PREDICTION_COL)
-    predictionCols, getPredictionCols, setPredictionCols = declared(data.PREDICTION_COLS)
-    innerCols, getInnerCols, setInnerCols = declared(data.INNER_COLS)
-    handleInvalid, getHandleInvalid, setHandleInvalid = declared(data.HANDLE_INVALID)
-    inferenceBatchSize, getInferenceBatchSize, setInferenceBatchSize = declared(data.INFERENCE_BATCH_SIZE)
-    inferenceOffload, getInferenceOffload, setInferenceOffload = declared(data.INFERENCE_OFFLOAD)
-    inferencePrecision, getInferencePrecision, setInferencePrecision = declared(data.INFERENCE_PRECISION)
-    inferenceUseGpu, getInferenceUseGpu, setInferenceUseGpu = declared(data.INFERENCE_USE_GPU)
-
+class _ModelParams(ModelSettings):
     def _check_precision(self) -> None:
         """Raises ValueError if the network cannot predict in `inferencePrecision`."""
         if self.getInferencePrecision() != "int8":
@@ -55,7 +30,7 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
     def inputColumns(self) -> list[str]:
         """Returns the columns that become the positional arguments of `forward`, in order."""
         if self.isSet(self.inputCols):
-            return list(self.getInputCols())
+            return list(self.getInputCols() or ())
         return [self.getOrDefault(self.featuresCol)]
 
     def predictionColumns(self, num_outputs: int) -> list[str]:
@@ -76,17 +51,8 @@ class _ModelParams(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCo
         return [self.getPredictionCol()]
 
 
-class _EvaluatedParams(DeclaredParams, HasLabelCol):
-    labelCol, setLabelCol = param_of(data.LABEL_COL), setter(data.LABEL_COL)
-    metrics, getMetrics, setMetrics = declared(METRICS)
-
-
-class _ClassifierParams(HasRawPredictionCol, HasProbabilityCol):
-    rawPredictionCol = param_of(data.RAW_PREDICTION_COL)
-    setRawPredictionCol = setter(data.RAW_PREDICTION_COL)
-    probabilityCol, setProbabilityCol = param_of(data.PROBABILITY_COL), setter(data.PROBABILITY_COL)
-    thresholds, getThresholds, setThresholds = declared(data.THRESHOLDS)
-    predictedLabelCol, getPredictedLabelCol, setPredictedLabelCol = declared(data.PREDICTED_LABEL_COL)
+class _EstimatorParams(_ModelParams, TrainingParams):
+    """The Params of all estimators."""
 
 
 def check_distinct(names: Sequence[str], exact: bool = False) -> None:

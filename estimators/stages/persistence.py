@@ -28,13 +28,12 @@ from pyspark.ml.util import DefaultParamsReader, MLReader, MLWriter
 from torch import nn
 
 from ringspark.estimators import user_code
-from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.declare import Options
 from ringspark.estimators.run_layout import CHECKPOINTS
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, save_program, save_start
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
 from ringspark.estimators.stages.storage_root import find_session
-from ringspark.estimators.training.settings.network import INITIAL_MODEL, TEACHER
 from ringspark.models import ModelSpec
 from ringspark.models.descriptions import describe_network
 from ringspark.models.meta_device import copy_to_meta
@@ -73,7 +72,7 @@ class Description:
     model: str | None
     objects: tuple[str, ...]
     format_version: int = FORMAT_VERSION
-    modules: dict[str, Any] | None = added(None)  # noqa: RUF009
+    modules: dict[str, Any] | None = added(None)
 
 
 class StageWriter(MLWriter):
@@ -133,7 +132,7 @@ class StageWriter(MLWriter):
         # Classes of saved programs, which are loaded only if pickles are allowed.
         classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
-            if param.name in (INITIAL_MODEL.name, TEACHER.name) and not isinstance(value, str):
+            if param.name in ("initialModel", "teacher") and not isinstance(value, str):
                 raise ValueError(
                     f"{param.name} of {self._stage.uid} is a model in memory; save that model, and set "
                     f"{param.name} to its path before you save this stage"

@@ -9,7 +9,7 @@ from typing import Any
 import pyspark
 from pyspark.ml.param import Params
 
-from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.declare import Options
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import fit, parse_object

@@ -67,7 +67,7 @@ class TrainingSummary:
     setting_changes: tuple[str, ...] = added(())
     parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
     column_uses: tuple[ColumnUse, ...] = added(())
-    privacy: PrivacySpent | None = added(None)  # noqa: RUF009
+    privacy: PrivacySpent | None = added(None)
     precision_difference: PrecisionDifference | None = field(default=None, metadata={"added": True})
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import Any
 
+from ringspark.estimators.options.checked import frozen
 from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.stages.declared import values_of
-from ringspark.estimators.stages.params import _TrainingParams
+from ringspark.estimators.stages.model_params import _EstimatorParams
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import name_loss
 from ringspark.estimators.training.objective.own_metrics import name_metrics
@@ -30,7 +30,7 @@ _OPTIONS_OF_AXES = {
 
 
 def config_of(
-    stage: _TrainingParams, task: Task, label_columns: Sequence[str]
+    stage: _EstimatorParams, task: Task, label_columns: Sequence[str]
 ) -> tuple[TrainConfig, UserObjects]:
     """Returns the Params as one config, and the user's Python objects, which JSON cannot describe."""
     if not stage.isDefined(stage.model):
@@ -54,7 +54,7 @@ def config_of(
     if len(losses) == 1:
         losses = losses * len(label_columns)
     values = {
-        setting.field: _frozen(given[name])
+        setting.field: frozen(given[name])
         for name, setting in SETTINGS.items()
         if setting.field and given.get(name) is not None
     }
@@ -105,11 +105,7 @@ def config_of(
     return config, objects
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def settings_without_effect(stage: _TrainingParams, on_shards: bool) -> Iterator[str]:
+def settings_without_effect(stage: _EstimatorParams, on_shards: bool) -> Iterator[str]:
     """Yields one sentence per Param that was set and has no effect, or harms another setting."""
     given = values_of(stage)
     was_set = [setting for name, setting in SETTINGS.items() if name in given and stage.isSet(name)]

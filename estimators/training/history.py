@@ -101,9 +101,9 @@ class EpochRecord:
     skipped_steps: int = added(0)
     metrics: dict[str, float] = field(default_factory=dict)
     """`train_...` and `validation_...`: the metrics, and each label's loss if there are several."""
-    cost: EpochCost | None = added(None)  # noqa: RUF009
+    cost: EpochCost | None = added(None)
     """Cost of the epoch; None in histories of earlier versions, which did not measure it."""
-    noise: GradientNoise | None = added(None)  # noqa: RUF009
+    noise: GradientNoise | None = added(None)
     """Gradient noise of the epoch; None if noiseScale is not set, or no step was measured."""
     batch_size: int | None = added(None)
     """Rows of a full step in this epoch; None in histories of versions with a fixed batch size."""

@@ -64,7 +64,7 @@ class TrainResult:
     resumed_steps: tuple[int, ...] = ()
     checkpoint_errors: tuple[str, ...] = ()
     non_finite: tuple[NonFiniteStep, ...] = ()
-    privacy: PrivacySpent | None = added(None)  # noqa: RUF009
+    privacy: PrivacySpent | None = added(None)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.stages.params import _TrainingParams
+from ringspark.estimators.stages.model_params import _EstimatorParams
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -15,9 +15,9 @@ from ringspark.models import ModelSpec
 
 def find_objects(model: Any, config: TrainConfig) -> UserObjects:
     """Returns the objects in `model`, see `verify_run`. Raises ValueError if the run needs a model."""
-    if callable(model) and not isinstance(model, torch.nn.Module | _TrainingParams):
+    if callable(model) and not isinstance(model, torch.nn.Module | _EstimatorParams):
         model = model()
-    if isinstance(model, _TrainingParams):
+    if isinstance(model, _EstimatorParams):
         return config_of(model, config.task, config.label_columns)[1]
     if isinstance(model, ModelSpec):
         model = None

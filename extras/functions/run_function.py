@@ -20,9 +20,8 @@ from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.storage_root import storage_root
-from ringspark.estimators.training.settings.declaration import Setting
-from ringspark.estimators.training.settings.recovery import MAX_RESTARTS, TIMEOUT_SECONDS
-from ringspark.estimators.training.settings.workers import NUM_WORKERS, USE_GPU
+from ringspark.estimators.training.settings.recovery import Recovery
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.functions.function_rank import Call, Script
 from ringspark.extras.functions.function_task import FunctionTask
 from ringspark.pipelines import storage
@@ -36,7 +35,7 @@ def run(
     numWorkers: int,
     useGpu: bool = False,
     maxRestarts: int = 0,
-    timeoutSeconds: float = TIMEOUT_SECONDS.default,
+    timeoutSeconds: float = Recovery.timeout_seconds,
     storageUri: str | None = None,
     runUri: str | None = None,
     environment: Mapping[str, str] | None = None,
@@ -77,20 +76,15 @@ def run(
         WorkerError: A rank failed; the message has its traceback and its last lines of output.
         TrainingCancelledError: Somebody cancelled the Spark job.
     """
-    given: list[Any] = [numWorkers, useGpu, maxRestarts, timeoutSeconds]
+    given = {
+        "numWorkers": numWorkers,
+        "useGpu": useGpu,
+        "maxRestarts": maxRestarts,
+        "timeoutSeconds": timeoutSeconds,
+    }
     numWorkers, useGpu, maxRestarts, timeoutSeconds = (
-        value.item() if isinstance(value, np.generic) else value for value in given
+        SETTINGS[name].check(value) for name, value in given.items()
     )
-    settings: tuple[tuple[Setting[Any], Any], ...] = (
-        (NUM_WORKERS, numWorkers),
-        (USE_GPU, useGpu),
-        (MAX_RESTARTS, maxRestarts),
-        (TIMEOUT_SECONDS, timeoutSeconds),
-    )
-    for setting, value in settings:
-        if type(value) not in {"float": (int, float), "int": (int,), "bool": (bool,)}[setting.kind]:
-            raise TypeError(f"{setting.name} {setting.type_rule()}, got {value!r}")
-        setting.check(value)
     loaded = _load(function, args, kwargs)
     call = Call(
         function=loaded, args=[*map(str, args)] if isinstance(loaded, Script) else args, kwargs=kwargs

@@ -20,7 +20,9 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.training.build import build_module
-from ringspark.estimators.training.settings import memory, network, training
+from ringspark.estimators.training.settings.memory import Memory
+from ringspark.estimators.training.settings.network import Objects
+from ringspark.estimators.training.settings.training import Training
 from ringspark.extras.planning.calibration import LARGEST_BYTES, SMALL_BYTES, Calibration, calibrate
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
@@ -40,9 +42,9 @@ def plan_scaling(
     *,
     rows: int | None = None,
     batchSize: int | None = None,
-    optimizer: Any = training.OPTIMIZER.default,
-    loss: Any = network.LOSS.default,
-    precision: str = memory.PRECISION.default,
+    optimizer: Any = Training.optimizer,
+    loss: Any = Objects.loss,
+    precision: str = Memory.precision,
     collective: str = "torch",
     stepSeconds: Mapping[int, float] | None = None,
     link: Link | None = None,

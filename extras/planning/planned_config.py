@@ -12,8 +12,8 @@ from torch import nn
 from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
-from ringspark.estimators.training.settings import training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.training import Training
 from ringspark.models import ModelSpec
 
 
@@ -47,7 +47,7 @@ def make_config(
         label_columns=tuple(f"label {i}" for i in range(len(labels))),
         losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
         loss_weights=(1.0,) * len(labels),
-        optimizer=optimizer if isinstance(optimizer, str) else training.OPTIMIZER.default,
+        optimizer=optimizer if isinstance(optimizer, str) else Training.optimizer,
         batch_size=labels[0].shape[0],
         reader="arrow",
         **cast(Any, settings),

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from ringspark.estimators.options.base import ValueRange, at_least
 from ringspark.estimators.options.finetuning import Pretrained
-from ringspark.estimators.stages.declared import declared
 from ringspark.estimators.table_fit import wants_table
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.settings.choices import Task
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.extras.pretraining.autoencoder_params import AutoencoderParams
 from ringspark.extras.pretraining.corruption import Corruption, Role
 from ringspark.extras.pretraining.losses import ReconstructionLoss, TableLoss
 from ringspark.extras.pretraining.table_networks import OF_LABEL, OF_OUTPUTS, PRETRAINING
@@ -28,40 +26,6 @@ E = TypeVar("E", bound="TorchAutoencoder")
 
 # Share of a table's values that are masked by default. Without masks the network could copy its inputs.
 TABLE_MASK = 0.3
-
-
-def _numbers(value: Any) -> float | list[float]:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    try:
-        return [float(each) for each in value]
-    except (TypeError, ValueError):
-        raise TypeError(f"maskValue must be a number or a list of numbers, got {value!r}") from None
-
-
-_NOISE = Setting[float](
-    name="noise",
-    words="standard deviation of Gaussian noise that is added to numbers in the training; 0: none",
-    default=0.0,
-    accepts=at_least(0),
-)
-_MASK = Setting[float | None](
-    name="mask",
-    words="share of the inputs that are masked and that the loss compares; unset: 0, or 0.3 without a model",
-    kind="float",
-    accepts=ValueRange(lambda share: 0 <= share < 1, lambda: "must be from 0 to below 1"),
-)
-_MASK_VALUE = Setting[Any](
-    name="maskValue",
-    words="number that replaces a masked number, or a list with one per number; unset: 0",
-    convert=_numbers,
-)
-_MASK_ID = Setting[int | None](
-    name="maskId",
-    words="id that replaces a masked id; unset: the tokenizer's mask token, or the id after its last one",
-    kind="int",
-    accepts=at_least(0),
-)
 
 
 class TorchAutoencoderModel(TorchModel):
@@ -88,7 +52,7 @@ class TorchAutoencoderModel(TorchModel):
         return Pretrained(uri=self._trained().uri, ignore=tuple(ignore), strict=False)
 
 
-class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
+class TorchAutoencoder(AutoencoderParams, _TorchEstimator[TorchAutoencoderModel]):
     """Trains a network to reconstruct its inputs. Like Spark's PCA and KMeans, it has no `labelCol`.
 
     With `predictionCols`, the network returns one output per input. Without it, the network returns one
@@ -99,16 +63,6 @@ class TorchAutoencoder(_TorchEstimator[TorchAutoencoderModel]):
 
     _task: Task = "any"
     _model_class = TorchAutoencoderModel
-
-    noise, getNoise, setNoise = declared(_NOISE)
-    mask, getMask, setMask = declared(_MASK)
-    maskValue, getMaskValue, setMaskValue = declared(_MASK_VALUE)
-    maskId, getMaskId, setMaskId = declared(_MASK_ID)
-
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        self._setDefault(noise=_NOISE.default)
-        self.setParams(**params)
 
     def _label_columns(self) -> list[str]:
         # The targets replace these columns, unless they are the inputs themselves.

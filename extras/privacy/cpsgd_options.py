@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ringspark.estimators.options.base import above_0_and_finite, at_least, option
+from annotated_types import Ge, Gt
+
+from ringspark.estimators.options.checked import AtLeast1, Finite
 from ringspark.estimators.options.compression import Compression
 
 _OFF = {"after": 0, "least": 1024, "between": "workers", "feedback": False}
@@ -24,9 +26,9 @@ class CpSGD(Compression):
 
     strategy: ClassVar[str] = "cpsgd"
 
-    levels: int = option(at_least(2), 16)
-    trials: int = option(at_least(1))
-    max_norm: float = option(above_0_and_finite())
+    levels: Annotated[int, Ge(2)] = 16
+    trials: AtLeast1
+    max_norm: Annotated[float, Gt(0), Finite]
     rotate: bool = True
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.table_fit import prepare_fit
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.search_model import SearchModel
-from ringspark.extras.search.search_params import _OptunaParams
+from ringspark.extras.search.search_params import OptunaParams
 from ringspark.extras.search.search_stage import SearchStage
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.study import JOURNAL, check_choices, open_study, pruner_of, sampler_of
@@ -23,7 +23,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.columns import check_frame
 
 
-class OptunaSearch(_OptunaParams, SearchStage):
+class OptunaSearch(OptunaParams, SearchStage):
     """Fits copies of an estimator with settings that optuna chooses; returns the model of the best copy.
 
         search = OptunaSearch(

@@ -11,13 +11,11 @@ from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.table_fit import prepare_fit
-from ringspark.estimators.training.settings.declaration import Setting
-from ringspark.estimators.training.settings.training import KEEP, PATIENCE
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.population import Population
 from ringspark.extras.search.population_loop import ROUND, STATE, PopulationLoop
 from ringspark.extras.search.search_model import SearchModel
-from ringspark.extras.search.search_params import _PopulationParams
+from ringspark.extras.search.search_params import PopulationParams
 from ringspark.extras.search.search_stage import SearchStage
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.trial_data import TrialData
@@ -29,7 +27,7 @@ _CHANGEABLE = ("learningRate", "maxGradNorm")
 _SPEC = "model."
 
 
-class PopulationSearch(_PopulationParams, SearchStage):
+class PopulationSearch(PopulationParams, SearchStage):
     """Population based training: copies of an estimator train concurrently and learn from the best.
 
     After each round the worst members resume from the checkpoint of one of the best, with slightly changed
@@ -58,8 +56,8 @@ class PopulationSearch(_PopulationParams, SearchStage):
         check_frame(dataset, "PopulationSearch.fit")
         estimator = self._checked_estimator()
         # Set, so that the recipe of a table does not keep the best epoch or stop early.
-        ends: tuple[Setting[Any], ...] = (KEEP, PATIENCE)
-        estimator = estimator.copy({estimator.getParam(s.name): value_of(estimator, s) for s in ends})
+        ends = {estimator.getParam(name): value_of(estimator, name) for name in ("keep", "patience")}
+        estimator = estimator.copy(ends)
         held = self._held_space()
         known = check_settings(estimator, dataset)
         _check_changeable(Space(held, known), known.estimator)

@@ -16,13 +16,12 @@ from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.held_out_rows import hold_out_at_random
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run_layout import IDENTITY
-from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.table_fit import TABLE_COLUMN
 from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE
 from ringspark.extras.search.saved_search import SearchWriter, load_part
-from ringspark.extras.search.search_params import _SearchParams, named_pruner
+from ringspark.extras.search.search_params import SearchParams
 from ringspark.extras.search.study import JOURNAL
 from ringspark.extras.search.trial_data import KEYS, SHARDS
 from ringspark.pipelines import storage
@@ -46,16 +45,7 @@ class SplitRows(NamedTuple):
     """Number of rows to train on, if the search itself has split the rows."""
 
 
-class SearchStage(_SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        set_params(self, named_pruner(params))
-
-    def setParams(self: S, **params: Any) -> S:
-        """Sets several Params at once."""
-        set_params(self, named_pruner(params))
-        return self
-
+class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
     def copy(self: S, extra: Any = None) -> S:
         """Returns a copy of the search and of its estimator; each takes its own Params from `extra`."""
         extra = dict(extra or {})

@@ -12,30 +12,14 @@ from ringspark.estimators.checked_fit import prepare_checked
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.table_fit import PreparedFit
 from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
-from ringspark.estimators.training.settings import data, network, observation, recovery, training
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines.columns import quote
 
-_CLEARED: tuple[Setting[Any], ...] = (
-    recovery.RUN_URI,
-    recovery.RESUME,
-    recovery.CHECKPOINT_EVERY_STEPS,
-    recovery.CHECKPOINT_EVERY_EPOCHS,
-    recovery.CHECKPOINT_EVERY_SECONDS,
-    recovery.KEEP_CHECKPOINTS,
-    data.VALIDATION_FRACTION,
-    training.MONITOR,
-    training.PATIENCE,
-    training.MIN_DELTA,
-    training.KEEP,
-    training.WARMUP_STEPS,
-    training.BATCH_SIZE_SCHEDULE,
-    training.SCALE_LEARNING_RATE,
-    data.VALIDATION_INDICATOR_COL,
-    network.METRICS,
-    observation.TRACKING,
-    observation.TIMELINE_EVERY_STEPS,
-    observation.PROFILE_STEPS,
+_CLEARED = (
+    *(name for name in SETTINGS if name.startswith("checkpointEvery")),
+    *("runUri", "resume", "keepCheckpoints", "validationFraction", "monitor", "patience", "minDelta", "keep"),
+    *("warmupSteps", "batchSizeSchedule", "scaleLearningRate", "validationIndicatorCol", "metrics"),
+    *("tracking", "timelineEverySteps", "profileSteps"),
 )
 
 
@@ -51,10 +35,10 @@ def check_estimator(estimator: Any, function: str) -> None:
 def plain_copy(estimator: Any) -> Any:
     """Returns a copy without run folder, checkpoints, validation, warm-up, trackers and progress output."""
     made = estimator.copy()
-    for setting in _CLEARED:
-        if made.hasParam(setting.name):
-            made.clear(made.getParam(setting.name))
-    made.set(made.getParam(observation.SHOW_PROGRESS.name), False)
+    for name in _CLEARED:
+        if made.hasParam(name):
+            made.clear(made.getParam(name))
+    made.setShowProgress(False)
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from pyspark.ml import Transformer
 from pyspark.ml.linalg import VectorUDT
@@ -23,7 +22,6 @@ from pyspark.sql.types import (
 )
 
 from ringspark.estimators.columns.schema import find_field
-from ringspark.estimators.stages.declared import set_params
 from ringspark.estimators.stages.model_params import check_free
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.extras.windows.row_windows import (
@@ -34,13 +32,13 @@ from ringspark.extras.windows.row_windows import (
     numbers_of,
     value_of,
 )
-from ringspark.extras.windows.window_params import _WindowParams, days_and_microseconds
+from ringspark.extras.windows.window_params import WindowParams, days_and_microseconds
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 
 _NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}
 
 
-class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["SequenceWindows"]):
+class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["SequenceWindows"]):
     """Creates windows over the rows of a table; the keywords of the constructor are the Params.
 
     A row at which a window ends stays, with all its columns; `outputCol` (or `outputCols`) and `labelCol` are
@@ -49,14 +47,6 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         SequenceWindows(keyCols=["origin"], timeCol="time_hour", valueCols=["flights", "temp"], steps=48,
                         targetCol="flights", maxGap="1 hour")
     """
-
-    def __init__(self, **params: Any) -> None:
-        super().__init__()
-        set_params(self, params)
-
-    def setParams(self, **params: Any) -> SequenceWindows:
-        set_params(self, params)
-        return self
 
     def countWindows(self, dataset: DataFrame) -> dict[str, int]:
         """Counts the rows at which a window ends, and all other rows by reason. Runs one or two Spark jobs.
@@ -94,8 +84,8 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         targets = {}
         if plan.target is not None:
             targets[self.getLabelCol()] = plan.label()
-            if self.getTargetTimeCol():
-                targets[self.getTargetTimeCol()] = plan.end()
+            if (end := self.getTargetTimeCol()) is not None:
+                targets[end] = plan.end()
         return plan.over(dataset, outputs, targets)
 
     def _plan(self, dataset: DataFrame, method: str) -> RowWindows:
@@ -120,7 +110,8 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
         if not values:
             raise ValueError("valueCols must name at least one column")
         _check_values(values)
-        target = fields("targetCol", [self.getTargetCol()]) if self.getTargetCol() else (None,)
+        target_name = self.getTargetCol()
+        target = fields("targetCol", [target_name]) if target_name else (None,)
         if target == (None,):
             unused = [name for name in ("horizon", "handleUnlabeled", "targetTimeCol") if self.isSet(name)]
             if unused:
@@ -165,8 +156,8 @@ class SequenceWindows(_WindowParams, Transformer, MLWritable, MLReadable["Sequen
             added.append(
                 StructField(self.getLabelCol(), ArrayType(kind, False) if plan.horizon > 1 else kind)
             )
-            if self.getTargetTimeCol():
-                added.append(StructField(self.getTargetTimeCol(), plan.time.dataType))
+            if (end := self.getTargetTimeCol()) is not None:
+                added.append(StructField(end, plan.time.dataType))
         check_free(schema, [field.name for field in added], exact)
         return added
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from pyspark.ml.param.shared import HasLabelCol, HasOutputCol, HasOutputCols
 
-from ringspark.estimators.options.base import at_least, one_of
-from ringspark.estimators.stages.declared import DeclaredParams, declared, param_of, setter
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.options.checked import AtLeast1, Names
+from ringspark.estimators.stages.declared import DeclaredParams, with_settings
+from ringspark.estimators.training.settings.setting import Section, setting, settings_of
 
 _MICROSECONDS = {
     "microsecond": 1,
@@ -57,82 +58,51 @@ def _gap(value: Any) -> str | int:
     raise TypeError(f"maxGap must be a duration such as '1 hour', or a whole number, got {value!r}")
 
 
-def _setting(name: str, words: str, **more: Any) -> Setting[Any]:
-    return Setting(name=name, words=words, **more)
+@dataclass(frozen=True, kw_only=True)
+class Windows(Section):
+    """A type without None and with the default None is of a setting that `transform` needs."""
+
+    GROUP = "windows"
+    ON_DRIVER = True
+
+    key_cols: tuple[str, ...] = setting(None, "columns that identify a series; an empty list for one series")
+    time_col: str = setting(None, "column that orders a series: timestamp, date or whole numbers")
+    value_cols: Names = setting(None, "columns of the history: numbers, booleans, arrays or vectors")
+    steps: AtLeast1 = setting(None, "rows in a window, including the current row")
+    stride: AtLeast1 = setting(1, "rows between the ends of two windows")
+    target_col: str | None = setting(None, "column whose next values are the label; unset: no label is added")
+    horizon: AtLeast1 = setting(
+        1, "number of rows after a window that give the label: 1 gives a value, more give an array"
+    )
+    max_gap: str | int | None = setting(
+        None,
+        "longest time between neighbours in a window and its targets, such as '1 hour'; after a longer gap "
+        "the series starts again. Unset: any gap is allowed",
+        convert=_gap,
+    )
+    output_col: str = setting("features", "column of the windows, an array of steps x numbers")
+    output_cols: Names = setting(
+        None,
+        "one column of windows for each of valueCols, instead of outputCol: arrays of steps values of its "
+        "type",
+    )
+    label_col: str = setting("label", "column of the label: the target's next value, or an array")
+    target_time_col: str | None = setting(
+        None,
+        "added column with the time of the last target, for splits by time; unset: no column is added",
+    )
+    handle_invalid: Literal["error", "skip"] = setting(
+        "error",
+        "nulls in keys, time, values or target: 'error', or 'skip' to drop rows without key or time and "
+        "windows that hold a null",
+    )
+    handle_unlabeled: Literal["skip", "keep"] = setting(
+        "skip",
+        "windows with missing targets, such as the windows of the newest rows: 'skip' to drop them, 'keep' "
+        "to keep them with a null label, for a forecast",
+    )
 
 
-_OUTPUT_COL = _setting("outputCol", "column of the windows, an array of steps x numbers", default="features")
-_OUTPUT_COLS = _setting(
-    "outputCols",
-    "one column of windows for each of valueCols, instead of outputCol: arrays of steps values of its type",
-    kind="names",
-)
-_LABEL_COL = _setting(
-    "labelCol", "column of the label: the target's next value, or an array", default="label"
-)
-_STRIDE = _setting("stride", "rows between the ends of two windows", default=1, accepts=at_least(1))
-_HORIZON = _setting(
-    "horizon",
-    "number of rows after a window that give the label: 1 gives a value, more give an array",
-    default=1,
-    accepts=at_least(1),
-)
-_HANDLE_INVALID = _setting(
-    "handleInvalid",
-    "nulls in keys, time, values or target: 'error', or 'skip' to drop rows without key or time and windows "
-    "that hold a null",
-    default="error",
-    accepts=one_of(("error", "skip")),
-)
-_HANDLE_UNLABELED = _setting(
-    "handleUnlabeled",
-    "windows with missing targets, such as the windows of the newest rows: 'skip' to drop them, 'keep' to "
-    "keep them with a null label, for a forecast",
-    default="skip",
-    accepts=one_of(("skip", "keep")),
-)
-
-
-class _WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
-    keyCols, getKeyCols, setKeyCols = declared(
-        _setting("keyCols", "columns that identify a series; an empty list for one series", kind="names")
-    )
-    timeCol, getTimeCol, setTimeCol = declared(
-        _setting("timeCol", "column that orders a series: timestamp, date or whole numbers", kind="str")
-    )
-    valueCols, getValueCols, setValueCols = declared(
-        _setting("valueCols", "columns of the history: numbers, booleans, arrays or vectors", kind="names")
-    )
-    steps, getSteps, setSteps = declared(
-        _setting("steps", "rows in a window, including the current row", kind="int", accepts=at_least(1))
-    )
-    stride, getStride, setStride = declared(_STRIDE)
-    targetCol, getTargetCol, setTargetCol = declared(
-        _setting("targetCol", "column whose next values are the label; unset: no label is added", kind="str")
-    )
-    horizon, getHorizon, setHorizon = declared(_HORIZON)
-    maxGap, getMaxGap, setMaxGap = declared(
-        _setting(
-            "maxGap",
-            "longest time between neighbours in a window and its targets, such as '1 hour'; after a longer "
-            "gap the series starts again. Unset: any gap is allowed",
-            convert=_gap,
-        )
-    )
-    outputCol, setOutputCol = param_of(_OUTPUT_COL), setter(_OUTPUT_COL)
-    outputCols, setOutputCols = param_of(_OUTPUT_COLS), setter(_OUTPUT_COLS)
-    labelCol, setLabelCol = param_of(_LABEL_COL), setter(_LABEL_COL)
-    targetTimeCol, getTargetTimeCol, setTargetTimeCol = declared(
-        _setting(
-            "targetTimeCol",
-            "added column with the time of the last target, for splits by time; unset: no column is added",
-            kind="str",
-        )
-    )
-    handleInvalid, getHandleInvalid, setHandleInvalid = declared(_HANDLE_INVALID)
-    handleUnlabeled, getHandleUnlabeled, setHandleUnlabeled = declared(_HANDLE_UNLABELED)
-
-    def __init__(self) -> None:
-        super().__init__()
-        defaults = (_HORIZON, _STRIDE, _OUTPUT_COL, _LABEL_COL, _HANDLE_INVALID, _HANDLE_UNLABELED)
-        self._setDefault(**{setting.name: setting.default for setting in defaults})
+@with_settings(*settings_of(Windows).values())
+class WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
+    """The Params of `SequenceWindows`."""

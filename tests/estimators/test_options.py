@@ -22,8 +22,8 @@ from ringspark.estimators import (
     TopK,
     TorchRegressor,
 )
-from ringspark.estimators.options.base import Options
 from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.declare import Options
 from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.run.identity import list_differences
 from ringspark.estimators.stages.to_config import config_of
@@ -111,7 +111,7 @@ def test_every_class_of_options_keeps_the_promises(kind: type[Options]) -> None:
 
 
 def test_a_signature_has_the_options_and_their_defaults() -> None:
-    assert str(inspect.signature(LoRA)).startswith("(*, rank: 'int', targets: 'tuple[str, ...]', alpha:")
+    assert str(inspect.signature(LoRA)).startswith("(*, rank: int, targets: tuple[str, ...], alpha:")
     assert inspect.signature(DiLoCo).parameters["outer_rate"].default == 0.7
     assert not inspect.signature(Hogwild).parameters
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ringspark.estimators.options.base import Options
+from ringspark.estimators.options.declare import Options
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.settings.capabilities import conflicts
 from ringspark.estimators.training.settings.rules import COMBINATIONS
@@ -18,18 +18,18 @@ from ringspark.estimators.training.settings.values import ConfigValues
 from ringspark.models.adapters import adapt_network
 from ringspark.pipelines.typed_json import parse_object, record
 
+_OF_RANKS = [setting for setting in SETTINGS.values() if not setting.on_driver]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(ConfigValues):
     """Everything that decides a training, except the user's own Python objects."""
 
     def __post_init__(self) -> None:
-        for setting in SETTINGS.values():
-            if setting.options is not None:
-                options = setting.convert_options(getattr(self, setting.field))  # may be a dict
-                object.__setattr__(self, setting.field, options)
-            elif setting.field:
-                setting.check(getattr(self, setting.field))
+        for setting in _OF_RANKS:
+            value = getattr(self, setting.field)
+            if value is not setting.default:
+                object.__setattr__(self, setting.field, setting.check(value))
         self.parallelism.sizes(self.num_workers)
         broken = (rule.message for rule in COMBINATIONS if rule.is_broken(self))
         message = next(broken, None) or next(conflicts(self), None)

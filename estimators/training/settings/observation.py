@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from ringspark.estimators.names import check_name
-from ringspark.estimators.options.base import ValueRange, at_least, not_negative
+from ringspark.estimators.options.checked import AtLeast1, NotNegative
 from ringspark.estimators.training.settings.choices import TrackerName
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.setting import Section, setting
 from ringspark.pipelines import storage
 from ringspark.pipelines.entry_points import list_entry_points
 
@@ -68,61 +69,56 @@ def _named(name: str) -> str:
     return name
 
 
-def _steps(value: Any) -> Any:
-    """Returns [10, 13] for "10:13" or (10, 13), other forms unchanged."""
+def _steps(value: Any) -> tuple[int, int]:
+    """Returns (10, 13) for "10:13" or [10, 13]."""
     given = value.split(":") if isinstance(value, str) else value
     try:
         first, last = given
-        whole = not any(isinstance(step, bool | float) for step in (first, last))
-        return [int(first), int(last)] if whole else value
+        is_whole = not any(isinstance(step, bool | float) for step in (first, last))
+        steps = int(first), int(last)
     except (TypeError, ValueError):
-        return value
+        is_whole, steps = False, (0, 0)
+    if not is_whole or not 1 <= steps[0] <= steps[1] < steps[0] + MOST_PROFILED:
+        raise ValueError(
+            f"profileSteps must be the first and last of at most {MOST_PROFILED} steps, counted from 1, got "
+            f"{value!r}; give a few steps, as in '10:13'"
+        )
+    return steps
 
 
-def _are_few(steps: Any) -> bool:
-    steps = _steps(steps)
-    if not isinstance(steps, list):
-        return False
-    first, last = steps
-    return bool(1 <= first <= last < first + MOST_PROFILED)
+@dataclass(frozen=True, kw_only=True)
+class Observation(Section):
+    GROUP = "observation"
+
+    log_every_steps: NotNegative = setting(
+        50,
+        "steps between two records of the mean loss over all workers; 0: only per epoch",
+        may_differ_on_resume=True,
+    )
+    timeline_every_steps: AtLeast1 | None = setting(
+        None,
+        "record a timeline every N optimizer steps, see `summary.timeline`; unset: none",
+        remedy="leave it unset for no timeline",
+        may_differ_on_resume=True,
+    )
+    profile_steps: tuple[int, int] | None = setting(
+        None,
+        "first and last optimizer step for torch.profiler on worker 0, such as '10:13'; unset: no profile",
+        convert=_steps,
+        may_differ_on_resume=True,
+    )
 
 
-SHOW_PROGRESS = Setting(
-    name="showProgress",
-    words="whether the driver shows progress; the same as 'console' in tracking",
-    default=True,
-)
-TRACKING = Setting[list[Any]](
-    name="tracking",
-    words="'console', 'jsonl', 'mlflow', 'tensorboard', a dict of name and options, a Tracker or a function",
-    default=[],
-    convert=lambda value: list(map(_tracker, value if isinstance(value, list | tuple) else [value])),
-)
-LOG_EVERY_STEPS = Setting(
-    name="logEverySteps",
-    field="log_every_steps",
-    words="steps between two records of the mean loss over all workers; 0: only per epoch",
-    default=50,
-    accepts=not_negative(),
-    may_differ_on_resume=True,
-)
-TIMELINE_EVERY_STEPS = Setting[int | None](
-    name="timelineEverySteps",
-    field="timeline_every_steps",
-    words="record a timeline every N optimizer steps, see `summary.timeline`; unset: none",
-    kind="int",
-    accepts=at_least(1, remedy="leave it unset for no timeline"),
-    may_differ_on_resume=True,
-)
-PROFILE_STEPS = Setting[Any](
-    name="profileSteps",
-    field="profile_steps",
-    words="first and last optimizer step for torch.profiler on worker 0, such as '10:13'; unset: no profile",
-    convert=_steps,
-    accepts=ValueRange(
-        _are_few,
-        lambda: f"must be the first and last of at most {MOST_PROFILED} steps, counted from 1",
-        "; give a few steps, as in '10:13'",
-    ),
-    may_differ_on_resume=True,
-)
+@dataclass(frozen=True, kw_only=True)
+class Progress(Section):
+    GROUP = "observation"
+    ON_DRIVER = True
+
+    show_progress: bool = setting(
+        True, "whether the driver shows progress; the same as 'console' in tracking"
+    )
+    tracking: tuple[Any, ...] = setting(
+        (),
+        "'console', 'jsonl', 'mlflow', 'tensorboard', a dict of name and options, a Tracker or a function",
+        convert=lambda value: tuple(map(_tracker, value if isinstance(value, list | tuple) else [value])),
+    )

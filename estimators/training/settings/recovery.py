@@ -2,108 +2,91 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from dataclasses import dataclass
+from typing import Annotated
 
-from ringspark.estimators.options.base import above_0_and_finite, at_least, finite_from_0, one_of
+from annotated_types import Ge, Gt
+
+from ringspark.estimators.options.checked import AtLeast1, Finite, NotNegative
 from ringspark.estimators.training.settings.choices import NonFinite
 from ringspark.estimators.training.settings.data import without_secrets
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.setting import Section, setting
 
-CHECKPOINT_EVERY_STEPS = Setting[int | None](
-    name="checkpointEverySteps",
-    field="checkpoint_every_steps",
-    words="optimizer steps between two checkpoints; unset: not by steps",
-    kind="int",
-    accepts=at_least(1, remedy="leave it unset for no checkpoints by steps"),
-    may_differ_on_resume=True,
-)
-CHECKPOINT_EVERY_SECONDS = Setting(
-    name="checkpointEverySeconds",
-    field="checkpoint_every_seconds",
-    words="seconds between two checkpoints; 0: not by time",
-    default=600.0,
-    accepts=finite_from_0("0 means no checkpoints by time"),
-    may_differ_on_resume=True,
-)
-CHECKPOINT_EVERY_EPOCHS = Setting[int | None](
-    name="checkpointEveryEpochs",
-    field="checkpoint_every_epochs",
-    words="epochs between two checkpoints; unset: not by epochs",
-    kind="int",
-    accepts=at_least(1, remedy="leave it unset for no checkpoints by epochs"),
-    may_differ_on_resume=True,
-)
-KEEP_CHECKPOINTS = Setting(
-    name="keepCheckpoints",
-    field="keep_checkpoints",
-    words="newest checkpoints to keep while the training runs",
-    default=2,
-    accepts=at_least(1),
-    may_differ_on_resume=True,
-    without_effect=(
-        lambda given: (
-            not (
-                given["checkpointEverySteps"]
-                or given["checkpointEverySeconds"]
-                or given["checkpointEveryEpochs"]
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery(Section):
+    GROUP = "recovery"
+
+    checkpoint_every_steps: AtLeast1 | None = setting(
+        None,
+        "optimizer steps between two checkpoints; unset: not by steps",
+        remedy="leave it unset for no checkpoints by steps",
+        may_differ_on_resume=True,
+    )
+    checkpoint_every_seconds: Annotated[float, Ge(0), Finite] = setting(
+        600.0,
+        "seconds between two checkpoints; 0: not by time",
+        remedy="0 means no checkpoints by time",
+        may_differ_on_resume=True,
+    )
+    checkpoint_every_epochs: AtLeast1 | None = setting(
+        None,
+        "epochs between two checkpoints; unset: not by epochs",
+        remedy="leave it unset for no checkpoints by epochs",
+        may_differ_on_resume=True,
+    )
+    keep_checkpoints: AtLeast1 = setting(
+        2,
+        "newest checkpoints to keep while the training runs",
+        may_differ_on_resume=True,
+        without_effect=(
+            lambda given: not any(given[f"checkpointEvery{unit}"] for unit in ("Steps", "Seconds", "Epochs")),
+            "no checkpoint interval is set",
         ),
-        "no checkpoint interval is set",
-    ),
-)
-KEEP_TRAINING_STATE = Setting(
-    name="keepTrainingState",
-    field="keep_training_state",
-    words="whether the fitted model keeps its optimizer state, from which a later fit can continue",
-    default=False,
-    may_differ_on_resume=True,
-)
-CERTIFY = Setting(
-    name="certify",
-    field="certify",
-    words="whether the run keeps its rows and all checkpoints, and writes their hash chain for a certificate",
-    default=False,
-    may_differ_on_resume=True,
-)
-ON_NON_FINITE = Setting[NonFinite](
-    name="onNonFinite",
-    field="on_non_finite",
-    words="a step whose loss or gradient is not finite: 'stop', 'skip', or 'rollback' with half the rate",
-    default="stop",
-    accepts=one_of(get_args(NonFinite)),
-)
-RUN_URI = Setting[str | None](
-    name="runUri",
-    words="folder of this training that all workers reach; unset: a new folder in storageUri",
-    convert=without_secrets,
-)
-RESUME = Setting(
-    name="resume",
-    words="whether to resume the training in runUri, if there is one with the same settings and data",
-    default=False,
-)
-MAX_RESTARTS = Setting(
-    name="maxRestarts",
-    field="max_restarts",
-    words="how often lost workers are restarted from the last checkpoint before fit fails",
-    default=3,
-    accepts=at_least(0, remedy="0 means no restart"),
-    may_differ_on_resume=True,
-)
-MIN_WORKERS = Setting[int | None](
-    name="minWorkers",
-    field="min_workers",
-    words="fewest workers with which a restart may continue if the cluster has no more; unset: numWorkers",
-    kind="int",
-    accepts=at_least(1),
-    may_differ_on_resume=True,
-    without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 allows no restart"),
-)
-TIMEOUT_SECONDS = Setting(
-    name="timeoutSeconds",
-    field="timeout_seconds",
-    words="seconds that a worker may wait in one collective call, or make no progress",
-    default=600.0,
-    accepts=above_0_and_finite(),
-    may_differ_on_resume=True,
-)
+    )
+    keep_training_state: bool = setting(
+        False,
+        "whether the fitted model keeps its optimizer state, from which a later fit can continue",
+        may_differ_on_resume=True,
+    )
+    certify: bool = setting(
+        False,
+        "whether the run keeps its rows and all checkpoints, and writes their hash chain for a certificate",
+        may_differ_on_resume=True,
+    )
+    on_non_finite: NonFinite = setting(
+        "stop",
+        "a step whose loss or gradient is not finite: 'stop', 'skip', or 'rollback' with half the rate",
+    )
+    max_restarts: NotNegative = setting(
+        3,
+        "how often lost workers are restarted from the last checkpoint before fit fails",
+        remedy="0 means no restart",
+        may_differ_on_resume=True,
+    )
+    min_workers: AtLeast1 | None = setting(
+        None,
+        "fewest workers with which a restart may continue if the cluster has no more; unset: numWorkers",
+        may_differ_on_resume=True,
+        without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 allows no restart"),
+    )
+    timeout_seconds: Annotated[float, Gt(0), Finite] = setting(
+        600.0,
+        "seconds that a worker may wait in one collective call, or make no progress",
+        may_differ_on_resume=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder(Section):
+    GROUP = "recovery"
+    ON_DRIVER = True
+
+    run_uri: str | None = setting(
+        None,
+        "folder of this training that all workers reach; unset: a new folder in storageUri",
+        convert=without_secrets,
+    )
+    resume: bool = setting(
+        False, "whether to resume the training in runUri, if there is one with the same settings and data"
+    )

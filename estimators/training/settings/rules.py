@@ -38,6 +38,11 @@ def _private(other: str, is_broken: Callable[[ConfigValues], bool], why: str) ->
 
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
+        "a column twice in labelCols",
+        lambda c: len(set(c.label_columns)) < len(c.label_columns),
+        "labelCols must not name a column twice, got {label_columns}; copy it under another name",
+    ),
+    Combination(
         "trainingStep='lightning' with weightCol",
         lambda c: c.training_step == "lightning" and c.weight_column is not None,
         "weightCol ('{weight_column}') weights each row, but trainingStep 'lightning' gets only a mean over "
@@ -89,8 +94,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "onNonFinite='rollback' without checkpoints",
         lambda c: c.on_non_finite == "rollback" and not c.writes_checkpoints,
-        "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; set "
-        "checkpointEverySteps, checkpointEveryEpochs or checkpointEverySeconds",
+        "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; leave "
+        "checkpointEverySeconds at 600, or set another interval of checkpoints",
     ),
     Combination(
         "loss, labelCols of different lengths",

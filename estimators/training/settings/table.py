@@ -1,22 +1,27 @@
-"""Every setting of the estimators, by group and by its name as a Param."""
+"""Every setting of the estimators, by its name as a Param."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from ringspark.estimators.training.settings import (
-    data,
-    memory,
-    network,
-    observation,
-    recovery,
-    training,
-    workers,
+from ringspark.estimators.training.settings.data import (
+    Classification,
+    Columns,
+    Data,
+    Inputs,
+    Label,
+    Labels,
+    Prediction,
 )
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.memory import Budget, Memory
+from ringspark.estimators.training.settings.network import Metrics, Model, Network, Objects
+from ringspark.estimators.training.settings.observation import Observation, Progress
+from ringspark.estimators.training.settings.recovery import Recovery, RunFolder
+from ringspark.estimators.training.settings.setting import Section, Setting, settings_of
+from ringspark.estimators.training.settings.training import Steps, Training
+from ringspark.estimators.training.settings.workers import Workers
 
-GROUPS: dict[str, list[Setting[Any]]] = {
-    module.__name__.rpartition(".")[2]: [v for v in vars(module).values() if isinstance(v, Setting)]
-    for module in (data, network, training, workers, memory, recovery, observation)
-}
-SETTINGS: dict[str, Setting[Any]] = {s.name: s for settings in GROUPS.values() for s in settings}
+SECTIONS: tuple[type[Section], ...] = (
+    *(Inputs, Label, Labels, Columns, Data, Prediction, Classification, Model, Metrics, Objects, Network),
+    *(Training, Steps, Workers, Memory, Budget),
+    *(Recovery, RunFolder, Observation, Progress),
+)
+SETTINGS: dict[str, Setting] = settings_of(*SECTIONS)

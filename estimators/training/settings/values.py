@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from ringspark.estimators.options.finetuning import LoRA, Pretrained
-from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.privacy import Privacy
-from ringspark.estimators.options.scaling import ScaleLearningRate
-from ringspark.estimators.options.sync import AllReduce, Sync
+from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.objective.losses import NETWORK_LOSS
 from ringspark.estimators.training.objective.own_metrics import OwnMetric
-from ringspark.estimators.training.settings import (
-    data,
-    memory,
-    network,
-    observation,
-    recovery,
-    training,
-    workers,
-)
-from ringspark.estimators.training.settings.choices import (
-    Cache,
-    Compression,
-    Keep,
-    NonFinite,
-    Offload,
-    Precision,
-    Task,
-)
+from ringspark.estimators.training.settings.choices import Task
+from ringspark.estimators.training.settings.data import Data
+from ringspark.estimators.training.settings.memory import Memory
+from ringspark.estimators.training.settings.network import Network, Objects
+from ringspark.estimators.training.settings.observation import Observation
+from ringspark.estimators.training.settings.recovery import Recovery
+from ringspark.estimators.training.settings.training import Training
+from ringspark.estimators.training.settings.workers import Workers
 from ringspark.models import MODELS, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigValues:
-    """The fields of `TrainConfig`. Most fields belong to a `Setting`, whose `words` describe the field.
+class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observation):
+    """The fields of `TrainConfig`: the settings that the ranks need, and the following.
 
     Attributes:
         shards_uri: Folder of the shards; its manifest describes the data.
@@ -45,9 +30,12 @@ class ConfigValues:
         model: `ModelSpec` as JSON text; None if `UserObjects.module` holds the model.
         input_columns: One column per positional argument of `forward`.
         label_columns: One column per output of the network.
+        weight_column: Column of the rows' weights in the loss.
         losses: One name per label; unused for a label whose loss is in `UserObjects.losses`.
+        loss_weights: Weight of each label's loss in their sum.
         metrics: Names of built-in metrics and of the user's metrics in `UserObjects.metrics`.
         own_metrics: Properties of the user's metrics; set by `check_training`.
+        monitor: Loss or metric that decides which epoch is best; set by `check_training` if empty.
         training_step: Name in `TRAINING_STEPS`, or 'own' for a callable in `UserObjects`.
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
         initial_weights: Folder with the weights of `initialModel`.
@@ -65,70 +53,19 @@ class ConfigValues:
     task: Task = "any"
     model: str | None = None
     weight_column: str | None = None
-    losses: tuple[str, ...] = (network.LOSS.default,)
+    losses: tuple[str, ...] = (Objects.loss,)
     loss_weights: tuple[float, ...] = (1.0,)
-    optimizer: str = training.OPTIMIZER.default
-    training_step: str | None = training.TRAINING_STEP.default
-    parameter_groups: tuple[dict[str, Any], ...] = tuple(training.PARAMETER_GROUPS.default)
-    learning_rate: float = training.LEARNING_RATE.default
-    lr_schedule: str = training.LR_SCHEDULE.default
-    scale_learning_rate: ScaleLearningRate | None = training.SCALE_LEARNING_RATE.default
-    warmup_steps: int = training.WARMUP_STEPS.default
-    weight_decay: float = training.WEIGHT_DECAY.default
-    max_grad_norm: float | None = training.MAX_GRAD_NORM.default
-    freeze: tuple[str, ...] = tuple(network.FREEZE.default)
-    lora: LoRA | None = network.LORA.default
-    pretrained: Pretrained | None = network.PRETRAINED.default
+    metrics: tuple[str, ...] = ()
+    own_metrics: tuple[OwnMetric, ...] = ()
+    monitor: str = ""
+    training_step: str | None = None
+    output_widths: tuple[int, ...] = ()
     initial_weights: str | None = None
     initial_training_state: str | None = None
-    ema_decay: float | None = network.EMA_DECAY.default
     teacher_column: str | None = None
-    temperature: float = network.TEMPERATURE.default
-    alpha: float = network.ALPHA.default
-    metrics: tuple[str, ...] = tuple(network.METRICS.default)
-    own_metrics: tuple[OwnMetric, ...] = ()
-    output_widths: tuple[int, ...] = ()
-    monitor: str = ""
-    patience: int | None = training.PATIENCE.default
-    min_delta: float = training.MIN_DELTA.default
-    time_budget_seconds: float | None = training.TIME_BUDGET_SECONDS.default
-    keep: Keep = training.KEEP.default
+    charged_before: tuple[tuple[float, float, int], ...] = ()
     pause_after: int | None = None
     pause_after_step: int | None = None
-    epochs: int = training.EPOCHS.default
-    batch_size: int = training.BATCH_SIZE.default
-    batch_size_schedule: tuple[tuple[int, int], ...] = ()
-    privacy: Privacy | None = training.PRIVACY.default
-    charged_before: tuple[tuple[float, float, int], ...] = ()
-    noise_scale: bool = training.NOISE_SCALE.default
-    seed: int = training.SEED.default
-    shuffle: bool = training.SHUFFLE.default
-    num_workers: int = workers.NUM_WORKERS.default
-    use_gpu: bool = workers.USE_GPU.default
-    collective: str = workers.COLLECTIVE.default
-    compile: bool | str = workers.COMPILE.default
-    parallelism: Mesh = Mesh()  # noqa: RUF009
-    sync: Sync = AllReduce()  # noqa: RUF009
-    precision: Precision = memory.PRECISION.default
-    gradient_checkpointing: str | tuple[str, ...] = memory.NO_CHECKPOINTING
-    gradient_accumulation: int = training.GRADIENT_ACCUMULATION.default
-    activation_offload: Offload = memory.ACTIVATION_OFFLOAD.default
-    activation_compression: Compression = memory.ACTIVATION_COMPRESSION.default
-    reader: str = data.READER.default
-    cache: Cache = data.CACHE.default
-    checkpoint_every_steps: int | None = recovery.CHECKPOINT_EVERY_STEPS.default
-    checkpoint_every_seconds: float = recovery.CHECKPOINT_EVERY_SECONDS.default
-    checkpoint_every_epochs: int | None = recovery.CHECKPOINT_EVERY_EPOCHS.default
-    keep_checkpoints: int = recovery.KEEP_CHECKPOINTS.default
-    keep_training_state: bool = recovery.KEEP_TRAINING_STATE.default
-    certify: bool = recovery.CERTIFY.default
-    on_non_finite: NonFinite = recovery.ON_NON_FINITE.default
-    timeout_seconds: float = recovery.TIMEOUT_SECONDS.default
-    max_restarts: int = recovery.MAX_RESTARTS.default
-    min_workers: int | None = recovery.MIN_WORKERS.default
-    log_every_steps: int = observation.LOG_EVERY_STEPS.default
-    timeline_every_steps: int | None = observation.TIMELINE_EVERY_STEPS.default
-    profile_steps: tuple[int, int] | None = observation.PROFILE_STEPS.default
 
     @property
     def batch_sizes(self) -> BatchSizes:

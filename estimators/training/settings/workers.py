@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
-from ringspark.estimators.options.base import ValueRange, at_least, listed
+from ringspark.estimators.options.checked import AtLeast1
 from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.options.sync import AllReduce, LocalTraining, Sync
-from ringspark.estimators.training.settings.declaration import Setting
+from ringspark.estimators.training.settings.names import listed_name
+from ringspark.estimators.training.settings.setting import Section, setting
 from ringspark.pipelines.entry_points import list_entry_points
 
 
@@ -19,68 +22,50 @@ def _collectives() -> Iterable[str]:
     return COLLECTIVES
 
 
-SYNC = Setting[Sync](
-    name="sync",
-    field="sync",
-    words="how workers agree on their weights: AllReduce, Zero, LocalSGD, DiLoCo, ParameterServer ...",
-    default=AllReduce(),
-    options=Sync,
-    # Only to another sharding: see `run.identity`.
-    recorded_on_resume=True,
-    without_effect=(
-        lambda given: (
-            given["numWorkers"] == 1
-            and given["sync"] != AllReduce()
-            and not isinstance(given["sync"], LocalTraining)
-        ),
-        "there is one worker",
-    ),
-)
-PARALLELISM = Setting[Mesh | str](
-    name="parallelism",
-    field="parallelism",
-    words="how workers share one network: a Mesh, or 'auto', which plans one from memory and time",
-    default=Mesh(),
-    options=Mesh,
-    convert=lambda value: AUTO if isinstance(value, str) and value == AUTO else Mesh.of(value, "parallelism"),
-    may_differ_on_resume=True,
-)
-NUM_WORKERS = Setting(
-    name="numWorkers",
-    field="num_workers",
-    words="workers that train at the same time",
-    default=1,
-    accepts=at_least(1),
-    may_differ_on_resume=True,
-)
-USE_GPU = Setting(
-    name="useGpu",
-    field="use_gpu",
-    words="whether each worker trains on its own GPU",
-    default=False,
-    may_differ_on_resume=True,
-)
-COLLECTIVE = Setting(
-    name="collective",
-    field="collective",
-    words="library for collectives: 'horovod', 'torch', 'local', or one that a package declares",
-    default="torch" if find_spec("horovod") is None else "horovod",
-    default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
-    accepts=listed(_collectives, lambda: list_entry_points("ringspark.collectives")),
-    may_differ_on_resume=True,
-)
+# The config of a training has no "auto", because the planner has chosen a mesh by then.
+if TYPE_CHECKING:
+    _MeshOrAuto = Mesh
+else:
+    _MeshOrAuto = Mesh | Literal[AUTO]
 # The modes of torch.compile.
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-COMPILE = Setting[bool | str](
-    name="compile",
-    field="compile",
-    words="whether workers compile the network with torch.compile: False, True or a mode",
-    default=False,
-    convert=lambda value: value,
-    accepts=ValueRange(
-        lambda value: isinstance(value, bool) or value in _MODES,
-        lambda: f"must be False, True or one of {', '.join(map(repr, _MODES))}",
-    ),
-    # It rounds differently, like another number of workers.
-    may_differ_on_resume=True,
-)
+_Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers(Section):
+    GROUP = "workers"
+
+    num_workers: AtLeast1 = setting(1, "workers that train at the same time", may_differ_on_resume=True)
+    # Another sync may differ only in its sharding: see `run.identity`.
+    sync: Sync = setting(
+        AllReduce(),
+        "how workers agree on their weights: AllReduce, Zero, LocalSGD, DiLoCo, ParameterServer ...",
+        recorded_on_resume=True,
+        without_effect=(
+            lambda given: (
+                given["numWorkers"] == 1
+                and given["sync"] != AllReduce()
+                and not isinstance(given["sync"], LocalTraining)
+            ),
+            "there is one worker",
+        ),
+    )
+    parallelism: _MeshOrAuto = setting(
+        Mesh(),
+        "how workers share one network: a Mesh, or 'auto', which plans one from memory and time",
+        may_differ_on_resume=True,
+    )
+    use_gpu: bool = setting(False, "whether each worker trains on its own GPU", may_differ_on_resume=True)
+    collective: str = setting(
+        "torch" if find_spec("horovod") is None else "horovod",
+        "library for collectives: 'horovod', 'torch', 'local', or one that a package declares",
+        default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
+        convert=listed_name("collective", _collectives, lambda: list_entry_points("ringspark.collectives")),
+        may_differ_on_resume=True,
+    )
+    # A compiled network rounds differently, like another number of workers.
+    compile: bool | _Mode = setting(
+        False,
+        "whether workers compile the network with torch.compile: False, True or a mode",
+        may_differ_on_resume=True,
+    )

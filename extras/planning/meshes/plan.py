@@ -11,10 +11,11 @@ from ringspark.estimators.memory.budget import first_error_line, network_name
 from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import shard_state
-from ringspark.estimators.training.settings import memory as memory_settings
-from ringspark.estimators.training.settings import network
-from ringspark.estimators.training.settings import training as training_settings
+from ringspark.estimators.training.settings import training as settings
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
+from ringspark.estimators.training.settings.memory import Memory
+from ringspark.estimators.training.settings.network import Objects
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, measure_machine
 from ringspark.extras.planning.meshes.predict import plan_meshes
@@ -32,10 +33,10 @@ def plan_parallelism(
     link: Link | Mapping[str, float] | None = None,
     *,
     rows: int | None = None,
-    optimizer: Any = training_settings.OPTIMIZER.default,
-    loss: Any = network.LOSS.default,
-    precision: str = memory_settings.PRECISION.default,
-    gradientCheckpointing: str | int | Sequence[str] = memory_settings.NO_CHECKPOINTING,
+    optimizer: Any = settings.Training.optimizer,
+    loss: Any = Objects.loss,
+    precision: str = Memory.precision,
+    gradientCheckpointing: str | int | Sequence[str] = Memory.gradient_checkpointing,
     gradientAccumulation: int | None = None,
     sharding: str = "none",
     tensorPlan: Mapping[str, Any] | None = None,
@@ -106,7 +107,7 @@ def plan_parallelism(
         parallelism=Mesh(plan=dict(tensorPlan) if tensorPlan else None),
     )
     if gradientAccumulation is not None:
-        training_settings.GRADIENT_ACCUMULATION.check(gradientAccumulation)
+        SETTINGS["gradientAccumulation"].check(gradientAccumulation)
     limit = None if memory is None else parse_bytes(memory)
     training = Training(config, objects, inputs, labels)
     try:

@@ -18,7 +18,7 @@ from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.training import NOISE_SCALE
+from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -33,7 +33,7 @@ CONFIG = TrainConfig(
     [
         ("LocalSGD", {"steps": 0}, "LocalSGD's steps must be at least 2, got 0"),
         ("LocalSGD", {"steps": True}, "steps must be a whole number, 'epoch' or 'training', got True"),
-        ("LocalSGD", {"steps": 2.0}, "steps must be a whole number"),
+        ("LocalSGD", {"steps": 2.5}, "steps must be a whole number"),
         ("LocalSGD", {"steps": ["epoch"]}, "steps must be a whole number"),
         (["LocalSGD"], {"steps": 2}, "sync must be one of .*, got"),
         ("DilCo", {"steps": 2}, "did you mean 'diloco'"),
@@ -45,7 +45,7 @@ CONFIG = TrainConfig(
             "optimizer_state must be 'keep', .*, got 'drop'",
         ),
         ("DiLoCo", {"steps": "training"}, "steps must be .*, got 'training'"),
-        ("DiLoCo", {"steps": 2, "outerMomentum": 1}, "outer_momentum must be from 0 to below 1, got 1.0"),
+        ("DiLoCo", {"steps": 2, "outerMomentum": 1}, "outer_momentum must be from 0 to below 1, got 1"),
         ("DiLoCo", {"steps": 2, "send": "int4"}, "send must be 'fp32', .*, got 'int4'"),
         ("DiLoCo", {"steps": 4, "fragments": 3}, "fragments must divide its steps, got 3 for 4"),
         ("DiLoCo", {"steps": 4, "fragments": 2, "delay": 2}, "delay must be below the 2 steps"),
@@ -142,8 +142,9 @@ def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(
 
 
 def test_noise_that_nobody_measures_is_told() -> None:
-    assert NOISE_SCALE.without_effect is not None
-    is_idle, _ = NOISE_SCALE.without_effect
+    rule = SETTINGS["noiseScale"].without_effect
+    assert rule is not None
+    is_idle, _ = rule
     given: dict[str, Any] = {"numWorkers": 2, "sync": AllReduce(), "gradientAccumulation": 1}
     assert not is_idle(given)
     assert is_idle(given | {"sync": LocalSGD(steps=4)})

@@ -17,7 +17,7 @@ MESHES = [
     R("mesh: unknown axis", lambda p: p.fit(parallelism={"tensors": 2}),
       "Mesh takes data, .* got 'tensors'", "did you mean 'tensor'"),
     R("mesh: no workers", lambda p: p.fit(parallelism={"tensor": 0}),
-      "Mesh's tensor must be at least 1 worker, got 0", ""),
+      "Mesh's tensor must be at least 1, got 0", ""),
     R("mesh: half a worker", lambda p: p.fit(parallelism={"tensor": 1.5}),
       "Mesh's tensor must be a whole number", "got 1.5"),
     R("mesh: not the workers", lambda p: p.fit(parallelism={"tensor": 4}, numWorkers=2),

@@ -16,6 +16,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier
+from ringspark.estimators.options.checked import WrongTypeError
 from ringspark.jobs import cli, etl, score, shards, train
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
@@ -155,7 +156,8 @@ class BadInput:
     def problem(self, error: BaseException) -> str:
         """Returns what is wrong with the error, or an empty text."""
         text = str(error)
-        if type(error) is not self.error:
+        # A value of a wrong type is a TypeError and a ValueError.
+        if type(error) not in (self.error, WrongTypeError):
             return f"raised {type(error).__name__}, not {self.error.__name__}"
         if "\n" in text or "Traceback" in text or "py4j" in text:
             return "is more than one line"

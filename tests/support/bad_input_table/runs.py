@@ -15,7 +15,8 @@ R = BadInput
 RUNS = [
     R("fit: more workers than there are", lambda p: p.fit(minWorkers=2),
       "minWorkers .2. .* numWorkers", "lower"),
-    R("fit: restarts below 0", lambda p: p.fit(maxRestarts=-1), "maxRestarts must be", "0 means no restart"),
+    R("fit: restarts below 0", lambda p: p.fit(maxRestarts=-1),
+      "maxRestarts must not be", "0 means no restart"),
     R("fit: a checkpoint every 0 steps", lambda p: p.fit(checkpointEverySteps=0),
       "checkpointEverySteps", "least 1"),
     R("fit: negative interval", lambda p: p.fit(checkpointEverySeconds=-1),

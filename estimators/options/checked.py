@@ -1,0 +1,187 @@
+"""Checks a value against an annotated type, and says in one sentence what is wrong.
+
+pydantic checks. Its errors are for programmers, so the sentence is made from the type:
+`Annotated[int, Ge(1)]` gives "must be a whole number" and "must be at least 1". The first check imports
+pydantic, which takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+
+from annotated_types import Ge, MinLen, Predicate
+
+AtLeast1 = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+Finite = Predicate(math.isfinite)
+Names = tuple[Annotated[str, MinLen(1)], ...]
+"""One name or a list of names."""
+
+T = TypeVar("T", bound=type)
+
+
+class WrongTypeError(TypeError, ValueError):
+    """A value of a wrong type. Spark expects a TypeError there, and pydantic a ValueError."""
+
+
+# pydantic's errors about a value of the right type.
+_OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "predicate_failed"}
+_TYPE_RULES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a dict",
+    tuple: "a list of numbers",
+}
+
+
+def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
+    """Returns the value in the form of the type: a list becomes a tuple, 2.0 becomes 2 for a whole number.
+
+    Raises:
+        WrongTypeError: The value has another type; "<subject> must be a number, got ...".
+        ValueError: The value is out of the type's range, with the `remedy`, or an option of it is wrong.
+    """
+    from pydantic import ValidationError
+
+    ready = _prepare(hint, value)
+    try:
+        found = _adapter(hint).validate_python(ready, context=subject)
+        if isinstance(ready, bool) and not isinstance(found, bool):
+            raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")  # True is no 1
+        return found
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    if own := [each["ctx"]["error"] for each in problems if each["type"] == "value_error"]:
+        raise own[0]
+    if any(each["type"] in _OUT_OF_RANGE for each in problems):
+        raise ValueError(f"{subject} {range_rule(hint)}, got {value!r}{remedy and f'; {remedy}'}")
+    if isinstance(ready, float) and ready.is_integer():
+        return check(hint, int(ready), subject, remedy)
+    raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")
+
+
+def json_schema(hint: Any) -> dict[str, Any]:
+    """Returns the JSON schema of a type, for editors."""
+    return cast(dict[str, Any], _adapter(hint).json_schema())
+
+
+def range_rule(hint: Any) -> str:
+    """Returns the rule of a type's range, such as "must be at least 1"; "" if every value is accepted."""
+    rules = [rule for part in parts_of(hint) if part.ranges and (rule := _range(part))]
+    return f"must {rules[0]}" if rules else ""
+
+
+class Part(NamedTuple):
+    """One of the types of a union, and its constraints."""
+
+    kind: Any
+    ranges: tuple[Any, ...]
+
+
+def parts_of(hint: Any) -> list[Part]:
+    """Returns the types of a union except None, each with its constraints."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return [part for arg in args if arg is not NoneType for part in parts_of(arg)]
+    if origin is Annotated:
+        return [Part(part.kind, args[1:]) for part in parts_of(args[0])]
+    return [Part(hint, ())]
+
+
+def choices_of(hint: Any) -> tuple[Any, ...]:
+    """Returns the values of a type that is only a Literal, else ()."""
+    kinds = [part.kind for part in parts_of(hint)]
+    return get_args(kinds[0]) if len(kinds) == 1 and get_origin(kinds[0]) is Literal else ()
+
+
+def either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def type_rules(hint: Any) -> list[str]:
+    """Returns the types of a hint in words, such as ["a whole number", "'epoch'"]."""
+    return [word for part in parts_of(hint) for word in _words_of(part.kind)]
+
+
+def _type_rule(hint: Any) -> str:
+    return either(type_rules(hint) or ["None"])
+
+
+def _words_of(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [repr(choice) for choice in get_args(kind)]
+    if _is_names(kind):
+        return ["a name or a list of names"]
+    kind = get_origin(kind) or kind
+    if kind is bool:
+        return ["True", "False"]
+    return [_TYPE_RULES.get(kind, getattr(kind, "__name__", str(kind)))]
+
+
+def _is_names(kind: Any) -> bool:
+    args = get_args(kind)
+    return get_origin(kind) is tuple and parts_of(args[0])[0].kind is str
+
+
+def _range(part: Part) -> str:
+    bounds: dict[str, Any] = {}
+    for each in part.ranges:
+        for name in ("ge", "gt", "le", "lt"):
+            if hasattr(each, name):
+                bounds[name] = getattr(each, name)
+    finite = " and finite" if Finite in part.ranges else ""
+    match bounds:
+        case {"ge": low, "le": high}:
+            return f"be from {low} to {high}"
+        case {"ge": low, "lt": high}:
+            return f"be from {low} to below {high}"
+        case {"gt": low, "le": high}:
+            return f"be above {low} and at most {high}"
+        case {"gt": low, "lt": high}:
+            return f"lie between {low} and {high}"
+        case {"gt": low}:
+            return f"be above {low}{finite}"
+        case {"ge": 0}:
+            return f"be 0 or above{finite}" if finite else "not be negative"
+        case {"ge": low}:
+            return f"be at least {low}"
+    return ""
+
+
+def _prepare(hint: Any, value: Any) -> Any:
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()  # grids of values are often made by NumPy
+    if isinstance(value, str):
+        kinds = [part.kind for part in parts_of(hint)]
+        return (value,) if any(map(_is_names, kinds)) and str not in kinds else value
+    return frozen(value)
+
+
+def frozen(value: Any) -> Any:
+    """Returns a list as a tuple, also within lists."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def listed(value: Any) -> Any:
+    """Returns a tuple as a list, also within tuples: the form in which Spark and JSON hold it."""
+    return list(map(listed, value)) if isinstance(value, list | tuple) else value
+
+
+def as_dict(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # A class of options has its own rules, and pydantic refuses others for it.
+    rules = None if is_dataclass(hint) else ConfigDict(strict=True, arbitrary_types_allowed=True)
+    return TypeAdapter(hint, config=rules)

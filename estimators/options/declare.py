@@ -1,0 +1,203 @@
+"""The base class of settings that have options, which pydantic checks.
+
+A subclass of `Options` is the value of a Param, a section of `TrainConfig` and of a job file, and a table of
+docs/settings.md. Nothing here imports torch or Spark.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+
+from ringspark.estimators.names import nearest
+from ringspark.estimators.options.checked import WrongTypeError, check, either, listed, type_rules
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
+
+O = TypeVar("O", bound="Options")  # noqa: E741
+
+
+def option(default: Any = MISSING, remedy: str = "") -> Any:
+    """Declares an option whose errors about the range end with a remedy; without a default it is required."""
+    return field(default=default, metadata={"remedy": remedy})
+
+
+def to_snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])([A-Z])", lambda match: f"_{match[1].lower()}", name)
+
+
+class _Signature:
+    """Makes a class's signature from its fields, with types without ranges, for `help` and editors."""
+
+    def __get__(self, instance: object, owner: Any) -> inspect.Signature:
+        hints, empty = get_type_hints(owner), inspect.Parameter.empty
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    each.name,
+                    kinds[bool(each.kw_only)],
+                    default=empty if each.default is MISSING else each.default,
+                    annotation=hints[each.name],
+                )
+                for each in sorted(fields(owner), key=lambda each: bool(each.kw_only))
+            ]
+        )
+
+
+class _AnyCase(type):
+    """Lets a constructor take the names of a job file, such as maxGradNorm for max_grad_norm."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **{to_snake_case(name): value for name, value in options.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(metaclass=_AnyCase):
+    """The options of one setting.
+
+    A class with variants, such as `Sync`, has no instances itself. A variant's dict has its name as "name".
+
+    Attributes:
+        NAME: Name of a variant in dicts and files; by default its class name in lower case.
+        SHORTHAND: Name of the option that a plain value sets, such as "stages" for pipeline=2; "" for none.
+    """
+
+    NAME: ClassVar[str] = ""
+    SHORTHAND: ClassVar[str] = ""
+    # What `help` and the API pages show.
+    __signature__ = _Signature()
+
+    def __init_subclass__(cls) -> None:
+        if "NAME" not in cls.__dict__:
+            cls.NAME = cls.__name__.lower()
+        # `dataclass` keeps a method that the class has itself.
+        type.__setattr__(cls, "__repr__", Options.__repr__)
+
+    def __new__(cls, *_: Any, **options: Any) -> Options:
+        names = [each.name for each in fields(cls)]
+        if unknown := [name for name in options if name not in names]:
+            raise TypeError(cls._refusal(unknown[0]))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        hints = hints_of(type(self))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not each.default:
+                subject, remedy = f"{type(self).__name__}'s {each.name}", each.metadata.get("remedy", "")
+                object.__setattr__(self, each.name, check(hints[each.name], value, subject, remedy))
+
+    @classmethod
+    def variants(cls) -> dict[str, type[Options]]:
+        """Returns the variants of a setting by name; none for a class without variants."""
+        found: dict[str, type[Options]] = {}
+        for variant in cls.__subclasses__():
+            found |= variant.variants() or {variant.NAME: variant}
+        return found
+
+    @classmethod
+    def of(cls: type[O], value: Any, subject: str = "") -> O:
+        """Converts a dict of options, the name of a variant, or the value of `SHORTHAND`.
+
+        `subject` is the setting, for the errors.
+        """
+        variants = cls.variants()
+        if isinstance(value, cls) and not type(value).variants():
+            return value
+        subject = subject or cls.__name__
+        if variants and isinstance(value, str):
+            value = {"name": value}
+        known = [variant.__name__ for variant in variants.values()] or [cls.__name__]
+        if cls.SHORTHAND and value is not None and not isinstance(value, Mapping | Options):
+            hint = hints_of(cls)[cls.SHORTHAND]
+            try:
+                value = {cls.SHORTHAND: check(hint, value, f"{cls.__name__}'s {cls.SHORTHAND}")}
+            except WrongTypeError:
+                known = [*type_rules(hint), *known]
+        if not isinstance(value, Mapping):
+            forms = f"{either(known)}, or a dict of its options"
+            raise WrongTypeError(f"{subject} must be {forms}, got {value!r}")
+        given = dict(value)
+        made: type[Any] = cls
+        if variants:
+            name = given.pop("name", None)
+            key = name.replace("_", "").lower() if isinstance(name, str) else ""
+            if key not in variants:
+                hint = nearest(str(name), variants)
+                raise ValueError(f"{subject} must be one of {', '.join(variants)}, got {name!r}{hint}")
+            made = variants[key]
+        elif Options not in cls.__bases__ and given.get("name") == cls.NAME:
+            del given["name"]
+        names = [each.name for each in fields(made)]
+        found = {to_snake_case(str(key)): item for key, item in given.items()}
+        if unknown := [key for key in given if to_snake_case(str(key)) not in names]:
+            raise ValueError(made._refusal(unknown[0]))
+        missing = [each.name for each in fields(made) if each.default is MISSING and each.name not in found]
+        if missing:
+            raise ValueError(f"{made.__name__} needs {missing[0]!r}; it takes {', '.join(names)}")
+        return made(**found)  # type: ignore[no-any-return]
+
+    @classmethod
+    def _refusal(cls, name: Any) -> str:
+        names = [each.name for each in fields(cls)]
+        hint = nearest(to_snake_case(str(name)), names)
+        return f"{cls.__name__} takes {', '.join(names) or 'no options'}, got {name!r}{hint}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        """Lets pydantic take what `of` takes, for a field of this type."""
+        from pydantic_core import core_schema
+
+        return core_schema.with_info_plain_validator_function(
+            lambda value, info: cls.of(value, info.context or ""),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        """Returns the JSON schema of what `of` takes, for editors of job files."""
+        from ringspark.estimators.options.checked import json_schema
+
+        forms: list[dict[str, Any]] = []
+        for name, variant in (cls.variants() or {"": cls}).items():
+            hints = hints_of(variant)
+            known = {each.name: json_schema(hints[each.name]) for each in fields(variant)}
+            needed = [each.name for each in fields(variant) if each.default is MISSING]
+            if name:
+                forms.append({"const": name})
+                known, needed = {"name": {"const": name}, **known}, ["name", *needed]
+            forms.append({"type": "object", "properties": known, "required": needed})
+        if cls.SHORTHAND:
+            forms.append(json_schema(hints_of(cls)[cls.SHORTHAND]))
+        return {"anyOf": forms}
+
+    @classmethod
+    def from_values(cls: type[O], values: Mapping[str, Any]) -> O:
+        """Reads a result of `to_values`; raises ValueError if it is damaged."""
+        return cls.of(values)
+
+    def to_values(self) -> dict[str, Any]:
+        """Returns all options as plain data, with the name of a variant."""
+        is_variant = Options not in type(self).__bases__
+        values = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+        return ({"name": self.NAME} if is_variant else {}) | values
+
+    def __repr__(self) -> str:
+        """Returns the constructor's call, without options at their defaults."""
+        given = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@lru_cache
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Returns the type of each field, with its constraints."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def plain(value: Any) -> Any:
+    return value.to_values() if isinstance(value, Options) else listed(value)

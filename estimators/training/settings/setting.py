@@ -1,0 +1,136 @@
+"""Declares a setting once: for the stages' Params, `TrainConfig`, job files, `--help` and docs/settings.md.
+
+A section is a frozen dataclass whose fields are settings:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Recovery(Section):
+        max_restarts: NotNegative = setting(3, "how often lost workers are restarted ...")
+
+The field `max_restarts` is the Param `maxRestarts`. `TrainConfig` inherits the sections that the ranks need.
+Nothing here imports Spark, torch or pydantic, so that `--help` of a job answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_origin
+
+from ringspark.estimators.options.checked import check, either, parts_of, range_rule, type_rules
+from ringspark.estimators.options.declare import Options, hints_of
+
+
+class Section:
+    """Settings of one subject.
+
+    Attributes:
+        GROUP: Title of the section in `explainParams()` and `help`.
+        ON_DRIVER: Whether the ranks do not need these settings, so `TrainConfig` does not have them.
+    """
+
+    GROUP: ClassVar[str] = ""
+    ON_DRIVER: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: Name of the Spark Param in camelCase, which users know.
+        hint: Type of the value, with its range.
+        words: Meaning, for `explainParams()`, `help`, docs/settings.md and the jobs' `--help`.
+        default: Default value; None if the setting has none.
+        field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
+        group: Title of its section.
+        on_driver: Whether `TrainConfig` does not have the value in the form of `hint`.
+        convert: Converts a user's value before the type is checked; raises TypeError or ValueError.
+        remedy: The user's remedy, if the rule of the range does not contain it.
+        may_differ_on_resume: Whether a resumed run may have another value than its first start.
+        recorded_on_resume: The same, but the run records the change, because it changes the result.
+        without_effect: A predicate (all settings by name), True if a set value is unused, and the reason.
+        is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
+        default_words: The default in words, if it depends on what is installed.
+        empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.
+    """
+
+    name: str
+    hint: Any
+    words: str
+    default: Any = None
+    field: str = ""
+    group: str = ""
+    on_driver: bool = False
+    convert: Callable[[Any], Any] | None = None
+    remedy: str = ""
+    may_differ_on_resume: bool = False
+    recorded_on_resume: bool = False
+    without_effect: tuple[Callable[[Mapping[str, Any]], bool], str] | None = None
+    is_for_writing: bool = False
+    default_words: str = ""
+    empty_is_unset: bool = False
+
+    @property
+    def kinds(self) -> list[Any]:
+        """Types of the value, except None."""
+        return [part.kind for part in parts_of(self.hint)]
+
+    @property
+    def options(self) -> type[Options] | None:
+        """Class of the value, if it has options."""
+        return next(
+            (kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Options)), None
+        )
+
+    @property
+    def rule(self) -> str:
+        """Rule of the range in words, such as "must be at least 1"; empty if every value is accepted."""
+        has_choices = any(get_origin(kind) is Literal for kind in self.kinds)
+        return f"must be {either(type_rules(self.hint))}" if has_choices else range_rule(self.hint)
+
+    def check(self, value: Any) -> Any:
+        """Returns the value in the setting's form. Raises TypeError for a wrong type, else ValueError."""
+        if value is self.default:
+            return value
+        if self.convert is not None:
+            value = self.convert(value)
+        return check(self.hint, value, self.name, self.remedy)
+
+    def from_text(self, text: str) -> Any:
+        """Parses a command-line option; raises ValueError with a message that lacks the option's name."""
+        value: Any = text
+        for kind in {int, float}.intersection(self.kinds):
+            with suppress(ValueError):
+                value = kind(text)
+        try:
+            return self.check(value)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f"{self.name} ")) from None
+
+
+def setting(default: Any, words: str, **more: Any) -> Any:
+    """Declares a field of a section; `more` are attributes of `Setting`."""
+    return field(default=default, metadata={"words": words, **more})
+
+
+def settings_of(*sections: type[Section]) -> dict[str, Setting]:
+    """Returns the settings of the sections by their names as Params."""
+    return {found.name: found for section in sections for found in _settings(section)}
+
+
+def _settings(section: Any) -> list[Setting]:
+    hints, found = hints_of(section), []
+    for each in fields(section):
+        more = {"field": "" if section.ON_DRIVER else each.name, **each.metadata}
+        first, *rest = each.name.split("_")
+        made = Setting(
+            name=first + "".join(map(str.capitalize, rest)),
+            hint=hints[each.name],
+            default=each.default,
+            group=section.GROUP,
+            on_driver=section.ON_DRIVER,
+            **more,
+        )
+        found.append(made)
+    return found
