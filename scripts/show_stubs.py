@@ -40,7 +40,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pyspark.ml.param import Param
-from typing_extensions import Self
+
+from ringspark.estimators.stages.declared import Getter, Setter
 
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.options.mesh import Mesh
@@ -56,7 +57,7 @@ def stub(module: str) -> str:
     nodes = ast.parse(path.read_text()).body
     imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     # The getters of Spark's own mixins have no types.
-    lines = [f"# Printed by scripts/show_stubs.py from {path.name}.", '# mypy: disable-error-code="override"']
+    lines = [f"# Printed by scripts/show_stubs.py from {path.name}.", '# mypy: disable-error-code="assignment, override"']
     lines += [_IMPORTS.rstrip(), *(text for text in imports if "__future__" not in text)]
     for node in nodes:
         if isinstance(node, ast.ClassDef):
@@ -93,20 +94,20 @@ def _function(node: ast.FunctionDef) -> str:
 
 def _members(setting: Setting, known: set[str]) -> Iterator[str]:
     suffix = setting.name[0].upper() + setting.name[1:]
-    yield f"    {setting.name}: Param[Any]"
+    parts = [f"{setting.name}: Param[Any]"]
     if f"get{suffix}" in known:
-        yield f"    def get{suffix}(self) -> {_type(setting, False)}: ..."
+        parts.append(f"get{suffix}: Getter[{_type(setting, False)}]")
     if f"set{suffix}" in known:
-        yield f"    def set{suffix}(self, value: {_type(setting, True)}) -> Self: ..."
+        parts.append(f"set{suffix}: Setter[{_type(setting, True)}]")
+    yield f"    {'; '.join(parts)}"
 
 
 def _constructor(path: str) -> Iterator[str]:
     module, _, name = path.partition(":")
     settings = getattr(import_module(module), name).SETTINGS.values()
     words = ",\n".join(f"{each.name}: {_type(each, True)} = ..." for each in settings).replace(" ", "\0")
-    yield "    def __init__("
-    yield "        self, *,"
-    for line in textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False):
+    yield "    def __init__(self, *,"
+    for line in textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False):
         yield f"        {line}".replace("\0", " ")
     yield "    ) -> None: ..."
 

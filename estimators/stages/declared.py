@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pyspark.ml.param import Param, Params
 
@@ -26,8 +26,22 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.notebook_table import notebook_table
 
 S = TypeVar("S", bound="DeclaredParams")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 _SPARK_PREFIX = re.compile(r'^Invalid param value given for param "\w+"\. ')
+
+
+class Getter(Protocol[T_co]):
+    """A getter in a stub."""
+
+    def __get__(self, stage: Any, kind: Any = None) -> Callable[[], T_co]: ...
+
+
+class Setter(Protocol[T_contra]):
+    """A setter in a stub."""
+
+    def __get__(self, stage: S, kind: Any = None) -> Callable[[T_contra], S]: ...
 
 
 def with_settings(*settings: Setting, fixed: Collection[str] = ()) -> Callable[[type[S]], type[S]]:
