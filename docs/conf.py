@@ -10,6 +10,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = "ringspark"
 html_static_path = ["_static"]
+html_extra_path = ["job.schema.json"]
 html_css_files = ["phone.css"]
 smartquotes_action = "D"  # only dashes: quotes of a value stay as in code
 html_copy_source = False
@@ -31,6 +32,15 @@ def _link_pictures(app, doctree):
         picture["width"] = "100%"
 
 
+def _without_settings(app, what, name, obj, options, lines):
+    """Cuts the list of settings off a stage's docstring, because settings.md has it."""
+    groups = {f"{setting.group.capitalize()}:" for setting in getattr(obj, "SETTINGS", {}).values()}
+    first = next((place for place, line in enumerate(lines) if line in groups), None)
+    if first is not None:
+        lines[first:] = ["Its keywords are :doc:`settings </settings>`.", ""]
+
+
 def setup(app):
     """Registers the hooks of this file."""
     app.connect("doctree-read", _link_pictures)
+    app.connect("autodoc-process-docstring", _without_settings, priority=100)

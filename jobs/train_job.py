@@ -168,7 +168,9 @@ def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple
     from ringspark.estimators.names import check_name
 
     try:
-        check_name("stage", name, STAGES, otherwise="")
+        # A search trains an estimator, not another search.
+        known = [stage for stage in STAGES if not path or "Search" not in stage]
+        check_name("stage", name, known, otherwise="")
     except ValueError as error:
         raise file.error((*path, "stage"), str(error)) from None
     stage = load_object(STAGES[name])()
@@ -176,9 +178,9 @@ def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple
         place = (*path, "params", key)
         if key == "estimator" and stage.hasParam(key):
             inner = read_section(file, StageSection, place)
-            made = _make_stage(file, inner.stage, inner.params, place)
+            value = _make_stage(file, inner.stage, inner.params, place)
         try:
-            stage.setParams(**{key: made if key == "estimator" else _from_file(key, value)})
+            stage.setParams(**{key: _from_file(key, value)})
         except (TypeError, ValueError) as error:
             raise file.error(place, str(error)) from None
     return stage

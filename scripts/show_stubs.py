@@ -57,7 +57,10 @@ def stub(module: str) -> str:
     nodes = ast.parse(path.read_text()).body
     imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     # The getters of Spark's own mixins have no types.
-    lines = [f"# Printed by scripts/show_stubs.py from {path.name}.", '# mypy: disable-error-code="assignment, override"']
+    lines = [
+        f"# Printed by scripts/show_stubs.py from {path.name}.",
+        '# mypy: disable-error-code="assignment, override"',
+    ]
     lines += [_IMPORTS.rstrip(), *(text for text in imports if "__future__" not in text)]
     for node in nodes:
         if isinstance(node, ast.ClassDef):
