@@ -33,7 +33,7 @@ def _link_pictures(app, doctree):
 
 
 def _without_settings(app, what, name, obj, options, lines):
-    """Cuts the list of settings off a stage's docstring, because settings.md has it."""
+    """Removes the list of settings from a stage's docstring, because settings.md has it."""
     groups = {f"{setting.group.capitalize()}:" for setting in getattr(obj, "SETTINGS", {}).values()}
     first = next((place for place, line in enumerate(lines) if line in groups), None)
     if first is not None:

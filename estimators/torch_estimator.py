@@ -68,7 +68,7 @@ M = TypeVar("M", bound=TorchModel)
 
 
 class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], Generic[M]):  # type: ignore[type-arg]
-    """Base class of the estimators. The constructor's keywords are the Params: see `explainParams()`."""
+    """Base class of the estimators. The constructor's keywords are the Params."""
 
     _task: Task = "any"
     _model_class: type[TorchModel] = TorchModel

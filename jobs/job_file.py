@@ -1,6 +1,7 @@
 """Reads a job file, YAML or JSON, into a dataclass. An error is one sentence that names the line and the key.
 
-YAML is read as version 1.2: only `true` and `false` are booleans, `1e-3` is a number. A date is a string.
+YAML is read as version 1.2: only `true` and `false` are booleans, and `1e-3` is a number. A date
+stays a string.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class JobFile:
         try:
             is_json, lines = name.endswith(".json"), dict[Path, int]()
             tree = json.loads(text) if is_json else None
-            # JSON is also YAML, whose parser knows lines and refuses duplicate keys.
+            # The YAML parser also reads JSON. It reports lines and refuses duplicate keys.
             yaml = _plain(name, _parse_yaml(name, text), (), lines)
             return cls(name, tree if is_json else yaml, lines)
         except json.JSONDecodeError as error:
@@ -117,7 +118,7 @@ def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
 
 
 def yaml_or_json(value: Any) -> str:
-    """Returns plain data as YAML; as JSON if ruamel.yaml is not installed."""
+    """Returns plain data as YAML, or as JSON if ruamel.yaml is not installed."""
     try:
         from ruamel.yaml import YAML
     except ImportError:
@@ -135,13 +136,24 @@ def _parse_yaml(name: str, text: str) -> Any:
         from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, RoundTripConstructor
         from ruamel.yaml.error import YAMLError
     except ImportError:
-        raise ValueError(f"{name} needs the package ruamel.yaml; pip install ruamel.yaml") from None
+        raise ValueError(
+            "job files are read with the package ruamel.yaml, which is not installed; run pip install "
+            "ruamel.yaml"
+        ) from None
 
     class Constructor(RoundTripConstructor):
-        """Reads dates as strings, and refuses tags."""
+        """Reads dates as strings, and refuses tags and aliases of the value that they are in."""
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            if node in self.recursive_objects and node not in self.constructed_objects:
+                # ruamel would return None.
+                raise ConstructorError(None, None, "an alias refers to itself", node.start_mark)
+            return super().construct_object(node, deep)
 
         def refuse(self, node: Any) -> Any:
-            raise ConstructorError(None, None, f"jobs take no tag {node.tag}; remove it", node.start_mark)
+            raise ConstructorError(
+                None, None, f"a job must not have the YAML tag '{node.tag}'; remove it", node.start_mark
+            )
 
     Constructor.add_constructor("tag:yaml.org,2002:timestamp", RoundTripConstructor.construct_scalar)
     Constructor.add_constructor(None, Constructor.refuse)
@@ -160,13 +172,13 @@ def _parse_yaml(name: str, text: str) -> Any:
 
 
 def _plain(name: str, node: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Returns a node as plain data with strings as keys; enters the line of each key into `lines`."""
+    """Returns a node as plain data with string keys; records the line of each key in `lines`."""
     if len(path) > _DEEPEST or len(lines) > _MOST_VALUES:
-        raise ValueError(f"{name} is too large for a job, or an alias refers to itself; shorten the file")
+        raise ValueError(f"{name} is too large for a job; shorten the file")
     if isinstance(node, Mapping):
         found: dict[str, Any] = {}
         for key, value in node.items():
-            if place := (node.lc.data or {}).get(key):  # type: ignore[attr-defined]  # else it is merged
+            if place := (node.lc.data or {}).get(key):  # type: ignore[attr-defined]  # a key merged by `<<` has no line
                 lines[(*path, str(key))] = place[0] + 1
             if isinstance(key, tuple | Mapping):
                 raise ValueError(f"{name}, line {node.lc.line + 1}: a key must be a string")  # type: ignore[attr-defined]

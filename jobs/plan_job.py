@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 
     file, job = train_job.read_job(args.file, args.set)
-    estimator = train_job.trained_by(train_job.make_estimator(file, job))
+    estimator = train_job.find_estimator(train_job.make_estimator(file, job))
     budget = parse_bytes(args.budget) if args.budget else estimator.getMemoryBudget()
     with _open_data(job, estimator, args.master) as (given, objects, manifest):
         config = check_training(replace(given, shards_uri=manifest.uri), objects, manifest).config

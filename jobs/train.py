@@ -44,7 +44,7 @@ RECOVERY = tuple(settings_of(Recovery))
 
 
 def add_settings(parser: Any, defaults: Mapping[str, Any]) -> None:
-    """Adds options for the estimator's settings; the default None is the setting's own."""
+    """Adds options for the estimator's settings; None means the setting's own default."""
     for name, default in defaults.items():
         cli.add_setting(parser, _SETTINGS[name], default)
 

@@ -65,9 +65,9 @@ class TrainJob:
     """Content of a job file.
 
     Attributes:
-        stage: Class name of the estimator.
+        stage: Class name of the estimator or search.
         features: SQL expression of each additional column, by its name; the saved model includes them.
-        params: The estimator's settings by name.
+        params: Settings of the stage by name.
     """
 
     stage: str
@@ -137,28 +137,33 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
     Raises ValueError if a Param is unknown, has a wrong value, or conflicts with another Param.
     """
     stage = _make_stage(file, job.stage, job.params, ())
-    estimator = trained_by(stage)
+    estimator = find_estimator(stage)
     if estimator is None:
         raise file.error(
-            ("params",), f"params: {job.stage} needs an estimator, with the keys stage and params"
+            ("params",), f"{job.stage} needs params.estimator; add it with the keys stage and params"
         )
-    if stage is not estimator and (job.data.shards is not None or job.data.inPlace):
-        raise file.error(
-            ("data",), "data: a search splits and copies the rows; give a table or files, without inPlace"
-        )
+    unfit = "shards" if job.data.shards is not None else "inPlace" if job.data.inPlace else ""
+    if stage is not estimator and unfit:
+        remedy = "give a table or files" if unfit == "shards" else "remove inPlace"
+        reason = f"data.{unfit} cannot be used with {job.stage}, because a search splits the rows"
+        raise file.error(("data",), f"{reason}; {remedy}")
     try:
         if not _wants_table(file, job, estimator):
             config_of(estimator)
     except ValueError as error:
         raise file.error(("params",), str(error)) from None
-    if job.evaluation is not None and not (estimator.hasParam("labelCol") and estimator.getMetrics()):
+    if job.evaluation is not None and not estimator.hasParam("labelCol"):
+        raise file.error(
+            ("evaluation",), f"evaluation needs labels, but {job.stage} has none; remove evaluation"
+        )
+    if job.evaluation is not None and not estimator.getMetrics():
         # Otherwise the evaluation would fail after the training.
-        remedy = "add some, or remove evaluation" if estimator.hasParam("labelCol") else "remove evaluation"
-        raise file.error(("evaluation",), f"evaluation needs params.metrics; {remedy}")
+        key = "params.metrics" if stage is estimator else "params.estimator.params.metrics"
+        raise file.error(("evaluation",), f"evaluation needs {key}; add some, or remove evaluation")
     return stage
 
 
-def trained_by(stage: Any) -> Any:
+def find_estimator(stage: Any) -> Any:
     """Returns the estimator that a search trains, or the stage itself; None for a search without one."""
     return stage.getEstimator() if stage.hasParam("estimator") else stage
 
@@ -170,7 +175,7 @@ def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple
     try:
         # A search trains an estimator, not another search.
         known = [stage for stage in STAGES if not path or "Search" not in stage]
-        check_name("stage", name, known, otherwise="")
+        check_name(".".join(map(str, (*path, "stage"))), name, known, otherwise="")
     except ValueError as error:
         raise file.error((*path, "stage"), str(error)) from None
     stage = load_object(STAGES[name])()
@@ -225,7 +230,7 @@ def _params_of(stage: Any) -> dict[str, Any]:
     from ringspark.estimators.table_fit import wants_table
 
     values = values_of(stage)
-    if trained_by(stage) is stage and wants_table(stage):
+    if find_estimator(stage) is stage and wants_table(stage):
         # A default that is set would replace a setting that `fit` chooses for the table.
         values = {name: value for name, value in values.items() if stage.isSet(name)}
     return {name: _to_file(value) for name, value in values.items()}
@@ -264,7 +269,7 @@ def _check(file: JobFile, job: TrainJob) -> None:
 
 
 def _from_file(name: str, value: Any) -> Any:
-    """Converts a value of the file to a Param's value; networks and column types are given as plain data."""
+    """Converts plain data of the file to a Param's value: networks, column types and evaluators."""
     import torch
 
     from ringspark.estimators.table_fit import is_for_tables
@@ -272,8 +277,8 @@ def _from_file(name: str, value: Any) -> Any:
 
     if name == "columns" and isinstance(value, dict):
         return {c: _column_type(kind) if isinstance(kind, dict) else kind for c, kind in value.items()}
-    if name == "evaluator" and isinstance(value, dict):
-        return _evaluator(**value)
+    if name == "evaluator":
+        return _evaluator(value)
     if name != "model" or not isinstance(value, dict):
         return value
     if "target" not in value or not set(value) <= {"target", "kwargs"}:
@@ -289,15 +294,27 @@ def _from_file(name: str, value: Any) -> Any:
     return spec
 
 
-def _evaluator(name: str = "", **params: Any) -> Any:
-    """Returns an evaluator of Spark ML by the name of its class."""
+def _evaluator(given: Any) -> Any:
+    """Returns an evaluator of Spark ML from the name of its class and its Params."""
     from pyspark.ml import evaluation
 
     from ringspark.estimators.names import check_name
 
-    known = [each for each in evaluation.__all__ if each.endswith("Evaluator") and each not in ("Evaluator",)]
-    check_name("evaluator", name, known, otherwise="")
-    return getattr(evaluation, name)(**params)
+    if not isinstance(given, dict):
+        raise ValueError(
+            "evaluator must be a dict such as {name: BinaryClassificationEvaluator, labelCol: late}, got "
+            f"{given!r}"
+        )
+    known = [name for name in evaluation.__all__ if name.endswith("Evaluator") and name != "Evaluator"]
+    check_name("evaluator's name", str(given.get("name")), known, otherwise="")
+    made = getattr(evaluation, given["name"])()
+    for name, value in given.items():
+        if name != "name":
+            check_name(
+                f"a Param of {given['name']}", name, [param.name for param in made.params], otherwise=""
+            )
+            made._set(**{name: value})
+    return made
 
 
 def _column_type(given: dict[str, Any]) -> Any:
@@ -340,7 +357,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
     from ringspark.pipelines.folder_removal import check_removal, remove_folder
     from ringspark.pipelines.spark_paths import resolve
 
-    estimator, output = trained_by(stage), resolve(spark, job.save.model)
+    estimator, output = find_estimator(stage), resolve(spark, job.save.model)
     if not job.save.overwrite and storage.exists(output):
         raise file.error(
             ("save", "model"), f"save.model: {output} exists; set save.overwrite or another folder"
@@ -368,7 +385,8 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
         raise ValueError("--resume and --no-resume need a run folder; set params.runUri")
     if stage is not estimator and resume is False:
         raise ValueError(
-            "--no-resume: a search continues what its folder holds; set params.runUri to another"
+            "--no-resume cannot be used with a search, which always resumes from params.runUri; set "
+            "params.runUri to a new folder"
         )
     features = _features(job)
     if job.evaluation is not None:

@@ -1,4 +1,4 @@
-"""Writes docs/job.schema.json, by which editors complete and check job files.
+"""Writes docs/job.schema.json, with which editors complete and check job files.
 
 python scripts/show_job_schema.py
 """
@@ -73,7 +73,7 @@ def _case(stage: str, is_inner: bool) -> dict[str, Any]:
 
 
 def _key(stage: str, name: str) -> str:
-    """Returns the name of a setting's definition; a search has settings of its own with known names."""
+    """Returns the name of a setting's definition; a search's settings have a prefix."""
     return f"search {name}" if "Search" in stage else name
 
 
@@ -84,7 +84,7 @@ def _all_settings() -> dict[str, Setting]:
 
 def _property(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"description": setting.words}
-    # A converter takes more than the type of its result.
+    # A converter accepts more types than `hint`.
     if setting.convert is None or setting.kinds == [str]:
         value = json_schema(setting.hint)
         is_list = any(str(kind).startswith("tuple[") for kind in setting.kinds)

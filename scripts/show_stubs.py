@@ -2,8 +2,8 @@
 
 python scripts/show_stubs.py
 
-A stub is its module without bodies. A class of `with_settings` has its Params, getters and setters there, and
-the first base class of a public stage has the stage's constructor.
+A stub has the module's classes and functions without bodies. Classes decorated with `with_settings` list
+their Params, getters and setters, and the first base class of a public stage has the stage's constructor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringspark.estimators.options.declare import Options
 from ringspark.estimators.training.settings.setting import Setting
 
 ROOT = Path(__file__).resolve().parent.parent
-# Module -> class -> the public stage that has its constructor from this class.
+# Module -> class -> the public stage that inherits its constructor from this class.
 STUBS: dict[str, dict[str, str]] = {
     "estimators.stages.params": {
         "ClassifierKeywords": "ringspark.estimators:TorchClassifier",
@@ -56,9 +56,9 @@ def stub(module: str) -> str:
     path, made = ROOT / f"{module.replace('.', '/')}.py", import_module(f"ringspark.{module}")
     nodes = ast.parse(path.read_text()).body
     imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    # The getters of Spark's own mixins have no types.
+    # Our getters override untyped getters of Spark's mixins.
     lines = [
-        f"# Printed by scripts/show_stubs.py from {path.name}.",
+        f"# Written by scripts/show_stubs.py from {path.name}.",
         '# mypy: disable-error-code="assignment, override"',
     ]
     lines += [_IMPORTS.rstrip(), *(text for text in imports if "__future__" not in text)]

@@ -1,8 +1,8 @@
-"""Checks a value against an annotated type, and says in one sentence what is wrong.
+"""Checks a value against an annotated type, and raises an error of one sentence.
 
-pydantic checks. Its errors are for programmers, so the sentence is made from the type:
-`Annotated[int, Ge(1)]` gives "must be a whole number" and "must be at least 1". The first check imports
-pydantic, which takes a tenth of a second.
+pydantic does the check. Its own messages name internal types, so the message is made from the annotation:
+`Annotated[int, Ge(1)]` gives "must be a whole number" and "must be at least 1". The first check takes a tenth
+of a second longer, because it imports pydantic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, MinLen, Predicate
 
@@ -22,30 +22,28 @@ Finite = Predicate(math.isfinite)
 Names = tuple[Annotated[str, MinLen(1)], ...]
 """One name or a list of names."""
 
-T = TypeVar("T", bound=type)
-
 
 class WrongTypeError(TypeError, ValueError):
-    """A value of a wrong type. Spark expects a TypeError there, and pydantic a ValueError."""
+    """A value of a wrong type: a TypeError for Spark's converters, a ValueError for pydantic's validators."""
 
 
-# pydantic's errors about a value of the right type.
+# pydantic's error types for a value of the right type that is out of range.
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "predicate_failed"}
 _TYPE_RULES = {
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
     dict: "a dict",
     tuple: "a list of numbers",
 }
 
 
 def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
-    """Returns the value in the form of the type: a list becomes a tuple, 2.0 becomes 2 for a whole number.
+    """Returns the value converted to the type: a list becomes a tuple, and 2.0 becomes 2 for a whole number.
 
     Raises:
         WrongTypeError: The value has another type; "<subject> must be a number, got ...".
-        ValueError: The value is out of the type's range, with the `remedy`, or an option of it is wrong.
+        ValueError: It is out of range (the message ends with `remedy`), or an option of it is wrong.
     """
     from pydantic import ValidationError
 
@@ -53,11 +51,14 @@ def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
     try:
         found = _adapter(hint).validate_python(ready, context=subject)
         if isinstance(ready, bool) and not isinstance(found, bool):
-            raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")  # True is no 1
+            # True equals 1, but is not accepted as a number.
+            raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")
         return found
     except ValidationError as error:
         problems = error.errors(include_url=False)
-    if own := [each["ctx"]["error"] for each in problems if each["type"] == "value_error"]:
+    own = [each["ctx"]["error"] for each in problems if each["type"] == "value_error"]
+    # A class of options does not know what else a union accepts, such as 'auto'.
+    if own and (len(parts_of(hint)) == 1 or isinstance(ready, Mapping)):
         raise own[0]
     if any(each["type"] in _OUT_OF_RANGE for each in problems):
         raise ValueError(f"{subject} {range_rule(hint)}, got {value!r}{remedy and f'; {remedy}'}")
@@ -95,7 +96,7 @@ def parts_of(hint: Any) -> list[Part]:
 
 
 def choices_of(hint: Any) -> tuple[Any, ...]:
-    """Returns the values of a type that is only a Literal, else ()."""
+    """Returns the choices if the type is a single Literal, else ()."""
     kinds = [part.kind for part in parts_of(hint)]
     return get_args(kinds[0]) if len(kinds) == 1 and get_origin(kinds[0]) is Literal else ()
 
@@ -122,7 +123,7 @@ def _words_of(kind: Any) -> list[str]:
     kind = get_origin(kind) or kind
     if kind is bool:
         return ["True", "False"]
-    return [_TYPE_RULES.get(kind, getattr(kind, "__name__", str(kind)))]
+    return [_TYPE_RULES.get(kind) or f"a {getattr(kind, '__name__', kind)}"]
 
 
 def _is_names(kind: Any) -> bool:
@@ -172,10 +173,6 @@ def frozen(value: Any) -> Any:
 def listed(value: Any) -> Any:
     """Returns a tuple as a list, also within tuples: the form in which Spark and JSON hold it."""
     return list(map(listed, value)) if isinstance(value, list | tuple) else value
-
-
-def as_dict(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 @cache

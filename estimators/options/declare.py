@@ -1,7 +1,7 @@
-"""The base class of settings that have options, which pydantic checks.
+"""The base class of settings with options. pydantic checks each option.
 
-A subclass of `Options` is the value of a Param, a section of `TrainConfig` and of a job file, and a table of
-docs/settings.md. Nothing here imports torch or Spark.
+A subclass of `Options` defines the value of a Param, a section of `TrainConfig` and of a job file, and a
+table of docs/settings.md. Nothing here imports torch or Spark.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ O = TypeVar("O", bound="Options")  # noqa: E741
 
 
 def option(default: Any = MISSING, remedy: str = "") -> Any:
-    """Declares an option whose errors about the range end with a remedy; without a default it is required."""
+    """Declares an option; it is required without a default. `remedy` ends the message of a range error."""
     return field(default=default, metadata={"remedy": remedy})
 
 
@@ -32,7 +32,7 @@ def to_snake_case(name: str) -> str:
 
 
 class _Signature:
-    """Makes a class's signature from its fields, with types without ranges, for `help` and editors."""
+    """Signature of a class of options for `help` and editors; its types omit the ranges."""
 
     def __get__(self, instance: object, owner: Any) -> inspect.Signature:
         hints, empty = get_type_hints(owner), inspect.Parameter.empty
@@ -53,8 +53,11 @@ class _Signature:
 class _AnyCase(type):
     """Lets a constructor take the names of a job file, such as maxGradNorm for max_grad_norm."""
 
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        return super().__call__(*args, **{to_snake_case(name): value for name, value in options.items()})
+    def __call__(cls: Any, *args: Any, **options: Any) -> Any:
+        given = {to_snake_case(name): value for name, value in options.items()}
+        if refusal := cls._refusal(options, len(args)):
+            raise TypeError(refusal)
+        return super().__call__(*args, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +81,6 @@ class Options(metaclass=_AnyCase):
             cls.NAME = cls.__name__.lower()
         # `dataclass` keeps a method that the class has itself.
         type.__setattr__(cls, "__repr__", Options.__repr__)
-
-    def __new__(cls, *_: Any, **options: Any) -> Options:
-        names = [each.name for each in fields(cls)]
-        if unknown := [name for name in options if name not in names]:
-            raise TypeError(cls._refusal(unknown[0]))
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hints = hints_of(type(self))
@@ -113,7 +110,7 @@ class Options(metaclass=_AnyCase):
         subject = subject or cls.__name__
         if variants and isinstance(value, str):
             value = {"name": value}
-        known = [variant.__name__ for variant in variants.values()] or [cls.__name__]
+        known = [variant.__name__ for variant in variants.values()] or [f"a {cls.__name__}"]
         if cls.SHORTHAND and value is not None and not isinstance(value, Mapping | Options):
             hint = hints_of(cls)[cls.SHORTHAND]
             try:
@@ -121,12 +118,17 @@ class Options(metaclass=_AnyCase):
             except WrongTypeError:
                 known = [*type_rules(hint), *known]
         if not isinstance(value, Mapping):
-            forms = f"{either(known)}, or a dict of its options"
+            forms = either(
+                [*known, "a dict with a name and options" if variants else "a dict of its options"]
+            )
             raise WrongTypeError(f"{subject} must be {forms}, got {value!r}")
         given = dict(value)
         made: type[Any] = cls
         if variants:
             name = given.pop("name", None)
+            if name is None:
+                names = ", ".join(variants)
+                raise ValueError(f"{subject} needs a 'name' in its dict, got {value!r}; add one of {names}")
             key = name.replace("_", "").lower() if isinstance(name, str) else ""
             if key not in variants:
                 hint = nearest(str(name), variants)
@@ -134,24 +136,28 @@ class Options(metaclass=_AnyCase):
             made = variants[key]
         elif Options not in cls.__bases__ and given.get("name") == cls.NAME:
             del given["name"]
-        names = [each.name for each in fields(made)]
-        found = {to_snake_case(str(key)): item for key, item in given.items()}
-        if unknown := [key for key in given if to_snake_case(str(key)) not in names]:
-            raise ValueError(made._refusal(unknown[0]))
-        missing = [each.name for each in fields(made) if each.default is MISSING and each.name not in found]
-        if missing:
-            raise ValueError(f"{made.__name__} needs {missing[0]!r}; it takes {', '.join(names)}")
-        return made(**found)  # type: ignore[no-any-return]
+        if refusal := made._refusal(given):
+            raise ValueError(refusal)
+        return made(**{str(key): item for key, item in given.items()})  # type: ignore[no-any-return]
 
     @classmethod
-    def _refusal(cls, name: Any) -> str:
-        names = [each.name for each in fields(cls)]
-        hint = nearest(to_snake_case(str(name)), names)
-        return f"{cls.__name__} takes {', '.join(names) or 'no options'}, got {name!r}{hint}"
+    def _refusal(cls, given: Mapping[Any, Any], num_positional: int = 0) -> str:
+        """Returns the error about an unknown or a missing option; "" if there is none."""
+        options = {each.name: each for each in fields(cls)}
+        names, known = ", ".join(options) or "no options", {to_snake_case(str(key)) for key in given}
+        for key in given:
+            name = to_snake_case(str(key))
+            if name not in options:
+                hint = nearest(name, options) or f"; it takes {names}"
+                return f"{cls.__name__} has no option {key!r}{hint}"
+        needed = [name for name, each in options.items() if each.default is MISSING][num_positional:]
+        if missing := [name for name in needed if name not in known]:
+            return f"{cls.__name__} needs the option {missing[0]!r}; it takes {names}"
+        return ""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-        """Lets pydantic take what `of` takes, for a field of this type."""
+        """Makes pydantic accept every value that `of` accepts."""
         from pydantic_core import core_schema
 
         return core_schema.with_info_plain_validator_function(
@@ -160,7 +166,7 @@ class Options(metaclass=_AnyCase):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        """Returns the JSON schema of what `of` takes, for editors of job files."""
+        """Returns the JSON schema of the values that `of` accepts."""
         from ringspark.estimators.options.checked import json_schema
 
         forms: list[dict[str, Any]] = []

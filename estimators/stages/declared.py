@@ -1,10 +1,11 @@
 """Makes Spark Params, their getters and setters from declared settings.
 
-@with_settings(*settings_of(Recovery).values())
-class _RecoveryParams(DeclaredParams):
-    ...
+For example::
 
-Type checkers and editors read the same members in a stub, which scripts/show_stubs.py prints.
+    @with_settings(*settings_of(Recovery).values())
+    class RecoveryParams(DeclaredParams): ...
+
+Type checkers and editors read the same members in a stub, which scripts/show_stubs.py writes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _SPARK_PREFIX = re.compile(r'^Invalid param value given for param "\w+"\. ')
 
 
 class Getter(Protocol[T_co]):
-    """A getter in a stub."""
+    """Type of a getter in a stub."""
 
     def __get__(self, stage: Any, kind: Any = None) -> Callable[[], T_co]: ...
 
 
 class Setter(Protocol[T_contra]):
-    """A setter in a stub."""
+    """Type of a setter in a stub."""
 
     def __get__(self, stage: S, kind: Any = None) -> Callable[[T_contra], S]: ...
 
@@ -47,7 +48,7 @@ class Setter(Protocol[T_contra]):
 def with_settings(*settings: Setting, fixed: Collection[str] = ()) -> Callable[[type[S]], type[S]]:
     """Returns a decorator that gives a class the Param, getter and setter of each setting.
 
-    A method that the class has itself stays. The settings named in `fixed` get no setter.
+    A method that the class defines itself is kept. The settings named in `fixed` get no setter.
     """
 
     def add(cls: type[S]) -> type[S]:
@@ -66,7 +67,7 @@ def with_settings(*settings: Setting, fixed: Collection[str] = ()) -> Callable[[
 
 
 def param_of(setting: Setting) -> Param[Any]:
-    """Returns the Param of a setting, which refuses values with the setting's own message."""
+    """Returns the Param of a setting; it raises the setting's own error for a wrong value."""
     return Param(Params._dummy(), setting.name, setting.words, lambda value: listed(setting.check(value)))
 
 
@@ -140,7 +141,7 @@ class DeclaredParams(Params):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # In the order of `__mro__`, so that a class can declare a setting of its bases in another way.
+        # From the last base class to the first, so that a class can override a setting of its bases.
         found = {n: s for base in reversed(cls.__mro__) for n, s in vars(base).get("SETTINGS", {}).items()}
         cls.SETTINGS = {name: found[name] for name in dict.fromkeys((*SETTINGS, *found)) if name in found}
         if cls.__name__[0] != "_" and cls.SETTINGS:
@@ -148,18 +149,18 @@ class DeclaredParams(Params):
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{_describe(cls.SETTINGS)}"
 
     def __init__(self, **params: Any) -> None:
-        # Ours come last: Spark's own mixins also set defaults.
+        # After Spark's mixins, which also set defaults.
         super().__init__()
         defaults = {name: setting.default for name, setting in self.SETTINGS.items()}
         self._setDefault(**{name: listed(value) for name, value in defaults.items() if value is not None})
         self.setParams(**params)
 
     def setParams(self: S, **params: Any) -> S:
-        """Sets Params by name; None clears one. Raises TypeError for a keyword that is no Param."""
+        """Sets Params by name; None clears one. Raises TypeError for a keyword that is not a Param."""
         names = [param.name for param in self.params]
         for name in params:
             if name not in names:
-                hint = nearest(name, names) or f"; its Params are {names}"
+                hint = nearest(name, names) or "; explainParams() lists its Params"
                 raise TypeError(f"{type(self).__name__} has no Param {name!r}{hint}")
         return self._set(**params)
 

@@ -21,7 +21,7 @@ from ringspark.estimators.training.settings.setting import settings_of
 from ringspark.estimators.training.settings.table import SECTIONS
 from ringspark.pipelines.kinds import Kind, kind_from_json
 
-# A model has the Params of the first sections, and TrainingParams those of the others.
+# Sections of models, and of estimators by their labels. TrainingParams has the other sections, and Model.
 _OF_MODELS = (Model, Inputs, Prediction)
 _OF_LABELS = (Label, Labels, Classification)
 _OF_TRAINING = [section for section in SECTIONS if section not in (*_OF_MODELS[1:], *_OF_LABELS)]
@@ -29,7 +29,7 @@ _OF_TRAINING = [section for section in SECTIONS if section not in (*_OF_MODELS[1
 
 @with_settings(*settings_of(*_OF_MODELS).values(), fixed=("model",))
 class ModelSettings(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
-    """Settings that estimators and models share: the network, and the columns that go in and come out."""
+    """Settings that estimators and models share: the network, and the input and output columns."""
 
 
 @with_settings(*settings_of(Label, Metrics).values())
@@ -62,12 +62,12 @@ class MultiLabelParams(LabelParams):
 
 
 class ClassifierKeywords:
-    """The constructor of `TorchClassifier`, which params.pyi spells out for editors."""
+    """Base class in which params.pyi declares the constructor of `TorchClassifier`, for editors."""
 
 
 class RegressorKeywords:
-    """The constructor of `TorchRegressor`."""
+    """Base class in which params.pyi declares the constructor of `TorchRegressor`."""
 
 
 class EstimatorKeywords:
-    """The constructor of `TorchEstimator`."""
+    """Base class in which params.pyi declares the constructor of `TorchEstimator`."""

@@ -18,7 +18,7 @@ class Pretraining(Section):
     ON_DRIVER = True
 
     noise: Annotated[float, Ge(0)] = setting(
-        0.0, "standard deviation of Gaussian noise that is added to numbers in the training; 0: none"
+        0.0, "standard deviation of Gaussian noise that is added to numeric inputs during training; 0: none"
     )
     mask: Annotated[float, Ge(0), Lt(1)] | None = setting(
         None,

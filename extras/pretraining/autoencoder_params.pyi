@@ -1,4 +1,4 @@
-# Printed by scripts/show_stubs.py from autoencoder_params.py.
+# Written by scripts/show_stubs.py from autoencoder_params.py.
 # mypy: disable-error-code="assignment, override"
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

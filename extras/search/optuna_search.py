@@ -37,7 +37,7 @@ class OptunaSearch(OptunaParams, SearchStage):
         model = search.fit(df)
         model.bestParams, model.trials
 
-    The keywords of the constructor are the Params: see `explainParams()`.
+    The constructor's keywords are the Params below.
     """
 
     def _fit(self, dataset: DataFrame) -> SearchModel:

@@ -49,7 +49,7 @@ class PopulationSearch(PopulationParams, SearchStage):
     is copied completely: weights, optimizer state, random states and history. Callbacks start and end with
     each round.
 
-    The keywords of the constructor are the Params: see `explainParams()`.
+    The constructor's keywords are the Params below.
     """
 
     def _fit(self, dataset: DataFrame) -> SearchModel:

@@ -30,7 +30,7 @@ def _of_class(name: str, kind: type, rule: str) -> Any:
 
 def _of_optuna(name: str, method: str) -> Any:
     def convert(value: Any) -> Any:
-        # Without an import of optuna, which may not be installed where a saved search is loaded.
+        # Checks without importing optuna, which may be missing on a machine that loads a saved search.
         if not isinstance(value, str) and not callable(getattr(value, method, None)):
             raise WrongTypeError(f"{name} must be a name or an optuna {name}, got {value!r:.80}")
         return value
@@ -46,7 +46,9 @@ class Search(Section):
     estimator: Any = setting(
         None,
         "TorchClassifier, TorchRegressor or TorchEstimator to search; each training fits a copy of it",
-        convert=_of_class("estimator", Estimator, "must be an estimator"),
+        convert=_of_class(
+            "estimator", Estimator, "must be an estimator of ringspark such as TorchClassifier(...)"
+        ),
     )
     space: Any = setting(
         None,
@@ -64,7 +66,9 @@ class Search(Section):
         "entry of the history for pruners; without an evaluator it is also a training's value. Unset: the "
         "estimator's monitor, which is the loss of the held-out rows by default",
     )
-    parallelism: AtLeast1 = setting(1, "number of concurrent trainings; each waits for slots")
+    parallelism: AtLeast1 = setting(
+        1, "number of concurrent trainings; each waits until its Spark slots are free"
+    )
     train_ratio: Annotated[float, Gt(0), Lt(1)] = setting(
         0.75,
         "share of the rows to train on; the evaluator gets the other rows. Without an evaluator, or if the "
@@ -74,7 +78,7 @@ class Search(Section):
     run_uri: str | None = setting(
         None,
         "folder of this search; a fit with the same folder resumes it. Unset: a search cannot resume after "
-        "its driver died",
+        "its driver dies",
         convert=without_secrets,
     )
 
@@ -134,7 +138,7 @@ class OptunaParams(SearchParams):
     """The Params of `OptunaSearch`."""
 
     def _set(self: S, **values: Any) -> S:
-        # None is a choice, which Spark would take for the default.
+        # pruner=None means no pruner; for other Params None clears the value.
         return super()._set(**values | ({"pruner": "none"} if values.get("pruner", "") is None else {}))
 
 

@@ -60,7 +60,7 @@ def _gap(value: Any) -> str | int:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows(Section):
-    """A type without None and with the default None is of a setting that `transform` needs."""
+    """Settings of `SequenceWindows`; transform requires keyCols, timeCol, valueCols and steps."""
 
     GROUP = "windows"
     ON_DRIVER = True
@@ -76,11 +76,11 @@ class Windows(Section):
     )
     max_gap: str | int | None = setting(
         None,
-        "longest time between neighbours in a window and its targets, such as '1 hour'; after a longer gap "
-        "the series starts again. Unset: any gap is allowed",
+        "longest time between consecutive rows of a window and its targets, such as '1 hour'; after a longer "
+        "gap the series starts again. Unset: any gap is allowed",
         convert=_gap,
     )
-    output_col: str = setting("features", "column of the windows, an array of steps x numbers")
+    output_col: str = setting("features", "column of the windows, an array of shape (steps, numbers per row)")
     output_cols: Names = setting(
         None,
         "one column of windows for each of valueCols, instead of outputCol: arrays of steps values of its "

@@ -1,4 +1,4 @@
-"""What an editor, a type checker and `help` know of the stages."""
+"""Tests what editors, type checkers and `help` show about the stages."""
 
 from __future__ import annotations
 

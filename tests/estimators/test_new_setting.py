@@ -25,7 +25,7 @@ CHANGES = {
         "needs=(WHOLE_NETWORK, EAGER_CODE)),\n",
     ),
 }
-# What the technique's author gets.
+# Prints everything that follows from the declaration.
 SCRIPT = """
 import json, sys
 from ringspark.estimators import Mesh, TorchClassifier
@@ -54,7 +54,7 @@ print(json.dumps({
 
 
 def _copy(folder: Path) -> int:
-    """Copies the packages with the technique's lines; returns the number of lines that these are."""
+    """Copies the packages, inserts the technique's lines, and returns their number."""
     shutil.copytree(ROOT / "ringspark", folder / "ringspark", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pipelines", "models", "extras", "jobs"):
         (folder / "ringspark" / name).symlink_to(ROOT / name)

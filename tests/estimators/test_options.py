@@ -21,6 +21,7 @@ from ringspark.estimators import (
     ScaleLearningRate,
     TopK,
     TorchRegressor,
+    Zero,
 )
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.declare import Options
@@ -104,7 +105,7 @@ def test_every_class_of_options_keeps_the_promises(kind: type[Options]) -> None:
     assert eval(repr(options), {kind.__name__: kind}) == options
     words = " ".join(base.__doc__ or "" for base in kind.__mro__)
     assert all(f"        {each.name}: " in words for each in fields(kind))
-    with pytest.raises(ValueError, match=f"{kind.__name__} takes "):
+    with pytest.raises(ValueError, match=f"{kind.__name__} has no option 'unheard_of'"):
         kind.of(options.to_values() | {"unheard_of": 1})
     with pytest.raises(AttributeError):
         options.other = 1  # type: ignore[attr-defined]
@@ -116,8 +117,13 @@ def test_a_signature_has_the_options_and_their_defaults() -> None:
     assert not inspect.signature(Hogwild).parameters
 
 
+def test_true_is_no_stage_of_zero() -> None:
+    with pytest.raises(ValueError, match="Zero's stage must be 1, 2 or 3, got True"):
+        Zero(stage=True)
+
+
 def test_a_misspelled_option_names_the_nearest_one() -> None:
-    with pytest.raises(TypeError, match=r"Mesh takes .*, got 'tensors'; did you mean 'tensor'"):
+    with pytest.raises(TypeError, match=r"Mesh has no option 'tensors'; did you mean 'tensor'"):
         Mesh(tensors=2)  # type: ignore[call-arg]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ringspark.jobs.job_file import JobFile, read_section
+from ringspark.jobs.job_file import JobFile, read_section, yaml_or_json
 from ringspark.jobs.row_source import RowSource
 
 TEXT = "inner:\n  count: 010\n  names: {a: 1}\n"
@@ -28,6 +28,26 @@ def test_numbers_are_those_of_yaml_1_2_and_booleans_are_none() -> None:
     assert read_section(JobFile.parse("job.yaml", TEXT), Job).inner.count == 10
     with pytest.raises(ValueError, match=r"job.yaml, line 2: inner.count must be a whole number, got True"):
         read_section(JobFile.parse("job.yaml", TEXT.replace("010", "true")), Job)
+
+
+def test_dates_and_words_of_yaml_1_1_stay_strings() -> None:
+    text = "a: 2024-01-02\nb: no\nc: 1e-3\nd: [12:30, on]\n"
+    expected = {"a": "2024-01-02", "b": "no", "c": 1e-3, "d": ["12:30", "on"]}
+    assert JobFile.parse("job.yaml", text).tree == expected
+    assert JobFile.parse("job.yaml", yaml_or_json(expected)).tree == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", "line 2: 'a' is a duplicate key; remove one"),
+        ("a: 1\nb: !run x\n", "line 2: .*must not have the YAML tag '!run'; remove it"),
+        ("a: &b [*b]\n", "an alias refers to itself"),
+    ],
+)
+def test_what_no_job_needs_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JobFile.parse("job.yaml", text)
 
 
 def test_a_mistake_below_a_changed_key_is_told_of_the_option() -> None:

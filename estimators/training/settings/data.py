@@ -61,7 +61,7 @@ def without_secrets(value: Any) -> Any:
 def _loss_weights(value: Any) -> Any:
     is_list = isinstance(value, list | tuple) and all(isinstance(w, int | float) for w in value)
     if is_list and not (any(value) and all(weight >= 0 for weight in value)):
-        raise ValueError(f"lossWeights must not be negative and not all be 0, got {value!r}")
+        raise ValueError(f"lossWeights must be 0 or above, with one above 0, got {value!r}")
     return value
 
 
@@ -106,14 +106,14 @@ class Inputs(Section):
     )
     handle_invalid: HandleInvalid = setting(
         "error",
-        "rows with a null or NaN input: 'error', 'skip' them, or 'keep' them with null predictions",
+        "what to do with rows that have a null or NaN input: 'error', 'skip' or 'keep' (null predictions)",
         is_for_writing=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label(Section):
-    """The label of an estimator with one."""
+    """The label column of an estimator with one label."""
 
     GROUP = "data"
     ON_DRIVER = True
@@ -167,7 +167,7 @@ class Columns(Section):
     )
     time_col: str | None = setting(
         None,
-        "column of the time of a row: the newest rows are held out, instead of a random share",
+        "column with each row's time: the newest rows are held out instead of a random share",
         empty_is_unset=True,
         is_for_writing=True,
         without_effect=(
@@ -177,14 +177,14 @@ class Columns(Section):
     )
     storage_uri: str | None = setting(
         None,
-        "folder for shards and runs that all workers reach; unset: temporary folder (local master only)",
+        "folder that all workers reach, for shards and runs; unset: temporary folder (local master only)",
         convert=without_secrets,
         without_effect=(lambda given: given["runUri"] is not None, "runUri holds the shards and the run"),
     )
     data: DataPlace = setting(
         "copy",
         "'copy' writes shards of the rows; 'inPlace' reads the Parquet files below the DataFrame; "
-        "'auto' does so if they have at least 1 GiB and the plan allows it",
+        "'auto' reads in place if they have at least 1 GiB and the DataFrame's query plan allows it",
         is_for_writing=True,
     )
 
@@ -200,10 +200,10 @@ class Prediction(Section):
     )
     inner_cols: dict[str, str] | None = setting(
         None,
-        "vector columns that transform adds: name of an inner module -> column of its outputs",
+        "dict from the name of a submodule to the vector column that transform adds for its output",
         convert=_inner_columns,
     )
-    # So many that the activations of a layer of a few hundred numbers stay in a core's cache.
+    # With this batch size, the activations of a layer with a few hundred units fit into a core's cache.
     inference_batch_size: AtLeast1 = setting(
         2048, "rows per forward pass in transform; unset: at most 2048 rows (bf16: 4096) and 64 MiB"
     )

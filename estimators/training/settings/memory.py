@@ -14,7 +14,7 @@ NO_CHECKPOINTING = "none"
 
 
 def _policy(value: Any) -> Any:
-    """Returns a number of segments as a text, the form of a saved `gradientCheckpointing`."""
+    """Converts a number of segments to a string, the form in which a stage saves it."""
     policy = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(policy, str):
         is_known = policy in (NO_CHECKPOINTING, "sqrt", "all") or (policy.isdecimal() and int(policy) > 0)
@@ -22,8 +22,8 @@ def _policy(value: Any) -> Any:
         is_known = isinstance(policy, list | tuple) and bool(policy)
     if not is_known or not all(isinstance(name, str) for name in policy):
         raise WrongTypeError(
-            "gradientCheckpointing must be 'none', 'sqrt', 'all', a number of segments or a list of "
-            f"submodule names, got {value!r}"
+            "gradientCheckpointing must be 'none', 'sqrt', 'all', a number of segments of at least 1 "
+            f"or a list of submodule names, got {value!r}"
         )
     return policy
 
@@ -33,7 +33,9 @@ class Memory(Section):
     GROUP = "memory"
 
     precision: Precision = setting(
-        "fp32", "'fp32', 'bf16' or 'fp16' (with loss scaling)", recorded_on_resume=True
+        "fp32",
+        "number format of the training: 'fp32', 'bf16' or 'fp16' (with loss scaling)",
+        recorded_on_resume=True,
     )
     # Recomputing activations changes memory and time, but no numbers.
     gradient_checkpointing: str | tuple[str, ...] = setting(
@@ -48,7 +50,7 @@ class Memory(Section):
         may_differ_on_resume=True,
     )
     activation_compression: Compression = setting(
-        "none", "how activations are kept: 'none', 'bits' (exact), 'int8' or 'fp8' (with a small error)"
+        "none", "compression of stored activations: 'none', 'bits' (lossless), 'int8' or 'fp8' (lossy)"
     )
 
 
@@ -59,6 +61,6 @@ class Budget(Section):
 
     memory_budget: AtLeast1 | None = setting(
         None,
-        "memory per worker for tensors, in bytes or as '4g'; fit refuses to exceed it; unset: no check",
+        "memory per worker for tensors, in bytes or as '4g'; fit fails if it needs more; unset: no check",
         convert=lambda value: parse_bytes(value, "memoryBudget"),
     )

@@ -12,7 +12,7 @@ from ringspark.estimators.options.checked import WrongTypeError
 def listed_name(
     setting: str, registry: Callable[[], Iterable[str]], declared: Callable[[], Iterable[str]]
 ) -> Callable[[Any], Any]:
-    """Returns a converter that accepts the names of a registry and those that other packages declare.
+    """Returns a converter that accepts names of a registry and names that other packages declare.
 
     Names are looked up when a value is checked: first in the registry, then among the declared names.
     """

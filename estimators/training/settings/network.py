@@ -99,10 +99,8 @@ class Network(Section):
         convert=_patterns,
         without_effect=(lambda given: given["lora"] is not None, "lora freezes all but its adapter"),
     )
-    lora: LoRA | None = setting(None, "low-rank adapters, which alone are trained: a LoRA")
-    pretrained: Pretrained | None = setting(
-        None, "weights from which the training starts: a Pretrained, or a URI"
-    )
+    lora: LoRA | None = setting(None, "a LoRA: low-rank adapters; only they are trained")
+    pretrained: Pretrained | None = setting(None, "initial weights: a Pretrained, or a URI")
     temperature: Annotated[float, Gt(0), Finite] = setting(
         2.0,
         "divisor of the logits when the network is compared with the teacher",
@@ -110,11 +108,11 @@ class Network(Section):
     )
     alpha: Annotated[float, Ge(0), Le(1)] = setting(
         0.5,
-        "weight of the distance from the teacher; the loss of the label has 1 - alpha",
+        "weight of the distillation loss; the label's loss has the weight 1 - alpha",
         without_effect=(lambda given: given["teacher"] is None, "teacher is not set"),
     )
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = setting(
-        None, "decay per step of an average of the weights, which becomes the model; unset: no average"
+        None, "decay per step of a moving average of the weights, which becomes the model; unset: no average"
     )
 
 
@@ -127,20 +125,20 @@ class Model(Section):
 
     model: Any = setting(
         None,
-        "the network: a ModelSpec or an nn.Module instance; unset: a pack of networks for a table",
+        "a ModelSpec or an nn.Module instance; unset: an ensemble of networks for the table's columns",
         field="model",
         convert=_model,
     )
     transform_in_prediction: Any = setting(
         None,
-        "changes held-out and predicted rows: (*inputs) -> inputs; part of the model",
+        "callable (*inputs) -> inputs for held-out and predicted rows; saved with the model",
         convert=_transform("transformInPrediction"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(Section):
-    """What a training and an evaluation measure."""
+    """Metrics of training and evaluation."""
 
     GROUP = "network"
     ON_DRIVER = True
@@ -155,7 +153,7 @@ class Metrics(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Objects(Section):
-    """Settings that hold Python objects, which the config names or `UserObjects` holds."""
+    """Settings with Python objects. `TrainConfig` has their names, or `UserObjects` has the objects."""
 
     GROUP = "network"
     ON_DRIVER = True
@@ -169,7 +167,7 @@ class Objects(Section):
     )
     transform_batch: Any = setting(
         None,
-        "changes training rows: (*inputs) -> inputs, or (*inputs, labels=...) -> (inputs, labels)",
+        "callable for training rows: (*inputs) -> inputs, or (*inputs, labels=...) -> (inputs, labels)",
         convert=_transform("transformBatch"),
     )
     initial_model: Any = setting(

@@ -80,8 +80,8 @@ def _steps(value: Any) -> tuple[int, int]:
         is_whole, steps = False, (0, 0)
     if not is_whole or not 1 <= steps[0] <= steps[1] < steps[0] + MOST_PROFILED:
         raise ValueError(
-            f"profileSteps must be the first and last of at most {MOST_PROFILED} steps, counted from 1, got "
-            f"{value!r}; give a few steps, as in '10:13'"
+            f"profileSteps must be two step numbers, from 1, that span at most {MOST_PROFILED} steps, got "
+            f"{value!r}; give them as '10:13'"
         )
     return steps
 
@@ -119,6 +119,7 @@ class Progress(Section):
     )
     tracking: tuple[Any, ...] = setting(
         (),
-        "'console', 'jsonl', 'mlflow', 'tensorboard', a dict of name and options, a Tracker or a function",
+        "trackers of the run: 'console', 'jsonl', 'mlflow', 'tensorboard', a dict of name and options, a "
+        "Tracker or a function",
         convert=lambda value: tuple(map(_tracker, value if isinstance(value, list | tuple) else [value])),
     )

@@ -19,19 +19,19 @@ class Recovery(Section):
 
     checkpoint_every_steps: AtLeast1 | None = setting(
         None,
-        "optimizer steps between two checkpoints; unset: not by steps",
+        "optimizer steps between two checkpoints; unset: no checkpoints by steps",
         remedy="leave it unset for no checkpoints by steps",
         may_differ_on_resume=True,
     )
     checkpoint_every_seconds: Annotated[float, Ge(0), Finite] = setting(
         600.0,
-        "seconds between two checkpoints; 0: not by time",
+        "seconds between two checkpoints; 0: no checkpoints by time",
         remedy="0 means no checkpoints by time",
         may_differ_on_resume=True,
     )
     checkpoint_every_epochs: AtLeast1 | None = setting(
         None,
-        "epochs between two checkpoints; unset: not by epochs",
+        "epochs between two checkpoints; unset: no checkpoints by epochs",
         remedy="leave it unset for no checkpoints by epochs",
         may_differ_on_resume=True,
     )
@@ -56,11 +56,11 @@ class Recovery(Section):
     )
     on_non_finite: NonFinite = setting(
         "stop",
-        "a step whose loss or gradient is not finite: 'stop', 'skip', or 'rollback' with half the rate",
+        "what to do if a loss or gradient is not finite: 'stop', 'skip', or 'rollback' with half the rate",
     )
     max_restarts: NotNegative = setting(
         3,
-        "how often lost workers are restarted from the last checkpoint before fit fails",
+        "number of restarts from the last checkpoint after workers are lost, before fit fails",
         remedy="0 means no restart",
         may_differ_on_resume=True,
     )
@@ -84,7 +84,7 @@ class RunFolder(Section):
 
     run_uri: str | None = setting(
         None,
-        "folder of this training that all workers reach; unset: a new folder in storageUri",
+        "folder that all workers reach, for this training; unset: a new folder in storageUri",
         convert=without_secrets,
     )
     resume: bool = setting(

@@ -40,7 +40,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "a column twice in labelCols",
         lambda c: len(set(c.label_columns)) < len(c.label_columns),
-        "labelCols must not name a column twice, got {label_columns}; copy it under another name",
+        "labelCols must not name a column twice, got {label_columns}; copy the column under another name",
     ),
     Combination(
         "trainingStep='lightning' with weightCol",
@@ -94,8 +94,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "onNonFinite='rollback' without checkpoints",
         lambda c: c.on_non_finite == "rollback" and not c.writes_checkpoints,
-        "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; leave "
-        "checkpointEverySeconds at 600, or set another interval of checkpoints",
+        "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; set "
+        "checkpointEverySeconds (default 600) or another checkpoint interval",
     ),
     Combination(
         "loss, labelCols of different lengths",

@@ -1,13 +1,13 @@
 """Declares a setting once: for the stages' Params, `TrainConfig`, job files, `--help` and docs/settings.md.
 
-A section is a frozen dataclass whose fields are settings:
+A section is a frozen dataclass with settings as fields:
 
     @dataclass(frozen=True, kw_only=True)
     class Recovery(Section):
         max_restarts: NotNegative = setting(3, "how often lost workers are restarted ...")
 
 The field `max_restarts` is the Param `maxRestarts`. `TrainConfig` inherits the sections that the ranks need.
-Nothing here imports Spark, torch or pydantic, so that `--help` of a job answers at once.
+Nothing here imports Spark, torch or pydantic, so that `--help` of a job stays fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Section:
 
     Attributes:
         GROUP: Title of the section in `explainParams()` and `help`.
-        ON_DRIVER: Whether the ranks do not need these settings, so `TrainConfig` does not have them.
+        ON_DRIVER: Whether only the driver reads these settings as given; `TrainConfig` lacks them.
     """
 
     GROUP: ClassVar[str] = ""
@@ -44,15 +44,17 @@ class Setting:
         default: Default value; None if the setting has none.
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         group: Title of its section.
-        on_driver: Whether `TrainConfig` does not have the value in the form of `hint`.
+        on_driver: Whether only the driver reads the value as given; `TrainConfig` omits it, or has it
+            converted in `field`.
         convert: Converts a user's value before the type is checked; raises TypeError or ValueError.
         remedy: The user's remedy, if the rule of the range does not contain it.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
-        recorded_on_resume: The same, but the run records the change, because it changes the result.
-        without_effect: A predicate (all settings by name), True if a set value is unused, and the reason.
+        recorded_on_resume: Like `may_differ_on_resume`, but it changes the result, so the run records it.
+        without_effect: Pair of a predicate and a reason. The predicate takes all settings by name and returns
+            True if the value is unused.
         is_for_writing: Whether it only decides how rows become shards, so `fitOnShards` ignores it.
         default_words: The default in words, if it depends on what is installed.
-        empty_is_unset: Whether an empty text means the same as no value, as in Spark ML's own stages.
+        empty_is_unset: Whether an empty string means the same as no value, as in Spark ML's own stages.
     """
 
     name: str
@@ -85,12 +87,12 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """Rule of the range in words, such as "must be at least 1"; empty if every value is accepted."""
+        """Rule of the range, such as "must be at least 1"; empty without one, or if `convert` checks."""
         has_choices = any(get_origin(kind) is Literal for kind in self.kinds)
         return f"must be {either(type_rules(self.hint))}" if has_choices else range_rule(self.hint)
 
     def check(self, value: Any) -> Any:
-        """Returns the value in the setting's form. Raises TypeError for a wrong type, else ValueError."""
+        """Returns the value converted to `hint`. Raises TypeError for a wrong type, else ValueError."""
         if value is self.default:
             return value
         if self.convert is not None:
@@ -98,7 +100,7 @@ class Setting:
         return check(self.hint, value, self.name, self.remedy)
 
     def from_text(self, text: str) -> Any:
-        """Parses a command-line option; raises ValueError with a message that lacks the option's name."""
+        """Parses a command-line option; raises ValueError with a message without the option's name."""
         value: Any = text
         for kind in {int, float}.intersection(self.kinds):
             with suppress(ValueError):

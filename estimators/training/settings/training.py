@@ -23,7 +23,7 @@ from ringspark.estimators.training.settings.names import name_or_callable
 from ringspark.estimators.training.settings.setting import Section, setting
 
 # Training steps by name: factories of callables. Such a callable may have `make_optimizers(module)`, which is
-# used if `optimizer` is no function, and `check(config, module)`, which raises ValueError on the driver.
+# used if `optimizer` is not a function, and `check(config, module)`, which raises ValueError on the driver.
 TRAINING_STEPS: LazyRegistry[Callable[[], Any]] = LazyRegistry(
     {"lightning": "ringspark.extras.training_steps.lightning_step:LightningStep"}
 )
@@ -93,10 +93,10 @@ def _is_of_one_size(given: Mapping[str, Any]) -> bool:
 class Training(Section):
     GROUP = "training"
 
-    # Names here; a config of a user's callable has the default, and `UserObjects` the callable.
+    # TrainConfig has a name: for a user's callable the default, and `UserObjects` has the callable.
     optimizer: Any = setting(
         "adamw",
-        "a name, or a callable parameters -> torch.optim.Optimizer; with trainingStep, module -> dict",
+        "a name, or a callable parameters -> torch.optim.Optimizer (with trainingStep: module -> dict)",
         convert=name_or_callable("optimizer", OPTIMIZERS),
         without_effect=(
             lambda given: given["trainingStep"] == "lightning",
@@ -110,7 +110,7 @@ class Training(Section):
     )
     parameter_groups: tuple[dict[str, Any], ...] = setting(
         (),
-        "rates of some parameters: [{'params': patterns, 'learningRate': ..., 'weightDecay': ...}]",
+        "rates per group of parameters: [{'params': patterns, 'learningRate': ..., 'weightDecay': ...}]",
         convert=lambda value: check_groups([value] if isinstance(value, dict) else value),
     )
     learning_rate: Annotated[float, Gt(0), Finite] = setting(
@@ -124,7 +124,7 @@ class Training(Section):
     )
     scale_learning_rate: ScaleLearningRate | None = setting(
         None,
-        "how rates follow the batch size: a ScaleLearningRate; unset: they do not",
+        "how the learning rate scales with the batch size: a ScaleLearningRate; unset: it does not",
         without_effect=(_is_of_one_size, "batchSize is its base_batch_size in every epoch"),
     )
     warmup_steps: NotNegative = setting(
@@ -175,10 +175,10 @@ class Training(Section):
     seed: int = setting(
         0, "seed of the initial weights, of dropout, of the order of rows and of the rows held out"
     )
-    shuffle: bool = setting(True, "whether each epoch has its own order of rows")
+    shuffle: bool = setting(True, "whether rows are shuffled again before each epoch")
     patience: AtLeast1 | None = setting(
         None,
-        "epochs without a better `monitor` before training stops; unset: all epochs",
+        "epochs without an improvement of `monitor` before training stops; unset: all epochs",
         remedy="leave it unset for no early stopping",
         without_effect=(
             lambda given: (given["patience"] or 0) >= given["epochs"],
@@ -196,7 +196,7 @@ class Training(Section):
         remedy="leave it unset for no limit",
         may_differ_on_resume=True,
     )
-    keep: Keep = setting("last", "the model that fit returns: of the 'last' epoch or of the 'best'")
+    keep: Keep = setting("last", "epoch of the model that fit returns: 'last' or 'best'")
 
 
 @dataclass(frozen=True, kw_only=True)

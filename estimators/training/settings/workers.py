@@ -39,7 +39,7 @@ class Workers(Section):
     # Another sync may differ only in its sharding: see `run.identity`.
     sync: Sync = setting(
         AllReduce(),
-        "how workers agree on their weights: AllReduce, Zero, LocalSGD, DiLoCo, ParameterServer ...",
+        "how workers synchronize gradients or weights: AllReduce, Zero, LocalSGD, DiLoCo ...",
         recorded_on_resume=True,
         without_effect=(
             lambda given: (
@@ -52,7 +52,7 @@ class Workers(Section):
     )
     parallelism: _MeshOrAuto = setting(
         Mesh(),
-        "how workers share one network: a Mesh, or 'auto', which plans one from memory and time",
+        "mesh of the workers: a Mesh, or 'auto', which chooses one by estimated memory and step time",
         may_differ_on_resume=True,
     )
     use_gpu: bool = setting(False, "whether each worker trains on its own GPU", may_differ_on_resume=True)

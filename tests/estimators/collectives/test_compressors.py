@@ -351,14 +351,14 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
     ("value", "words"),
     [
         ("topkk", "Compression must be one of none, fp16, .*, got 'topkk'.*'topk'"),
-        ({"name": "topk", "ration": 0.1}, "TopK takes .*, got 'ration'.*'ratio'"),
+        ({"name": "topk", "ration": 0.1}, "TopK has no option 'ration'.*'ratio'"),
         ({"name": "topk", "ratio": 0}, "TopK's ratio must be above 0 and at most 1, got 0"),
         ({"name": "topk", "ratio": True}, "ratio must be a number"),
         ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number, got 2.5"),
         pytest.param({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3", marks=pytest.mark.extras),
-        ({"name": "topk", 3: 0.1}, "TopK takes .*, got 3"),
-        ({"rank": 2}, "must be one of none"),
-        ({"name": "none", "rank": 2}, "Uncompressed takes after, .*, got 'rank'"),
+        ({"name": "topk", 3: 0.1}, "TopK has no option 3; it takes"),
+        ({"rank": 2}, "needs a 'name' in its dict, got .*; add one of none, fp16"),
+        ({"name": "none", "rank": 2}, "Uncompressed has no option 'rank'; it takes after"),
         ({"name": "topk", "between": "racks"}, "between must be 'workers' or 'hosts', got 'racks'"),
     ],
 )

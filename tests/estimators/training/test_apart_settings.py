@@ -37,7 +37,7 @@ CONFIG = TrainConfig(
         ("LocalSGD", {"steps": ["epoch"]}, "steps must be a whole number"),
         (["LocalSGD"], {"steps": 2}, "sync must be one of .*, got"),
         ("DilCo", {"steps": 2}, "did you mean 'diloco'"),
-        ("LocalSGD", {"steps": 2, "aftr": 3}, "LocalSGD takes .* did you mean 'after'"),
+        ("LocalSGD", {"steps": 2, "aftr": 3}, "LocalSGD has no option 'aftr'; did you mean 'after'"),
         ("LocalSGD", {"steps": 2, "after": -1}, "LocalSGD's after must not be negative, got -1"),
         (
             "LocalSGD",

@@ -59,7 +59,7 @@ def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
     grid = (
         ParamGridBuilder()
         .addGrid(estimator.batchSizeSchedule, [{3: 48}, [[2, 24]]])
-        .addGrid(estimator.scaleLearningRate, ["none", {"rule": "sqrt", "baseBatchSize": 4}])
+        .addGrid(estimator.scaleLearningRate, [None, {"rule": "sqrt", "baseBatchSize": 4}])
         .build()
     )
     found = [estimator.copy(values) for values in grid]
@@ -67,7 +67,7 @@ def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
     scaled = ScaleLearningRate(base_batch_size=4, rule="sqrt")
     assert [stage.getScaleLearningRate() for stage in found] == [None, scaled] * 2
     assert estimator.getBatchSizeSchedule() == PAIRS
-    cleared = estimator.setBatchSizeSchedule(None).setScaleLearningRate("none")
+    cleared = estimator.setBatchSizeSchedule(None).setScaleLearningRate(None)
     assert (cleared.getBatchSizeSchedule(), cleared.getScaleLearningRate()) == ([], None)
 
 

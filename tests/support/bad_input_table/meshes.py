@@ -13,9 +13,9 @@ R = BadInput
 # fmt: off
 MESHES = [
     R("mesh: no dict", lambda p: p.fit(parallelism="tensor"),
-      "parallelism must be Mesh, or a dict of its options", "got 'tensor'", TypeError),
+      "parallelism must be a Mesh or 'auto'", "got 'tensor'", TypeError),
     R("mesh: unknown axis", lambda p: p.fit(parallelism={"tensors": 2}),
-      "Mesh takes data, .* got 'tensors'", "did you mean 'tensor'"),
+      "Mesh has no option 'tensors'", "did you mean 'tensor'"),
     R("mesh: no workers", lambda p: p.fit(parallelism={"tensor": 0}),
       "Mesh's tensor must be at least 1, got 0", ""),
     R("mesh: half a worker", lambda p: p.fit(parallelism={"tensor": 1.5}),

@@ -25,7 +25,7 @@ RUNS = [
     R("fit: no time", lambda p: p.fit(timeoutSeconds=0.0), "timeoutSeconds", "above 0 and finite"),
     R("fit: unknown onNonFinite", lambda p: p.fit(onNonFinite="ignore"), "onNonFinite", "'rollback'"),
     R("fit: back to no checkpoint", lambda p: p.fit(onNonFinite="rollback", checkpointEverySeconds=0),
-      "'rollback' resumes from the last checkpoint, but no checkpoints are", "set checkpointEverySteps"),
+      "'rollback' resumes from the last checkpoint, but no checkpoints are", "set checkpointEverySeconds"),
     R("fit: a certificate without a folder", lambda p: p.fit(certify=True),
       "certify=True keeps the rows .* got runUri=None and data='copy'", "set runUri to a new folder"),
     R("fit: a certificate of steps with two attempts", lambda p: p.fit(certify=True, onNonFinite="rollback"),
