@@ -10,9 +10,11 @@ import io
 import json
 import math
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import reduce
+from types import NoneType
 from typing import Any, TypeVar, get_args
 
 from ringspark.estimators.names import nearest
@@ -26,6 +28,17 @@ Path = tuple[str | int, ...]
 # Limits per file: repeated anchors could expand a small text to a huge job.
 _MOST_VALUES = 100_000
 _DEEPEST = 50
+_KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "value")
+_WORDS = {"true": True, "True": True, "false": False, "False": False}
+_WORDS_OF_NOTHING = ("", "~", "null", "Null")
+_INT = re.compile(r"[-+]?\d+")
+_FLOAT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan")
+# Strings that are written without quotes.
+_PLAIN = re.compile(r"[A-Za-z_/][\w./ -]*", re.ASCII)
+
+
+class _NotYamlError(ValueError):
+    """The YAML parser, which also finds lines and duplicate keys of JSON, cannot read the text."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +54,13 @@ class JobFile:
     def parse(cls, name: str, text: str) -> JobFile:
         """Parses JSON if the name ends in .json, else YAML. Raises ValueError if the text is wrong."""
         try:
-            is_json, lines = name.endswith(".json"), dict[Path, int]()
-            tree = json.loads(text) if is_json else None
-            # The YAML parser also reads JSON. It reports lines and refuses duplicate keys.
-            yaml = _plain(name, _parse_yaml(name, text), (), lines)
-            return cls(name, tree if is_json else yaml, lines)
+            tree = json.loads(text) if name.endswith(".json") else None
+            found = _parse_yaml(name, text)
+            return found if tree is None else cls(name, tree, found.lines)
+        except _NotYamlError:
+            if tree is None:
+                raise
+            return cls(name, tree)
         except json.JSONDecodeError as error:
             raise ValueError(f"{name}, line {error.lineno}: this is not JSON: {error.msg}") from None
         except RecursionError:
@@ -104,7 +119,7 @@ def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
             hint = nearest(str(key), known) or f"; its keys are {', '.join(known)}"
             raise file.error((*path, key), f"{title or 'a job'} has no key {key!r}{hint}")
         inner = next((part for part in (hints[key], *get_args(hints[key])) if is_dataclass(part)), None)
-        if isinstance(inner, type) and value is not None:
+        if isinstance(inner, type) and not (value is None and NoneType in get_args(hints[key])):
             given[key] = read_section(file, inner, (*path, key))
             continue
         try:
@@ -121,19 +136,31 @@ def yaml_or_json(value: Any) -> str:
     """Returns plain data as YAML, or as JSON if ruamel.yaml is not installed."""
     try:
         from ruamel.yaml import YAML
+        from ruamel.yaml.representer import RoundTripRepresenter
     except ImportError:
         return json.dumps(value, indent=2)
+
+    class Representer(RoundTripRepresenter):
+        """Quotes all but plain words, because ruamel writes `?x` in a list so that it reads as a key."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+        def represent_str(self, data: str) -> Any:
+            style = None if _PLAIN.fullmatch(data) else '"'
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    Representer.add_representer(str, Representer.represent_str)
     yaml, text = YAML(), io.StringIO()
+    yaml.Representer = Representer
     yaml.default_flow_style, yaml.width = None, 100
-    yaml.representer.ignore_aliases = lambda _: True
     yaml.dump(value, text)
     return text.getvalue().rstrip()
 
 
-def _parse_yaml(name: str, text: str) -> Any:
+def _parse_yaml(name: str, text: str) -> JobFile:
     try:
         from ruamel.yaml import YAML
-        from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, RoundTripConstructor
         from ruamel.yaml.error import YAMLError
     except ImportError:
         raise ValueError(
@@ -141,55 +168,57 @@ def _parse_yaml(name: str, text: str) -> Any:
             "ruamel.yaml"
         ) from None
 
-    class Constructor(RoundTripConstructor):
-        """Reads dates as strings, and refuses tags and aliases of the value that they are in."""
-
-        def construct_object(self, node: Any, deep: bool = False) -> Any:
-            if node in self.recursive_objects and node not in self.constructed_objects:
-                # ruamel would return None.
-                raise ConstructorError(None, None, "an alias refers to itself", node.start_mark)
-            return super().construct_object(node, deep)
-
-        def refuse(self, node: Any) -> Any:
-            raise ConstructorError(
-                None, None, f"a job must not have the YAML tag '{node.tag}'; remove it", node.start_mark
-            )
-
-    Constructor.add_constructor("tag:yaml.org,2002:timestamp", RoundTripConstructor.construct_scalar)
-    Constructor.add_constructor(None, Constructor.refuse)
-    yaml = YAML()
-    yaml.Constructor = Constructor
+    if text.lstrip("\ufeff").startswith("%"):
+        raise ValueError(f"{name}, line 1: a job file has no YAML directives; remove the line")
+    lines: dict[Path, int] = {}
     try:
-        return yaml.load(text)
-    except DuplicateKeyError as error:
-        key = str(error.problem).partition('"')[2].partition('"')[0]
-        line = error.problem_mark.line + 1
-        raise ValueError(f"{name}, line {line}: {key!r} is a duplicate key; remove one") from None
+        # Nodes instead of values: ruamel's values forget how keys and numbers were written.
+        root = YAML(typ="safe", pure=True).compose(text)
+        return JobFile(name, None if root is None else _value(name, root, (), lines), lines)
     except YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         place = name if mark is None else f"{name}, line {mark.line + 1}"
-        raise ValueError(f"{place}: this is not YAML: {problem}") from None
+        raise _NotYamlError(f"{place}: this is not YAML: {problem}") from None
 
 
-def _plain(name: str, node: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Returns a node as plain data with string keys; records the line of each key in `lines`."""
+def _value(name: str, node: Any, path: Path, lines: dict[Path, int]) -> Any:
+    """Returns a node as plain data, and records the line of each key in `lines`."""
+    line = node.start_mark.line + 1
     if len(path) > _DEEPEST or len(lines) > _MOST_VALUES:
-        raise ValueError(f"{name} is too large for a job; shorten the file")
-    if isinstance(node, Mapping):
-        found: dict[str, Any] = {}
-        for key, value in node.items():
-            if place := (node.lc.data or {}).get(key):  # type: ignore[attr-defined]  # a key merged by `<<` has no line
-                lines[(*path, str(key))] = place[0] + 1
-            if isinstance(key, tuple | Mapping):
-                raise ValueError(f"{name}, line {node.lc.line + 1}: a key must be a string")  # type: ignore[attr-defined]
-            found[str(key)] = _plain(name, value, (*path, str(key)), lines)
-        return found
-    if isinstance(node, list):
-        for number in range(len(node)):
-            lines[(*path, number)] = node.lc.item(number)[0] + 1  # type: ignore[attr-defined]
-        return [_plain(name, value, (*path, number), lines) for number, value in enumerate(node)]
-    # ruamel's numbers and strings remember how they were written.
-    return next((kind(node) for kind in (bool, int, float, str) if isinstance(node, kind)), node)
+        raise ValueError(f"{name} is too large for a job, or an alias refers to itself; shorten the file")
+    kind = str(node.tag).rpartition(":")[2]
+    if kind not in _KINDS or not str(node.tag).startswith("tag:yaml.org"):
+        raise ValueError(
+            f"{name}, line {line}: a job must not have the YAML tag {str(node.tag)!r}; remove it"
+        )
+    if node.id == "sequence":
+        lines |= {(*path, number): entry.start_mark.line + 1 for number, entry in enumerate(node.value)}
+        return [_value(name, entry, (*path, number), lines) for number, entry in enumerate(node.value)]
+    if node.id == "scalar":
+        return _scalar(kind, node.value)
+    mapping: dict[str, Any] = {}
+    for key, entry in node.value:
+        place = f"{name}, line {key.start_mark.line + 1}"
+        if key.id != "scalar" or key.tag.endswith(":merge"):
+            raise ValueError(f"{place}: a key must be a string; write it as one")
+        if key.value in mapping:
+            raise ValueError(f"{place}: {key.value!r} is a duplicate key; remove one")
+        lines[(*path, key.value)] = key.start_mark.line + 1
+        mapping[key.value] = _value(name, entry, (*path, key.value), lines)
+    return mapping
+
+
+def _scalar(kind: str, text: str) -> Any:
+    """Returns the value of a plain scalar. What only looks like a number, such as 1_000, stays a string."""
+    if kind == "bool":
+        return _WORDS.get(text, text)
+    if kind == "null" and text in _WORDS_OF_NOTHING:
+        return None
+    if kind == "int" and _INT.fullmatch(text):
+        return int(text)  # 010 is ten
+    if kind in ("int", "float") and _FLOAT.fullmatch(text):
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    return text
 
 
 def _parse_value(text: str) -> Any:

@@ -8,8 +8,9 @@ spark-submit --py-files dist/ringspark-0.1.0.zip jobs/command.py train job.yaml
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -147,8 +148,9 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
         remedy = "give a table or files" if unfit == "shards" else "remove inPlace"
         reason = f"data.{unfit} cannot be used with {job.stage}, because a search splits the rows"
         raise file.error(("data",), f"{reason}; {remedy}")
+    is_table = _wants_table(file, job, estimator)
     try:
-        if not _wants_table(file, job, estimator):
+        if not is_table:
             config_of(estimator)
     except ValueError as error:
         raise file.error(("params",), str(error)) from None
@@ -185,6 +187,10 @@ def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple
             inner = read_section(file, StageSection, place)
             value = _make_stage(file, inner.stage, inner.params, place)
         try:
+            if key == "evaluator" and stage.hasParam(key):
+                if value is not None:
+                    _evaluator(value)  # `_train` sets it
+                continue
             stage.setParams(**{key: _from_file(key, value)})
         except (TypeError, ValueError) as error:
             raise file.error(place, str(error)) from None
@@ -219,7 +225,7 @@ def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
         "stage": job.stage,
         "data": job.data.to_json(),
         "features": job.features,
-        "params": _params_of(estimator),
+        "params": _params_of(estimator) | {n: v for n, v in job.params.items() if n == "evaluator"},
         "save": asdict(job.save),
         "evaluation": evaluation and {"data": evaluation.data.to_json(), "output": evaluation.output},
     }
@@ -277,8 +283,6 @@ def _from_file(name: str, value: Any) -> Any:
 
     if name == "columns" and isinstance(value, dict):
         return {c: _column_type(kind) if isinstance(kind, dict) else kind for c, kind in value.items()}
-    if name == "evaluator":
-        return _evaluator(value)
     if name != "model" or not isinstance(value, dict):
         return value
     if "target" not in value or not set(value) <= {"target", "kwargs"}:
@@ -294,8 +298,8 @@ def _from_file(name: str, value: Any) -> Any:
     return spec
 
 
-def _evaluator(given: Any) -> Any:
-    """Returns an evaluator of Spark ML from the name of its class and its Params."""
+def _evaluator(given: Any) -> Callable[[], Any]:
+    """Returns a function that makes an evaluator of Spark ML, which needs a session."""
     from pyspark.ml import evaluation
 
     from ringspark.estimators.names import check_name
@@ -305,16 +309,13 @@ def _evaluator(given: Any) -> Any:
             "evaluator must be a dict such as {name: BinaryClassificationEvaluator, labelCol: late}, got "
             f"{given!r}"
         )
-    known = [name for name in evaluation.__all__ if name.endswith("Evaluator") and name != "Evaluator"]
-    check_name("evaluator's name", str(given.get("name")), known, otherwise="")
-    made = getattr(evaluation, given["name"])()
-    for name, value in given.items():
-        if name != "name":
-            check_name(
-                f"a Param of {given['name']}", name, [param.name for param in made.params], otherwise=""
-            )
-            made._set(**{name: value})
-    return made
+    name, params = given.get("name"), {key: value for key, value in given.items() if key != "name"}
+    known = [each for each in evaluation.__all__ if each.endswith("Evaluator") and each != "Evaluator"]
+    check_name("evaluator's name", str(name), known, otherwise="")
+    kind = getattr(evaluation, str(name))
+    for param in params:
+        check_name(f"a Param of {name}", param, inspect.signature(kind.__init__).parameters, otherwise="")
+    return lambda: kind(**params)
 
 
 def _column_type(given: dict[str, Any]) -> Any:
@@ -327,7 +328,6 @@ def _column_type(given: dict[str, Any]) -> Any:
 
 def _to_file(value: Any) -> Any:
     from pyspark.ml import Estimator
-    from pyspark.ml.evaluation import Evaluator
 
     from ringspark.estimators.options.declare import Options
     from ringspark.models import ModelSpec
@@ -335,9 +335,6 @@ def _to_file(value: Any) -> Any:
 
     if isinstance(value, Estimator):
         return {"stage": type(value).__name__, "params": _params_of(value)}
-    if isinstance(value, Evaluator):
-        set_params = {param.name: value.getOrDefault(param) for param in value.params if value.isSet(param)}
-        return {"name": type(value).__name__, **set_params}
     if isinstance(value, ModelSpec):
         return {"target": value.target, "kwargs": value.kwargs}
     if isinstance(value, Kind):
@@ -358,6 +355,11 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
     from ringspark.pipelines.spark_paths import resolve
 
     estimator, output = find_estimator(stage), resolve(spark, job.save.model)
+    if job.params.get("evaluator") is not None and stage.hasParam("evaluator"):
+        try:
+            stage.setEvaluator(_evaluator(job.params["evaluator"])())
+        except (TypeError, ValueError) as error:
+            raise file.error(("params", "evaluator"), str(error)) from None
     if not job.save.overwrite and storage.exists(output):
         raise file.error(
             ("save", "model"), f"save.model: {output} exists; set save.overwrite or another folder"

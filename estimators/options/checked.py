@@ -8,8 +8,9 @@ of a second longer, because it imports pydantic.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
@@ -21,6 +22,13 @@ NotNegative = Annotated[int, Ge(0)]
 Finite = Predicate(math.isfinite)
 Names = tuple[Annotated[str, MinLen(1)], ...]
 """One name or a list of names."""
+
+
+@dataclass(frozen=True)
+class Rule(Predicate):
+    """A rule that no bound states; `words` complete "must ..."."""
+
+    words: str = ""
 
 
 class WrongTypeError(TypeError, ValueError):
@@ -50,10 +58,9 @@ def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
     ready = _prepare(hint, value)
     try:
         found = _adapter(hint).validate_python(ready, context=subject)
-        if isinstance(ready, bool) and not isinstance(found, bool):
-            # True equals 1, but is not accepted as a number.
-            raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")
-        return found
+        if _is_number_of(ready, found):
+            return found
+        problems = []
     except ValidationError as error:
         problems = error.errors(include_url=False)
     own = [each["ctx"]["error"] for each in problems if each["type"] == "value_error"]
@@ -134,6 +141,8 @@ def _is_names(kind: Any) -> bool:
 def _range(part: Part) -> str:
     bounds: dict[str, Any] = {}
     for each in part.ranges:
+        if isinstance(each, Rule):
+            return each.words
         for name in ("ge", "gt", "le", "lt"):
             if hasattr(each, name):
                 bounds[name] = getattr(each, name)
@@ -156,13 +165,35 @@ def _range(part: Part) -> str:
     return ""
 
 
+def _is_number_of(given: Any, found: Any) -> bool:
+    """Whether numbers were given as numbers: pydantic also takes True for 1, and all that has `__float__`."""
+    if isinstance(found, tuple) and isinstance(given, tuple):
+        return all(map(_is_number_of, given, found))
+    if not isinstance(found, int | float):
+        return True
+    return isinstance(given, int | float) and isinstance(given, bool) == isinstance(found, bool)
+
+
 def _prepare(hint: Any, value: Any) -> Any:
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return value.item()  # grids of values are often made by NumPy
-    if isinstance(value, str):
-        kinds = [part.kind for part in parts_of(hint)]
-        return (value,) if any(map(_is_names, kinds)) and str not in kinds else value
+    kinds = [part.kind for part in parts_of(hint)]
+    value = _plain(value, takes_lists=any(get_origin(kind) is tuple for kind in kinds))
+    if isinstance(value, str) and any(map(_is_names, kinds)) and str not in kinds:
+        return (value,)
+    if isinstance(value, Mapping) and any(get_origin(kind) is dict for kind in kinds):
+        return dict(value)
     return frozen(value)
+
+
+def _plain(value: Any, takes_lists: bool) -> Any:
+    """Converts NumPy's numbers and strings, which grids of values have, and vectors if a list is expected."""
+    if isinstance(value, list | tuple):
+        return [_plain(each, takes_lists) for each in value]
+    if takes_lists and hasattr(value, "toArray"):
+        value = value.toArray()  # of Spark's vectors
+    if takes_lists and (isinstance(value, range | array) or getattr(value, "ndim", False)):
+        return list(value) if isinstance(value, range) else value.tolist()
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", True) == 0
+    return value.item() if is_scalar and value.dtype.kind in "biufU" else value
 
 
 def frozen(value: Any) -> Any:

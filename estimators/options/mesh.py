@@ -75,7 +75,7 @@ class Mesh(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.plan is not None:
-            plan = {name: list(v) if isinstance(v, tuple) else v for name, v in self.plan.items()}
+            plan = {name: list(v) if isinstance(v, list | tuple) else v for name, v in self.plan.items()}
             object.__setattr__(self, "plan", plan)
 
     def to_values(self) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def with_settings(*settings: Setting, fixed: Collection[str] = ()) -> Callable[[
 
 def param_of(setting: Setting) -> Param[Any]:
     """Returns the Param of a setting; it raises the setting's own error for a wrong value."""
-    return Param(Params._dummy(), setting.name, setting.words, lambda value: listed(setting.check(value)))
+    return Param(
+        Params._dummy(), setting.name, setting.words, lambda value: _copied(listed(setting.check(value)))
+    )
 
 
 def _getter(setting: Setting) -> Any:
@@ -91,8 +93,14 @@ def value_of(stage: Any, name: str) -> Any:
     value = stage.getOrDefault(name) if stage.isDefined(name) else None
     if setting.empty_is_unset and value == "":
         return setting.default
-    # A copy: a caller who changes the list does not change the stage.
-    return list(value) if isinstance(value, list) else value
+    return _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of lists and dicts, also within each other, so that a caller cannot change the stage."""
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return {key: _copied(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def values_of(stage: Any) -> dict[str, Any]:
@@ -191,6 +199,11 @@ class DeclaredParams(Params):
     def _notebook_note(self) -> str:
         """Returns the sentence that a notebook shows below the settings."""
         return ""
+
+    def set(self, param: Param[Any], value: Any) -> None:
+        """Sets a Param, or clears it if the value is None."""
+        self._shouldOwn(param)
+        self._set(**{param.name: value})
 
     def _set(self: S, **values: Any) -> S:
         """Sets Params by name; the value None clears a Param, in setters as in constructors."""

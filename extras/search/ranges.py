@@ -158,6 +158,8 @@ def _text(value: Any) -> str:
 
 def from_json(form: dict[str, Any]) -> SearchRange:
     kinds: dict[str, Any] = {"uniform": Uniform, "int_range": IntRange, "choice": Choice}
+    if len(form) != 1:
+        raise ValueError(f"a range has one key, {', '.join(kinds)}, got {form}")
     ((kind, fields),) = form.items()
     if kind not in kinds:
         raise ValueError(f"{kind!r} is not a range; choose one of {', '.join(kinds)}")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringspark.jobs.job_file import JobFile, read_section, yaml_or_json
 from ringspark.jobs.row_source import RowSource
@@ -38,8 +40,39 @@ def test_dates_and_words_of_yaml_1_1_stay_strings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("p: &t true\nq: *t\n", {"p": True, "q": True}),
+        ("007: x\n2024_01: y\nnull: z\n1e3: v\n", {"007": "x", "2024_01": "y", "null": "z", "1e3": "v"}),
+        (
+            "a: 1_000\nb: 0x1F\nc: TRUE\nd: !!str 5\ne: =\n",
+            {"a": "1_000", "b": "0x1F", "c": "TRUE", "d": "5", "e": "="},
+        ),
+        ("a: &b [1, {c: 2}]\nd: *b\n", {"a": [1, {"c": 2}], "d": [1, {"c": 2}]}),
+    ],
+)
+def test_keys_and_values_are_as_they_are_written(text: str, tree: Any) -> None:
+    assert JobFile.parse("job.yaml", text).tree == tree
+
+
+_TEXTS = st.one_of(
+    st.text(max_size=8), st.sampled_from(["?a", ":b", "- c", "007", "1e3", "no", "~", "a: b", "&x"])
+)
+_SCALARS = st.one_of(_TEXTS, st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False))
+_DATA = st.recursive(_SCALARS, lambda d: st.lists(d, max_size=3) | st.dictionaries(_TEXTS, d, max_size=3))
+
+
+@given(st.dictionaries(_TEXTS, _DATA, max_size=3))
+def test_a_printed_job_reads_back_as_the_same(tree: dict[str, Any]) -> None:
+    assert JobFile.parse("job.yaml", yaml_or_json(tree)).tree == tree
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("%YAML 1.1\n---\na: yes\n", "line 1: a job file has no YAML directives"),
+        ("1: a\n'1': b\n", "line 2: '1' is a duplicate key; remove one"),
+        ("a: !!set {b}\n", "line 1: .*must not have the YAML tag 'tag:yaml.org,2002:set'"),
         ("a: 1\na: 2\n", "line 2: 'a' is a duplicate key; remove one"),
         ("a: 1\nb: !run x\n", "line 2: .*must not have the YAML tag '!run'; remove it"),
         ("a: &b [*b]\n", "an alias refers to itself"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
 
-from ringspark.estimators.options.checked import AtLeast1, Names, WrongTypeError
+from ringspark.estimators.options.checked import AtLeast1, Names, Rule, WrongTypeError
 from ringspark.estimators.training.settings.choices import (
     Cache,
     DataPlace,
@@ -58,11 +58,10 @@ def without_secrets(value: Any) -> Any:
     return value
 
 
-def _loss_weights(value: Any) -> Any:
-    is_list = isinstance(value, list | tuple) and all(isinstance(w, int | float) for w in value)
-    if is_list and not (any(value) and all(weight >= 0 for weight in value)):
-        raise ValueError(f"lossWeights must be 0 or above, with one above 0, got {value!r}")
-    return value
+_LossWeights = Annotated[
+    tuple[float, ...],
+    Rule(lambda w: any(w) and all(each >= 0 for each in w), "be 0 or above, with one above 0"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +130,10 @@ class Labels(Section):
     label_cols: Names | None = setting(
         None, "one label column per output of the network, instead of labelCol"
     )
-    loss_weights: tuple[float, ...] | None = setting(
+    loss_weights: _LossWeights | None = setting(
         None,
         "weight of each label's loss in their sum; unset: 1 each",
         field="loss_weights",
-        convert=_loss_weights,
     )
 
 
