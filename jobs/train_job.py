@@ -313,8 +313,9 @@ def _evaluator(given: Any) -> Callable[[], Any]:
     known = [each for each in evaluation.__all__ if each.endswith("Evaluator") and each != "Evaluator"]
     check_name("evaluator's name", str(name), known, otherwise="")
     kind = getattr(evaluation, str(name))
+    known = [*inspect.signature(kind.__init__).parameters][1:]
     for param in params:
-        check_name(f"a Param of {name}", param, inspect.signature(kind.__init__).parameters, otherwise="")
+        check_name(f"a Param of {name}", param, known, otherwise="")
     return lambda: kind(**params)
 
 
