@@ -11,7 +11,8 @@ import json
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import reduce
 from types import NoneType
@@ -76,6 +77,14 @@ class JobFile:
                 return ValueError(f"{self.name}, line {self.lines[path[:length]]}: {sentence}")
         return ValueError(f"{self.name}: {sentence}")
 
+    @contextmanager
+    def place(self, *path: str | int, title: str = "") -> Iterator[None]:
+        """Puts the line of a key, and `title`, before the message of an error about its value."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            raise self.error(path, f"{title}{error}") from None
+
     def set_value(self, assignment: str) -> JobFile:
         """Returns the file with one value changed; `assignment` is KEY=VALUE, such as "params.epochs=3".
 
@@ -122,10 +131,8 @@ def read_section(file: JobFile, kind: type[T], path: Path = ()) -> T:
         if isinstance(inner, type) and not (value is None and NoneType in get_args(hints[key])):
             given[key] = read_section(file, inner, (*path, key))
             continue
-        try:
+        with file.place(*path, key):
             given[key] = listed(check(hints[key], value, dotted))
-        except ValueError as error:
-            raise file.error((*path, key), str(error)) from None
     for name, entry in known.items():
         if name not in given and entry.default is MISSING and entry.default_factory is MISSING:
             raise file.error(path, f"{title or 'a job'} must have the key {name!r}; see docs/jobs.md")

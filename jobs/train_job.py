@@ -149,11 +149,9 @@ def make_estimator(file: JobFile, job: TrainJob) -> Any:
         reason = f"data.{unfit} cannot be used with {job.stage}, because a search splits the rows"
         raise file.error(("data",), f"{reason}; {remedy}")
     is_table = _wants_table(file, job, estimator)
-    try:
-        if not is_table:
+    if not is_table:
+        with file.place("params"):
             config_of(estimator)
-    except ValueError as error:
-        raise file.error(("params",), str(error)) from None
     if job.evaluation is not None and not estimator.hasParam("labelCol"):
         raise file.error(
             ("evaluation",), f"evaluation needs labels, but {job.stage} has none; remove evaluation"
@@ -174,26 +172,21 @@ def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple
     from ringspark.estimators.lazy_imports import load_object
     from ringspark.estimators.names import check_name
 
-    try:
-        # A search trains an estimator, not another search.
-        known = [stage for stage in STAGES if not path or "Search" not in stage]
+    # A search trains an estimator, not another search.
+    known = [stage for stage in STAGES if not path or "Search" not in stage]
+    with file.place(*path, "stage"):
         check_name(".".join(map(str, (*path, "stage"))), name, known, otherwise="")
-    except ValueError as error:
-        raise file.error((*path, "stage"), str(error)) from None
     stage = load_object(STAGES[name])()
     for key, value in params.items():
         place = (*path, "params", key)
         if key == "estimator" and stage.hasParam(key):
             inner = read_section(file, StageSection, place)
             value = _make_stage(file, inner.stage, inner.params, place)
-        try:
-            if key == "evaluator" and stage.hasParam(key):
-                if value is not None:
-                    _evaluator(value)  # `_train` sets it
-                continue
-            stage.setParams(**{key: _from_file(key, value)})
-        except (TypeError, ValueError) as error:
-            raise file.error(place, str(error)) from None
+        with file.place(*place):
+            if key != "evaluator" or not stage.hasParam(key):
+                stage.setParams(**{key: _from_file(key, value)})
+            elif value is not None:
+                _evaluator(value)  # `_train` sets it
     return stage
 
 
@@ -249,10 +242,8 @@ def _check(file: JobFile, job: TrainJob) -> None:
         (("data",), job.data),
         (("evaluation", "data"), job.evaluation.data if job.evaluation is not None else None),
     ):
-        try:
+        with file.place(*path, title=f"{'.'.join(path)}: "):
             problem = source.find_problem(trains=path == ("data",)) if source is not None else ""
-        except ValueError as error:
-            raise file.error(path, f"{'.'.join(path)}: {error}") from None
         if problem:
             raise file.error(path, f"{'.'.join(path)} {problem}")
     if job.features and (job.data.shards is not None or job.data.inPlace):
@@ -268,10 +259,8 @@ def _check(file: JobFile, job: TrainJob) -> None:
     if job.evaluation is not None:
         outputs["evaluation", "output"] = job.evaluation.output or ""
     for path, uri in outputs.items():
-        try:
+        with file.place(*path, title=f"{'.'.join(path)}: "):
             storage.refuse_secrets(uri)
-        except ValueError as error:
-            raise file.error(path, f"{'.'.join(path)}: {error}") from None
 
 
 def _from_file(name: str, value: Any) -> Any:
@@ -357,10 +346,8 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
 
     estimator, output = find_estimator(stage), resolve(spark, job.save.model)
     if job.params.get("evaluator") is not None and stage.hasParam("evaluator"):
-        try:
+        with file.place("params", "evaluator"):
             stage.setEvaluator(_evaluator(job.params["evaluator"])())
-        except (TypeError, ValueError) as error:
-            raise file.error(("params", "evaluator"), str(error)) from None
     if not job.save.overwrite and storage.exists(output):
         raise file.error(
             ("save", "model"), f"save.model: {output} exists; set save.overwrite or another folder"
@@ -372,7 +359,7 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
     if job.evaluation is not None and job.evaluation.output is not None:
         written["evaluation", "output"] = resolve(spark, job.evaluation.output)
     for key, place in written.items():
-        try:
+        with file.place(*key, title=f"{'.'.join(key)}: "):
             for source in (job.data, *([job.evaluation.data] if job.evaluation is not None else [])):
                 source.check_apart(spark, place)
             for what, uri in inputs.items():
@@ -382,8 +369,6 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
                 check_apart(spark, place, output, "the model")
             elif storage.exists(output):
                 check_removal(storage.normalize(output), _SAVED)
-        except ValueError as error:
-            raise file.error(key, f"{'.'.join(key)}: {error}") from None
     if stage.getRunUri() is None and resume is not None:
         raise ValueError("--resume and --no-resume need a run folder; set params.runUri")
     if stage is not estimator and resume is False:
@@ -393,10 +378,8 @@ def _train(spark: SparkSession, file: JobFile, job: TrainJob, stage: Any, resume
         )
     features = _features(job)
     if job.evaluation is not None:
-        try:
+        with file.place("evaluation", "data", title="evaluation.data: "):
             check_evaluated(estimator, _add_features(spark, job.evaluation.data, features))
-        except ValueError as error:
-            raise file.error(("evaluation", "data"), f"evaluation.data: {error}") from None
     if stage is estimator and stage.getRunUri() is not None:
         _check_rows(spark, job, estimator, features)  # before `remove_old_run` removes an old run
         resume = resume if resume is not None or not estimator.getResume() else True

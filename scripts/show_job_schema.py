@@ -6,13 +6,17 @@ python scripts/show_job_schema.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args
+
+from pydantic import TypeAdapter
 
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.options.checked import json_schema, listed
-from ringspark.estimators.options.declare import hints_of, plain
+from ringspark.estimators.options.checked import Part, listed, parts_of
+from ringspark.estimators.options.declare import Options, hints_of, plain
 from ringspark.estimators.training.settings.setting import Setting
 from ringspark.jobs.row_source import RowSource
 from ringspark.jobs.train_job import STAGES, EvaluationSection, Save, StageSection, TrainJob
@@ -47,12 +51,37 @@ def text() -> str:
     return f'{rest.removesuffix("}}")}, "settings": {{\n{lines}\n}}}}}}\n'
 
 
+def _json_schema(hint: Any) -> dict[str, Any]:
+    """Returns the JSON schema of a type; for a class of options, of the values that its `of` accepts."""
+    forms = [form for part in parts_of(hint) for form in _forms(part)]
+    if NoneType in get_args(hint):
+        forms.append({"type": "null"})
+    return forms[0] if len(forms) == 1 else {"anyOf": forms}
+
+
+def _forms(part: Part) -> Iterator[dict[str, Any]]:
+    kind = part.kind
+    if not (isinstance(kind, type) and issubclass(kind, Options)):
+        yield TypeAdapter(Annotated[(kind, *part.ranges)] if part.ranges else kind).json_schema()
+        return
+    for name, variant in (kind.variants() or {"": kind}).items():
+        hints = hints_of(variant)
+        known = {each.name: _json_schema(hints[each.name]) for each in fields(variant)}
+        needed = [each.name for each in fields(variant) if each.default is MISSING]
+        if name:
+            yield {"const": name}
+            known, needed = {"name": {"const": name}, **known}, ["name", *needed]
+        yield {"type": "object", "properties": known, "required": needed}
+    if kind.SHORTHAND:
+        yield _json_schema(hints_of(kind)[kind.SHORTHAND])
+
+
 def _object(section: Any, inner: dict[str, Any] | None = None) -> dict[str, Any]:
     hints, inner = hints_of(section), inner or {}
     names = [each.name for each in fields(section)]
     return {
         "type": "object",
-        "properties": {n: _object(inner[n]) if n in inner else json_schema(hints[n]) for n in names},
+        "properties": {n: _object(inner[n]) if n in inner else _json_schema(hints[n]) for n in names},
         "required": [
             f.name for f in fields(section) if f.default is MISSING and f.default_factory is MISSING
         ],
@@ -86,7 +115,7 @@ def _property(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"description": setting.words}
     # A converter accepts more types than `hint`.
     if setting.convert is None or setting.kinds == [str]:
-        value = json_schema(setting.hint)
+        value = _json_schema(setting.hint)
         is_list = any(str(kind).startswith("tuple[") for kind in setting.kinds)
         found |= {"anyOf": [value, {"type": "string"}]} if is_list else value
     if setting.default is not None and not setting.default_words:

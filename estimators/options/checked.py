@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, MinLen, Predicate
 
@@ -72,11 +72,6 @@ def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
     if isinstance(ready, float) and ready.is_integer():
         return check(hint, int(ready), subject, remedy)
     raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")
-
-
-def json_schema(hint: Any) -> dict[str, Any]:
-    """Returns the JSON schema of a type, for editors."""
-    return cast(dict[str, Any], _adapter(hint).json_schema())
 
 
 def range_rule(hint: Any) -> str:

@@ -165,24 +165,6 @@ class Options(metaclass=_AnyCase):
         )
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        """Returns the JSON schema of the values that `of` accepts."""
-        from ringspark.estimators.options.checked import json_schema
-
-        forms: list[dict[str, Any]] = []
-        for name, variant in (cls.variants() or {"": cls}).items():
-            hints = hints_of(variant)
-            known = {each.name: json_schema(hints[each.name]) for each in fields(variant)}
-            needed = [each.name for each in fields(variant) if each.default is MISSING]
-            if name:
-                forms.append({"const": name})
-                known, needed = {"name": {"const": name}, **known}, ["name", *needed]
-            forms.append({"type": "object", "properties": known, "required": needed})
-        if cls.SHORTHAND:
-            forms.append(json_schema(hints_of(cls)[cls.SHORTHAND]))
-        return {"anyOf": forms}
-
-    @classmethod
     def from_values(cls: type[O], values: Mapping[str, Any]) -> O:
         """Reads a result of `to_values`; raises ValueError if it is damaged."""
         return cls.of(values)

@@ -188,12 +188,9 @@ class DeclaredParams(Params):
 
     def explainParams(self) -> str:
         """Returns the Params by group, one line each, with meaning, default and value."""
-        lines, left = [], {param.name for param in self.params}
+        lines = []
         for group, names in _by_group(self.SETTINGS).items():
             lines += [f"{group}:", *(f"  {self.explainParam(name)}" for name in names)]
-            left -= set(names)
-        if left:
-            lines += ["other:", *(f"  {self.explainParam(name)}" for name in sorted(left))]
         return "\n".join(lines)
 
     def _notebook_note(self) -> str:

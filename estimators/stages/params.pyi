@@ -126,7 +126,7 @@ class LabelParams(DeclaredParams, HasLabelCol):
 
 class MultiLabelParams(LabelParams):
     labelCols: Param[Any]; getLabelCols: Getter[list[str] | None]; setLabelCols: Setter[str | Sequence[str] | None]
-    lossWeights: Param[Any]; getLossWeights: Getter[list[float] | None]; setLossWeights: Setter[Any]
+    lossWeights: Param[Any]; getLossWeights: Getter[list[float] | None]; setLossWeights: Setter[Sequence[float] | None]
 
 class ClassifierKeywords:
     def __init__(self, *,
@@ -210,12 +210,12 @@ class EstimatorKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
         handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ...,
-        labelCols: str | Sequence[str] | None = ..., lossWeights: Any = ..., columns: Any = ..., weightCol: str | None = ...,
-        validationIndicatorCol: str | None = ..., validationFraction: float | None = ..., timeCol: str | None = ...,
-        storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
-        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
-        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., inferenceBatchSize: int | None = ...,
-        inferenceOffload: Literal['none', 'disk'] | None = ...,
+        labelCols: str | Sequence[str] | None = ..., lossWeights: Sequence[float] | None = ..., columns: Any = ...,
+        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
+        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
+        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
+        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
+        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
         transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,
         initialModel: Any = ..., initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ...,

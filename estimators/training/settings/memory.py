@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ringspark.estimators.options.checked import AtLeast1, WrongTypeError
+from ringspark.estimators.options.checked import WrongTypeError
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
 from ringspark.estimators.training.settings.choices import Compression, Offload, Precision
 from ringspark.estimators.training.settings.setting import Section, setting
@@ -42,6 +42,7 @@ class Memory(Section):
         NO_CHECKPOINTING,
         "activations to recompute: 'none', 'sqrt', 'all', a number of segments, or submodule names",
         convert=_policy,
+        rule_words="must be 'none', 'sqrt', 'all', a number of segments, or a list of submodule names",
         may_differ_on_resume=True,
     )
     activation_offload: Offload = setting(
@@ -59,8 +60,9 @@ class Budget(Section):
     GROUP = "memory"
     ON_DRIVER = True
 
-    memory_budget: AtLeast1 | None = setting(
+    memory_budget: int | None = setting(
         None,
         "memory per worker for tensors, in bytes or as '4g'; fit fails if it needs more; unset: no check",
         convert=lambda value: parse_bytes(value, "memoryBudget"),
+        rule_words="must be above 0 bytes",
     )

@@ -105,6 +105,7 @@ class Observation(Section):
         None,
         "first and last optimizer step for torch.profiler on worker 0, such as '10:13'; unset: no profile",
         convert=_steps,
+        rule_words=f"must be two step numbers, from 1, that span at most {MOST_PROFILED} steps",
         may_differ_on_resume=True,
     )
 

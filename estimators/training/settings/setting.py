@@ -48,6 +48,7 @@ class Setting:
             converted in `field`.
         convert: Converts a user's value before the type is checked; raises TypeError or ValueError.
         remedy: The user's remedy, if the rule of the range does not contain it.
+        rule_words: Rule of the range in docs/settings.md, if `convert` checks it.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
         recorded_on_resume: Like `may_differ_on_resume`, but it changes the result, so the run records it.
         without_effect: Pair of a predicate and a reason. The predicate takes all settings by name and returns
@@ -66,6 +67,7 @@ class Setting:
     on_driver: bool = False
     convert: Callable[[Any], Any] | None = None
     remedy: str = ""
+    rule_words: str = ""
     may_differ_on_resume: bool = False
     recorded_on_resume: bool = False
     without_effect: tuple[Callable[[Mapping[str, Any]], bool], str] | None = None
@@ -87,7 +89,9 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """Rule of the range, such as "must be at least 1"; empty without one, or if `convert` checks."""
+        """Rule of the range, such as "must be at least 1"; empty if there is none."""
+        if self.rule_words:
+            return self.rule_words
         has_choices = any(get_origin(kind) is Literal for kind in self.kinds)
         return f"must be {either(type_rules(self.hint))}" if has_choices else range_rule(self.hint)
 
