@@ -9,7 +9,7 @@ from importlib.util import find_spec
 _FOLDER = "ringspark.extras.gpu_check.parts"
 
 # Packages besides torch and NumPy that training from shards imports.
-SHARDS = ("cloudpickle", "fsspec", "psutil", "pyarrow", "safetensors")
+SHARDS = ("annotated_types", "cloudpickle", "fsspec", "psutil", "pyarrow", "pydantic", "safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)

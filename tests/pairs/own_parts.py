@@ -63,8 +63,9 @@ def penalize_slopes(module: Any, inputs: Any, outputs: torch.Tensor, labels: tor
     numbers = [values for values in inputs if values.requires_grad and values.dim() > 1]
     if not numbers:
         return rows + 0.01 * outputs.square().sum(1)
-    slopes = torch.autograd.grad(outputs[:, 0].sum(), numbers, create_graph=True)
-    return rows + 0.01 * sum(slope.flatten(1).square().sum(1) for slope in slopes)
+    # A mask is a number, too, but the outputs have no gradient for it.
+    slopes = torch.autograd.grad(outputs[:, 0].sum(), numbers, create_graph=True, allow_unused=True)
+    return rows + 0.01 * sum(slope.flatten(1).square().sum(1) for slope in slopes if slope is not None)
 
 
 def halve(step: int, num_steps: int) -> float:

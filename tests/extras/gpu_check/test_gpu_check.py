@@ -113,8 +113,13 @@ def test_a_part_without_its_packages_is_skipped(monkeypatch: pytest.MonkeyPatch,
 def test_torch_and_numpy_alone_run_the_parts_that_need_no_shards(tmp_path: Path) -> None:
     """From the root of a checkout, by its Python file, with every other package hidden."""
     (tmp_path / "sitecustomize.py").write_text(HIDE)
-    hidden = "pyarrow fsspec psutil safetensors cloudpickle pandas pyspark petastorm xxhash yaml torchmetrics"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "HIDDEN": f"{hidden} pytest hypothesis scipy"}
+    hidden = (
+        "pyarrow fsspec psutil safetensors cloudpickle pandas pyspark petastorm xxhash ruamel torchmetrics"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "HIDDEN": f"{hidden} pytest hypothesis scipy annotated_types pydantic",
+    }
     words = ["--tiny", "--output", str(tmp_path / "page.md"), "training", "offload", "table", "tests"]
     done = subprocess.run(
         [sys.executable, "-m", "ringspark.gpu_check", *words],
@@ -133,7 +138,7 @@ def test_torch_and_numpy_alone_run_the_parts_that_need_no_shards(tmp_path: Path)
         "tests": "skipped",
     }
     assert parts["training"]["reason"] == (
-        "needs the package cloudpickle, fsspec, psutil, pyarrow, safetensors"
+        "needs the package annotated_types, cloudpickle, fsspec, psutil, pyarrow, pydantic, safetensors"
     )
 
 
