@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from pyspark.ml import Estimator, Transformer
 from pyspark.ml.param import Param, Params
 
 from ringspark.estimators.names import nearest
@@ -152,7 +153,8 @@ class DeclaredParams(Params):
         # From the last base class to the first, so that a class can override a setting of its bases.
         found = {n: s for base in reversed(cls.__mro__) for n, s in vars(base).get("SETTINGS", {}).items()}
         cls.SETTINGS = {name: found[name] for name in dict.fromkeys((*SETTINGS, *found)) if name in found}
-        if cls.__name__[0] != "_" and cls.SETTINGS:
+        is_stage = issubclass(cls, (Estimator, Transformer))
+        if is_stage and cls.__name__[0] != "_":
             cls.__signature__ = _signature(cls.SETTINGS)  # type: ignore[attr-defined]
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{_describe(cls.SETTINGS)}"
 
