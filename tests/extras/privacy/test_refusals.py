@@ -87,7 +87,7 @@ def test_settings_that_need_other_numbers_are_refused(changes: dict[str, Any], m
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"epsilon": 3, "delta": 1e-6}, "Privacy needs 'max_grad_norm'"),
+        ({"epsilon": 3, "delta": 1e-6}, "Privacy needs the option 'max_grad_norm'"),
         ({"epsilon": 3, "delta": 1e-6, "maxGradNorm": 0}, "max_grad_norm must be above 0 and finite, got 0"),
         ({"epsilon": 3, "delta": 1, "maxGradNorm": 1}, "delta must lie between 0 and 1, got 1"),
         ({"delta": 1e-6, "maxGradNorm": 1}, "needs either epsilon or noise_multiplier"),
