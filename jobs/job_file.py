@@ -216,7 +216,7 @@ def _value(name: str, node: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def _scalar(kind: str, text: str) -> Any:
-    """Returns the value of a plain scalar. What only looks like a number, such as 1_000, stays a string."""
+    """Returns the value of a plain scalar. A text such as 1_000 stays a string."""
     if kind == "bool":
         return _WORDS.get(text, text)
     if kind == "null" and text in _WORDS_OF_NOTHING:

@@ -264,7 +264,7 @@ def _check(file: JobFile, job: TrainJob) -> None:
 
 
 def _from_file(name: str, value: Any) -> Any:
-    """Converts plain data of the file to a Param's value: networks, column types and evaluators."""
+    """Converts plain data of the file to a Param's value: a network, or column types."""
     import torch
 
     from ringspark.estimators.table_fit import is_for_tables

@@ -64,7 +64,7 @@ def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
     except ValidationError as error:
         problems = error.errors(include_url=False)
     own = [each["ctx"]["error"] for each in problems if each["type"] == "value_error"]
-    # A class of options does not know what else a union accepts, such as 'auto'.
+    # A class of options does not know the other members of its union, such as 'auto'.
     if own and (len(parts_of(hint)) == 1 or isinstance(ready, Mapping)):
         raise own[0]
     if any(each["type"] in _OUT_OF_RANGE for each in problems):
@@ -161,7 +161,7 @@ def _range(part: Part) -> str:
 
 
 def _is_number_of(given: Any, found: Any) -> bool:
-    """Whether numbers were given as numbers: pydantic also takes True for 1, and all that has `__float__`."""
+    """Whether numbers were given as numbers: pydantic also takes True for 1, and objects with `__float__`."""
     if isinstance(found, tuple) and isinstance(given, tuple):
         return all(map(_is_number_of, given, found))
     if not isinstance(found, int | float):

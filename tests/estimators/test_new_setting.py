@@ -1,4 +1,4 @@
-"""A new technique declares its setting in two files, in a few lines; everything else follows from them."""
+"""Adds a setting in four lines, and checks the Param, the help and the errors that result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path("estimators", "training", "settings")
-# File -> (the line before which to insert, the lines of the technique).
+# File -> (text after the inserted lines, inserted lines).
 CHANGES = {
     SETTINGS / "training.py": (
         '    keep: Keep = setting("last"',
@@ -25,14 +25,14 @@ CHANGES = {
         "needs=(WHOLE_NETWORK, EAGER_CODE)),\n",
     ),
 }
-# Prints everything that follows from the declaration.
+# Prints the getter, the help, the errors and the record of the new setting.
 SCRIPT = """
 import json, sys
 from ringspark.estimators import Mesh, TorchClassifier
 from ringspark.estimators.run.identity import _RECORDED
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.models import ModelSpec
-def told(**settings):
+def result_of(**settings):
     try:
         spec = ModelSpec("mlp", {"in_features": 1, "hidden": [2], "out_features": 2})
         return config_of(TorchClassifier(model=spec, **settings), "classification", ["y"])[0].stochastic_depth
@@ -43,11 +43,11 @@ print(json.dumps({
     "getter": stage.setStochasticDepth(0.5).getStochasticDepth(),
     "explained": stage.explainParam("stochasticDepth"),
     "help": "stochasticDepth: share of the blocks that a step skips; unset: none" in TorchClassifier.__doc__,
-    "config": told(stochasticDepth=0.5),
-    "range": told(stochasticDepth=-1),
-    "misspelled": told(stochastcDepth=0.5),
-    "compiled": told(stochasticDepth=0.5, compile=True),
-    "cut": told(stochasticDepth=0.5, parallelism=Mesh(tensor=2), numWorkers=2),
+    "config": result_of(stochasticDepth=0.5),
+    "range": result_of(stochasticDepth=-1),
+    "misspelled": result_of(stochastcDepth=0.5),
+    "compiled": result_of(stochasticDepth=0.5, compile=True),
+    "cut": result_of(stochasticDepth=0.5, parallelism=Mesh(tensor=2), numWorkers=2),
     "recorded": "stochasticDepth" in _RECORDED,
 }))
 """
