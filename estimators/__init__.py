@@ -7,8 +7,6 @@ from ringspark.estimators.lazy_imports import make_getattr
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError as TrainingCancelledError
     from ringspark.estimators.failures import WorkerError as WorkerError
-    from ringspark.estimators.memory import MemoryPlan as MemoryPlan
-    from ringspark.estimators.memory import plan_memory as plan_memory
     from ringspark.estimators.options.compression import BF16 as BF16
     from ringspark.estimators.options.compression import FP16 as FP16
     from ringspark.estimators.options.compression import QSGD as QSGD
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
     from ringspark.extras.planning import fit_scaling as fit_scaling
     from ringspark.extras.planning import plan_parallelism as plan_parallelism
     from ringspark.extras.planning import plan_scaling as plan_scaling
+    from ringspark.extras.planning.memory.plan import plan_memory as plan_memory
+    from ringspark.extras.planning.memory.report import MemoryPlan as MemoryPlan
     from ringspark.extras.pretraining.autoencoder import TorchAutoencoder as TorchAutoencoder
     from ringspark.extras.pretraining.autoencoder import TorchAutoencoderModel as TorchAutoencoderModel
     from ringspark.extras.privacy.cpsgd_options import CpSGD as CpSGD
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 # Module -> the public names that it defines.
 _NAMES = {
     "ringspark.estimators.failures": "TrainingCancelledError WorkerError",
-    "ringspark.estimators.memory": "MemoryPlan plan_memory",
     "ringspark.estimators.options.compression": "BF16 FP16 GradiVeQ PowerSGD QSGD RandomK Sign Sparsify TopK "
     "Uncompressed",
     "ringspark.estimators.options.finetuning": "LoRA Pretrained",
@@ -65,6 +64,8 @@ _NAMES = {
     "ringspark.estimators.torch_estimator": "TorchClassifier TorchEstimator TorchRegressor",
     "ringspark.estimators.torch_model": "TorchClassificationModel TorchModel TorchRegressionModel",
     "ringspark.estimators.training.callbacks": "Callback TrainingState",
+    "ringspark.extras.planning.memory.plan": "plan_memory",
+    "ringspark.extras.planning.memory.report": "MemoryPlan",
     "ringspark.extras.planning": "ParallelismPlan ScalingPlan fit_scaling plan_parallelism plan_scaling",
     "ringspark.extras.pretraining.autoencoder": "TorchAutoencoder TorchAutoencoderModel",
     "ringspark.extras.privacy.cpsgd_options": "CpSGD",

@@ -11,15 +11,13 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StringType, StructType
 
-from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import check_types, find_field, input_names, kinds_by_column
 from ringspark.estimators.initial_model import check_rows, initial_kinds, start_of
-from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.python_daemon import PRELOADED
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.train_task import PackedObjects
-from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.memory import check_budget, check_on_driver, is_on_driver, limits_on_driver
+from ringspark.estimators.memory.available import Available
+from ringspark.estimators.memory.pressure import check_on_driver, is_on_driver, limits_on_driver
 from ringspark.estimators.options.mesh import AUTO
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
@@ -27,18 +25,14 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.table_fit import (
-    CHECK_PRIVATE_ESTIMATOR,
-    Plans,
-    PreparedFit,
-    prepare_fit,
-    wants_table,
-)
+from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit, wants_table
+from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.training.arguments import list_arguments
-from ringspark.estimators.training.check.driver import CheckedTraining, check_training
+from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.check.schema import check_schema
+from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest, storage
@@ -46,14 +40,6 @@ from ringspark.pipelines.columns import Column, check_batch, check_masks, is_cas
 from ringspark.pipelines.kinds import Kind, Vocabulary
 from ringspark.pipelines.spark_paths import is_remote, resolve
 from ringspark.pipelines.writing.split import check_indicator_type
-
-# Finds the modules of innerCols.
-CHECK_INNER = "ringspark.extras.inner_columns:check_modules"
-# Chooses the mesh of parallelism="auto".
-CHOOSE_PARALLELISM = "ringspark.extras.planning.meshes.automatic:choose_parallelism"
-
-# Checks a private training before rows are read.
-CHECK_PRIVATE_FIT = "ringspark.extras.privacy.check:check_private_fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +65,14 @@ class CheckedFit:
         schema, exact = dataset.schema, is_case_sensitive(spark)
         config, columns, kinds = _find_columns(estimator, config, schema, exact)
         indicator, fraction = _indicator(estimator, columns, schema, exact), estimator.getValidationFraction()
-        if config.privacy is not None:
-            load_object(CHECK_PRIVATE_FIT)(objects, kinds)
+        techniques = techniques_in(estimator)
+        for technique in techniques:
+            technique.check_columns(objects, kinds)
         outputs = estimator._output_columns(len(config.label_columns))
         if any(isinstance(kinds.get(label), Vocabulary) for label in config.label_columns):
             outputs += estimator._label_outputs()
-        inner = estimator.getInnerCols() or {}
-        if inner:
-            load_object(CHECK_INNER)(estimator.getModel(), inner)
-        outputs += inner.values()
+        for technique in techniques:
+            outputs += technique.output_columns(estimator)
         check_distinct(outputs, exact)
         check_free(schema, outputs, exact)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
@@ -115,13 +100,9 @@ class CheckedFit:
     @classmethod
     def of_shards(cls, estimator: Any, spark: SparkSession, uri: str) -> tuple[CheckedFit, ShardManifest]:
         run_uri = estimator._run_uri(spark)
-        if estimator.getTeacher() is not None:
-            raise ValueError(
-                "fitOnShards has rows without the outputs of teacher; call fit, or unset teacher"
-            )
+        for technique in techniques_in(estimator):
+            technique.check_estimator(estimator, is_table=False, is_on_shards=True)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
-        if config.privacy is not None:
-            load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=False)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._check_precision()
         estimator._warn(on_shards=True)
@@ -153,32 +134,37 @@ class CheckedFit:
         if config.pretrained is not None:
             uri = storage.normalize(resolve(spark, config.pretrained.uri))
             config = replace(config, pretrained=replace(config.pretrained, uri=uri))
-        conf, remote = spark_conf(spark), is_remote(spark)
-
-        def check_memory(config: TrainConfig) -> None:
-            check_on_driver(config, objects, manifest, conf, remote)
-
-        is_planned = estimator.getParallelism() == AUTO
+        driver = Driver(estimator=estimator, run=run, spark=spark, objects=objects, manifest=manifest)
         # A network that the host cannot hold would kill the driver, so the memory is checked first. For
         # "auto", only the planner, which runs the network, knows how much of it a worker holds.
-        training = check_training(config, objects, manifest, self.heads, None if is_planned else check_memory)
+        check_memory = None if estimator.getParallelism() == AUTO else driver.check_memory
+        training = check_training(config, objects, manifest, self.heads, check_memory)
         estimator._check_outputs(training.shapes, is_case_sensitive(spark))
-        if is_planned:
-            choice = load_object(CHOOSE_PARALLELISM)(
-                training.config,
-                objects,
-                manifest,
-                begun=run.last_config(),
-                budget=estimator.getMemoryBudget(),
-                limits=limits_on_driver(config.num_workers, conf, remote),
-                chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
-                is_here=is_on_driver(conf, remote),
-            )
-            write_note(run.uri, run_layout.PARALLELISM, f"{choice.explanation}\n")
-            training = replace(training, config=choice.config)
-            check_memory(training.config)
-        check_budget(training.config, objects, manifest, estimator.getMemoryBudget())
+        for technique in techniques_in(estimator):
+            training = technique.settle(training, driver)
         return training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """What the driver of a fit knows of the workers' memory, for techniques that choose settings."""
+
+    estimator: Any
+    run: RunFolder
+    spark: SparkSession
+    objects: UserObjects
+    manifest: ShardManifest
+
+    def limits(self, config: TrainConfig) -> list[Available | None]:
+        return limits_on_driver(config.num_workers, spark_conf(self.spark), is_remote(self.spark))
+
+    def check_memory(self, config: TrainConfig) -> None:
+        """Raises ValueError for a training that cannot fit, as far as the driver knows."""
+        check_on_driver(config, self.objects, self.manifest, spark_conf(self.spark), is_remote(self.spark))
+
+    @property
+    def is_on_workers_host(self) -> bool:
+        return is_on_driver(spark_conf(self.spark), is_remote(self.spark))
 
 
 def check_settings(estimator: Any, dataset: DataFrame) -> PreparedFit:
@@ -228,7 +214,7 @@ def _find_columns(
     labels = tuple(find_field(name, param, schema, exact).name for name in config.label_columns)
     weight = weight and find_field(weight, "weightCol", schema, exact).name
     config = replace(config, input_columns=inputs, label_columns=labels, weight_column=weight)
-    names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight, config.teacher_column])]))
+    names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight, config.soft_label_column])]))
     check_masks(names)
     if useless := kinds.keys() - {*sources, *labels}:
         raise ValueError(

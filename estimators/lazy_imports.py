@@ -17,14 +17,6 @@ def load_object(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def load_check(path: str) -> Callable[..., Any]:
-    """Returns a check from the extras, or a function that does nothing if the extras are not installed."""
-    try:
-        return load_object(path)  # type: ignore[no-any-return]
-    except ModuleNotFoundError:
-        return lambda *_: None
-
-
 class LazyRegistry(Mapping[str, T]):
     """Maps names to objects; imports an object when it is read."""
 

@@ -29,8 +29,8 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.estimators.held_out_rows import HeldOut, hold_out
 from ringspark.estimators.initial_model import table_plan
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.declared import value_of
+from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.models import ModelSpec
 from ringspark.models.tabm import RARE_FROM
@@ -44,10 +44,6 @@ from ringspark.pipelines.table_plan import ColumnUse, TablePlan, plan_table
 
 TABLE_COLUMN = "__ringspark_table"
 """Name of the struct with the table's columns."""
-
-ADD_TEACHER = "ringspark.extras.distillation.teacher:add_teacher"
-# Refuses a private training that would take numbers from all rows.
-CHECK_PRIVATE_ESTIMATOR = "ringspark.extras.privacy.check:check_private_estimator"
 
 # Networks that take the numbers and ids of a table; the first one is the default.
 _NETWORKS = ("tabpack", "tabm")
@@ -151,20 +147,22 @@ def prepare_fit(
 ) -> PreparedFit:
     """Makes the network for a table, and holds out the newest rows for `timeCol`.
 
-    Fits on one DataFrame share `plans`. `search_uri` is the folder of a search, which may hold a plan. With a
-    teacher, the rows get its outputs. Runs a few Spark jobs, and raises like `fit`.
+    Fits on one DataFrame share `plans`. `search_uri` is the folder of a search, which may hold a plan.
+    Techniques may add columns to the rows. Runs a few Spark jobs, and raises like `fit`.
     """
     plans = plans or Plans()
     with explain_worker_errors():
         fit = _prepare(estimator, dataset, plans, search_uri)
-    return fit if plans.is_dry_run or estimator.getTeacher() is None else load_object(ADD_TEACHER)(fit)
+    for technique in [] if plans.is_dry_run else techniques_in(estimator):
+        fit = technique.prepare(fit)
+    return fit
 
 
 def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
     check_batch(dataset, f"{type(estimator).__name__}.fit")
     estimator = estimator._complete()
-    if estimator.getPrivacy() is not None:
-        load_object(CHECK_PRIVATE_ESTIMATOR)(estimator, is_table=wants_table(estimator))
+    for technique in techniques_in(estimator):
+        technique.check_estimator(estimator, is_table=wants_table(estimator))
     if wants_table(estimator):
         return _prepare_table(estimator, dataset, plans, search_uri)
     if not estimator.getTimeCol() or estimator.getValidationFraction() is None:

@@ -23,11 +23,9 @@ from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shards import ShardStates, run_shards
-from ringspark.estimators.run.tables import check_pinned, keep_source, pinned_source
 from ringspark.estimators.stages.declared import plain_values
 from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.stages.model_params import _EstimatorParams, check_distinct, check_thresholds
@@ -44,24 +42,18 @@ from ringspark.estimators.stages.storage_root import active_session, storage_roo
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
 from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit
+from ringspark.estimators.techniques import FUNCTIONS, techniques_in
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart
 from ringspark.estimators.tracking.registry import surroundings_of
 from ringspark.estimators.tracking.watcher import RunWatcher
-from ringspark.estimators.training.check.driver import CheckedTraining
+from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.external.catalog import find_table
-from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import Listing, read_parquet
-from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.table_files import TableSource
-
-# Refuses several private trainings on the same rows.
-REFUSE_MANY = "ringspark.extras.privacy.check:refuse_many"
 
 E = TypeVar("E", bound="_TorchEstimator[Any]")
 M = TypeVar("M", bound=TorchModel)
@@ -89,8 +81,8 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         """
         estimators = [self.copy(cast(Any, values)) for values in paramMaps]
         for estimator in estimators:
-            if estimator.getPrivacy() is not None:
-                load_object(REFUSE_MANY)(estimator, "fitMultiple, as in a CrossValidator,")
+            for technique in techniques_in(estimator):
+                technique.check_many(estimator, "fitMultiple, as in a CrossValidator,")
             check_settings(estimator, dataset)
         plans = Plans()
         fits = [prepare_fit(estimator, dataset, plans) for estimator in estimators]
@@ -128,8 +120,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         This is `fit` with data="inPlace", so the files must not change during the training. Only an estimator
         without a model copies the rows. Raises errors like `fitOnShards`.
         """
-        spark = active_session()
-        return self.copy({self.data: "inPlace"})._fit(read_parquet(spark, uri))
+        return cast(M, FUNCTIONS["fit_on_parquet"](self, uri))
 
     def fitOnDelta(self, uri: str, version: int | str | None = None) -> M:
         """Trains on one version of a Delta table, by default the newest, without a copy of its files.
@@ -137,8 +128,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         A text is a time, such as "2026-11-27 12:00:00", and means the newest version at that time. A resume
         reads the first start's version. This is `fit` with data="inPlace".
         """
-        spark = active_session()
-        return self._fit_listing(spark, list_delta(spark, uri, self._version(spark, version)))
+        return cast(M, FUNCTIONS["fit_on_delta"](self, uri, version))
 
     def fitOnTable(self, name: str, version: int | str | None = None) -> M:
         """Trains on a table of a catalog, such as "catalog.schema.table", without a copy of its files.
@@ -147,11 +137,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         catalog of pyiceberg's configuration. `version` is as for `fitOnDelta`; for an Iceberg table, it is
         the ID of a snapshot or a time.
         """
-        spark = active_session()
-        found = find_table(spark, name, self._version(spark, version))
-        if isinstance(found, Listing):
-            return self._fit_listing(spark, found)
-        return self.copy({self.data: "inPlace"})._fit(found)
+        return cast(M, FUNCTIONS["fit_on_table"](self, name, version))
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""
@@ -166,24 +152,14 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         return self._train(prepared, fit, SharedShards({fit.data: prepared.dataset}, [fit.data]))
 
-    def _fit_listing(self, spark: SparkSession, listing: Listing) -> M:
-        check_pinned(self._run_uri(spark), listing.source)
-        estimator = self.copy({self.data: "inPlace"})
-        estimator._source = listing.source
-        with reads_field_ids(spark, listing):
-            return estimator._fit(read_listing(spark, listing))
-
-    def _version(self, spark: SparkSession, given: int | str | None) -> int | str | TableSource | None:
-        """Returns the version to read: the given one, else the one that the run began with."""
-        return pinned_source(self._run_uri(spark)) if given is None else given
-
     def _train(self, prepared: PreparedFit, fit: CheckedFit, shards: SharedShards) -> M:
         spark, run = prepared.dataset.sparkSession, self._run_folder(fit.data.root)
         with ExitStack() as stack:
             if run.is_given:
                 stack.enter_context(run.guarded())
                 prepared.keep_plan(run.uri)
-                keep_source(run.uri, self._source)
+                if self._source is not None:
+                    FUNCTIONS["keep_source"](run.uri, self._source)
                 manifest, key = run_shards(prepared.dataset, fit.data, run)
             else:
                 # The shards stay until the run has ended.
@@ -248,11 +224,11 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                     parallelism=config.parallelism.to_values(),
                     changes=run.changes(),
                 ).to_json()
-                run.finish(finished, certify=config.certify)
+                run.finish(finished, config)
             model = self._trained_model(spark, run, fit, training, finished)
             # Also cleans a finished run whose earlier driver died before this line.
             last = run.last_config() or config
-            run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.certify)
+            run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.is_replayable)
             watcher.end(RunEnd(status="finished", model=model))
         return model
 

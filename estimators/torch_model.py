@@ -17,9 +17,9 @@ from ringspark.estimators.columns.inputs import class_number, label_expression, 
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.results import Classes, Results, Values
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.model_params import check_free, check_thresholds
 from ringspark.estimators.stages.params import ClassifierParams, EvaluatedParams
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.objective.metrics import Task, check_metrics
 from ringspark.estimators.training.objective.own_metrics import check_own_tasks, name_metrics
@@ -29,8 +29,6 @@ __all__ = ["TorchClassificationModel", "TorchModel", "TorchRegressionModel"]
 
 # The two columns that `evaluate` compares.
 _OUTPUT, _LABEL = "__ringspark_output", "__ringspark_label"
-
-HELD_OUT_REPORT = "ringspark.extras.report.held_out.held_out_report:HeldOutReport"
 
 
 class _EvaluatedModel(TorchModel, EvaluatedParams):
@@ -85,7 +83,7 @@ class _EvaluatedModel(TorchModel, EvaluatedParams):
         if data is None:
             super().report(path)
             return
-        report = load_object(HELD_OUT_REPORT)(attributions, rows, seed)
+        report = FUNCTIONS["held_out_report"](attributions, rows, seed)
         summary = self.summary
         check_frame(data, "report")
         exact = is_case_sensitive(data.sparkSession)

@@ -50,15 +50,15 @@ from ringspark.estimators.inference.predict import (
 )
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
-from ringspark.estimators.training.check.driver import CheckedTraining
+from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.feed import Array
 from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.models import ModelSpec
@@ -74,13 +74,10 @@ from ringspark.pipelines.typed_json import added
 
 M = TypeVar("M", bound="TorchModel")
 
-CERTIFICATE = "ringspark.extras.certificate:certify"
 
 Shape = tuple[int, ...]
 
 # The columns of `innerCols`.
-INNER_RESULTS = "ringspark.extras.inner_columns:InnerResults"
-MEASURE_INNER = "ringspark.extras.inner_columns:measure"
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
 # From this many inputs on, one struct holds all: Spark compares each argument of a function with all.
@@ -208,7 +205,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         `key` is a private EC key as a PEM file. It signs the run's folder in the format of OpenSSF
         model-signing.
         """
-        return load_object(CERTIFICATE)(self.summary.run_uri, key)
+        return FUNCTIONS["certificate_of_run"](self.summary.run_uri, key)
 
     def removeRun(self) -> None:
         """Removes the folder of the training that made this model, after the model was saved.
@@ -357,8 +354,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         key = self._trained().info().checkpoint_id, tuple(columns)
         if key not in self._inner:
             samples = make_samples(self._inputs, self.getTransformInPrediction())
-            self._inner = {key: load_object(MEASURE_INNER)(self.module(), list(columns), samples)}
-        return [*names, *columns.values()], load_object(INNER_RESULTS)(base=results, inner=self._inner[key])
+            self._inner = {key: FUNCTIONS["measure_inner"](self.module(), list(columns), samples)}
+        return [*names, *columns.values()], FUNCTIONS["inner_results"](base=results, inner=self._inner[key])
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
         self._check_precision()
@@ -427,7 +424,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _compare_on_shards(self, spark: SparkSession, training: CheckedTraining) -> None:
         """Adds to the summary how predictions in `inferencePrecision` differ from fp32."""
-        is_private = training.config.privacy is not None  # its rows must not be evaluated
+        is_private = training.config.hides_rows  # they must not be evaluated
         if self._summary is None or is_private or self.getInferencePrecision() == "fp32":
             return
         names = training.config.input_columns

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ringspark.extras.external_tables.in_place.delta import parse_time
+from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID
+from ringspark.extras.external_tables.in_place.listing import Int64Array, Listing
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.delta import parse_time
-from ringspark.pipelines.external.file_scan import FIELD_ID
-from ringspark.pipelines.external.listing import Int64Array, Listing
-from ringspark.pipelines.reuse.source_files import path_states
+from ringspark.pipelines.source_files import path_states
 from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from torch import nn
 from ringspark.estimators.inference.precision import ReducedNetwork
 from ringspark.estimators.inference.results import Results
 from ringspark.estimators.names import nearest
+from ringspark.estimators.techniques import Technique
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
@@ -67,6 +68,13 @@ class InnerResults(Results):
             module = module.network
         with keep_outputs(module, [value.module for value in self.inner]) as found:
             yield lambda: [found[value.module].movedim(value.rows_dim, 0) for value in self.inner]
+
+
+class InnerColumns(Technique):
+    def output_columns(self, estimator: Any) -> list[str]:
+        inner = estimator.getInnerCols()
+        check_modules(estimator.getModel(), inner)
+        return list(inner.values())
 
 
 def check_modules(model: ModelSpec | nn.Module, names: Mapping[str, str]) -> None:

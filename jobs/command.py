@@ -26,15 +26,15 @@ COMMANDS = {
     "check": "check",
     "train": "train_job",
     "score": "score_rows",
-    "plan": "plan_job",
     "runs": "runs",
-    "report": "run_report",
     "shards": "shards",
     "build-horovod": "build_horovod",
-    "pack": "pack",
 }
 # Commands of `ringspark.extras`, which may be absent.
 EXTRA_COMMANDS = {
+    "plan": "ringspark.extras.planning.command",
+    "report": "ringspark.extras.report.command",
+    "pack": "ringspark.extras.packing.command",
     "certify": "ringspark.extras.certificate.sign_command",
     "verify": "ringspark.extras.certificate.verify_command",
 }

@@ -97,12 +97,14 @@ class RowSource:
 
     def check_apart(self, spark: SparkSession, output: str) -> None:
         """Raises ValueError if writing to `output` would remove these rows."""
-        from ringspark.pipelines.external.catalog import find_table
-        from ringspark.pipelines.external.listing import Listing
+        from ringspark.estimators.techniques import FUNCTIONS
+        from ringspark.pipelines import Listing
 
         kind, uri = self.location
         uris = [uri]
-        found = find_table(spark, uri, self.version) if kind == "table" and self.inPlace else None
+        found = (
+            FUNCTIONS["find_table"](spark, uri, self.version) if kind == "table" and self.inPlace else None
+        )
         if isinstance(found, Listing):
             uris = [found.source.uri]
         elif kind in ("table", *FORMATS) and not (kind == "delta" and self.inPlace):

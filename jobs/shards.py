@@ -20,6 +20,7 @@ from ringspark.jobs import cli
 if TYPE_CHECKING:
     from ringspark.estimators.run.stored_runs import StoredRun
 
+_KEY_DIGITS = 20
 DESCRIPTION = "Show, verify and remove shards and shard caches."
 
 
@@ -64,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     # Late, because `--help` needs no storage client.
     from ringspark.estimators.run.stored_runs import list_runs, remove_runs
-    from ringspark.pipelines import ShardManifest
-    from ringspark.pipelines.reuse.cache_entries import remove_cached
+    from ringspark.pipelines import ShardManifest, remove_cached
 
     if args.what == "list":
         _list(args.root)
@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list(root: str) -> None:
-    from ringspark.pipelines.reuse.cache_entries import KEY_DIGITS, list_cached
+    from ringspark.pipelines import list_cached
 
     entries = list_cached(root)
     for entry in entries:
-        print(f"{entry.key[:KEY_DIGITS]}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
+        print(f"{entry.key[:_KEY_DIGITS]}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
         print(f"{cli.format_size(entry.num_bytes)}  {', '.join(entry.columns)}")
         print(f"  {entry.uri}\n  {entry.plan}")
     total = sum(entry.num_bytes for entry in entries)

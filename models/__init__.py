@@ -3,10 +3,12 @@
 Nothing here imports Spark or Arrow.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ringspark.models.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
 from ringspark.models.chain import Link
-from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
 from ringspark.models.recurrent import Recurrent
@@ -17,6 +19,9 @@ from ringspark.models.spec import ModelSpec
 from ringspark.models.tabular import TabularNet
 from ringspark.models.tabular_ensemble import TabularEnsemble
 from ringspark.models.transformer import TransformerClassifier, TransformerLM
+
+if TYPE_CHECKING:
+    from ringspark.extras.experts.layer import MixtureOfExperts as MixtureOfExperts
 
 __all__ = [
     "MLP",
@@ -38,3 +43,9 @@ __all__ = [
     "add_loss",
     "apply_activation_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MixtureOfExperts":
+        return import_module("ringspark.extras.experts.layer").MixtureOfExperts
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from ringspark.models.adapters import adapt_network
+from ringspark.models.adapters import MESH_SUPPORT, adapt_network
 from ringspark.models.checks import suggest
 from ringspark.models.hugging_face import LIBRARY, build_from_config
 from ringspark.models.registry import MODELS
@@ -87,6 +87,13 @@ class ModelSpec:
         except (TypeError, ValueError) as error:
             raise ValueError(f"model {self.target!r} could not be built: {error}") from error
         return network
+
+    def shorten(self, num_blocks: int) -> ModelSpec | None:
+        """Returns the spec with fewer blocks; None if its library has no such function."""
+        if not self.is_hugging_face:
+            return None
+        shorter: ModelSpec | None = importlib.import_module(MESH_SUPPORT[LIBRARY]).shorten(self, num_blocks)
+        return shorter
 
     def to_json(self) -> str:
         """Returns the spec as one line of JSON; equal specs give equal text."""

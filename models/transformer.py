@@ -7,6 +7,7 @@ and learned positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.nn import functional as F
 
 from ringspark.models.chain import Link
 from ringspark.models.checks import check_dropout, check_sizes
-from ringspark.models.experts.layer import MixtureOfExperts, mixture_options
 from ringspark.models.whole_rows import WholeRows, attend, read
 
 INIT_STD = 0.02
+# Makes blocks with mixtures of experts, for the argument `experts`.
+_MIXTURES = "ringspark.extras.experts.block"
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, bool], torch.Tensor]
 
 
@@ -52,8 +54,14 @@ class Attention(nn.Module):
         return out
 
 
-class _AttentionBlock(nn.Module):
-    """Base class of transformer blocks: has the attention sublayer; a subclass adds the second sublayer."""
+class AttentionBlock(nn.Module):
+    """Base class of transformer blocks: has the attention sublayer; a subclass adds the second sublayer.
+
+    Attributes:
+        takes_tokens: Whether `forward` also takes which tokens are no padding.
+    """
+
+    takes_tokens = False
 
     def __init__(
         self, dim: int, num_heads: int, dropout: float, attention_dropout: float, causal: bool
@@ -69,7 +77,7 @@ class _AttentionBlock(nn.Module):
         return out
 
 
-class TransformerBlock(_AttentionBlock):
+class TransformerBlock(AttentionBlock):
     def __init__(
         self, dim: int, num_heads: int, mlp_dim: int, dropout: float, attention_dropout: float, causal: bool
     ) -> None:
@@ -79,39 +87,6 @@ class TransformerBlock(_AttentionBlock):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self._add_attention(x, mask)
         out: torch.Tensor = x + self.dropout(self.down(self.activation(self.up(self.mlp_norm(x)))))
-        return out
-
-
-class MixtureBlock(_AttentionBlock):
-    """A transformer block with a mixture of experts in place of the perceptron."""
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_dim: int,
-        dropout: float,
-        attention_dropout: float,
-        causal: bool,
-        experts: Mapping[str, Any],
-    ) -> None:
-        super().__init__(dim, num_heads, dropout, attention_dropout, causal)
-        self.mixture = MixtureOfExperts(dim, **{"mlp_dim": mlp_dim, **experts}, causal=causal)
-
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Maps (batch, seq, dim) to (batch, seq, dim).
-
-        Args:
-            mask: See `Attention`.
-            tokens: (batch, tokens of a whole row) booleans, False for padding; or the result of
-                `WholeRows.told`. If `tokens` is None, `mask` marks the padding.
-        """
-        if tokens is None and mask is not None:
-            tokens = mask[:, 0, 0]
-        x = self._add_attention(x, mask)
-        out: torch.Tensor = x + self.dropout(self.mixture(self.mlp_norm(x), tokens))
         return out
 
 
@@ -144,11 +119,10 @@ class _Trunk(nn.Module):
         self.positions = nn.Embedding(max_seq_len, dim)
         self.dropout = nn.Dropout(dropout)
         block = (dim, num_heads, mlp_dim, dropout, attention_dropout, self.causal)
-        every, options = (depth + 1, {}) if experts is None else mixture_options(experts, depth)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(*block) if number % every else MixtureBlock(*block, options)
-            for number in range(1, depth + 1)
-        )
+        if experts is None:
+            self.blocks = nn.ModuleList(TransformerBlock(*block) for _ in range(depth))
+        else:
+            self.blocks = import_module(_MIXTURES).make_blocks(block, depth, experts)
         self.norm = nn.LayerNorm(dim)
 
     def tensor_plan(self, num_ranks: int) -> dict[str, Any]:
@@ -185,7 +159,7 @@ class _Trunk(nn.Module):
         x = self._embed(ids)
         mask = self.rows.mask(_attention_mask(tokens), ids.shape[1])
         for block in self.blocks:
-            x = block(x, mask, tokens) if isinstance(block, MixtureBlock) else block(x, mask)
+            x = block(x, mask, tokens) if block.takes_tokens else block(x, mask)
         out: torch.Tensor = self.norm(x)
         return out
 
@@ -357,8 +331,8 @@ class _MaskedBlock:
         self, x: torch.Tensor, told: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = _attention_mask(told)
-        # A mixture needs the tokens themselves: the mask lets rows of padding alone attend to themselves.
-        more = (told,) if isinstance(self.block, MixtureBlock) else ()
+        # The mask does not mark all padding: it lets rows of padding alone attend to themselves.
+        more = (told,) if self.block.takes_tokens else ()
         return self.block(x, mask, *more), told
 
 

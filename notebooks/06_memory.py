@@ -17,7 +17,7 @@ import torch
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.memory import plan_memory
+from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.models import ModelSpec
 
 # A folder that the driver and all workers reach.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
-from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.listing import Listing
 from ringspark.pipelines.kinds import (
     Array,
     Binary,
@@ -28,14 +26,18 @@ from ringspark.pipelines.kinds import (
 )
 from ringspark.pipelines.manifest import ShardFile, ShardManifest
 from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
-from ringspark.pipelines.reuse.cache_entries import CachedShards, list_cached, remove_cached
-from ringspark.pipelines.reuse.cached_shards import cached_shards
 from ringspark.pipelines.tokenizer_training import train_tokenizer
 from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
     from ringspark.extras.external_tables import list_parquet as list_parquet
     from ringspark.extras.external_tables import table_manifest as table_manifest
+    from ringspark.extras.external_tables.in_place.delta import list_delta as list_delta
+    from ringspark.extras.external_tables.in_place.listing import Listing as Listing
+    from ringspark.extras.reuse.cache_entries import CachedShards as CachedShards
+    from ringspark.extras.reuse.cache_entries import list_cached as list_cached
+    from ringspark.extras.reuse.cache_entries import remove_cached as remove_cached
+    from ringspark.extras.reuse.cached_shards import cached_shards as cached_shards
 
 __all__ = [
     "READERS",
@@ -73,12 +75,19 @@ __all__ = [
     "write_shards",
 ]
 
-_EXTERNAL_TABLES = "ringspark.extras.external_tables"
+# Public names of ringspark.extras -> their modules.
+_EXTRAS = {
+    **dict.fromkeys(("list_parquet", "table_manifest"), "external_tables"),
+    "list_delta": "external_tables.in_place.delta",
+    "Listing": "external_tables.in_place.listing",
+    **dict.fromkeys(("CachedShards", "list_cached", "remove_cached"), "reuse.cache_entries"),
+    "cached_shards": "reuse.cached_shards",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("list_parquet", "table_manifest"):
-        return getattr(import_module(_EXTERNAL_TABLES), name)
+    if name in _EXTRAS:
+        return getattr(import_module(f"ringspark.extras.{_EXTRAS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

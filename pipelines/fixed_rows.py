@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringspark.pipelines.reuse.plan_fingerprint import is_repeatable
+from ringspark.pipelines.plan_fingerprint import is_repeatable
 from ringspark.pipelines.spark_errors import explain_worker_errors
 
 if TYPE_CHECKING:

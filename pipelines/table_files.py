@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.reuse.source_files import FileState, path_states
+from ringspark.pipelines.source_files import FileState, path_states
 from ringspark.pipelines.typed_json import added
 
 TABLE_REMEDY = "do not change a table while it is read; train again, or train on shards from write_shards"

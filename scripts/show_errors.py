@@ -26,7 +26,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
-from ringspark.estimators.memory import check_on_driver
+from ringspark.estimators.memory.pressure import check_on_driver
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards

@@ -47,6 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "estimators/run_layout",
         "estimators/lazy_imports",
         "estimators/options",
+        "estimators/techniques",
     ),
     ("estimators/collectives",),
     ("estimators/parallel",),
@@ -65,17 +66,23 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("estimators",),  # the public names, imported on first use, and the old names of moved modules
     (
+        "extras/activations",
         "extras/asynchronous",
         "extras/compressors",
         "extras/dataloader",
+        "extras/experts",
         "extras/external_tables",
         "extras/functions",
         "extras/hugging_face",
         "extras/keras_models",
         "extras/local_sgd",
+        "extras/model_parallel",
+        "extras/optimizers",
         "extras/privacy",
+        "extras/reuse",
         "extras/schedules",
         "extras/timeline",
+        "extras/tracking",
         "extras/training_steps",
         "extras/windows",
     ),
@@ -83,6 +90,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("extras/search", "extras/tuning"),
     ("extras",),
     ("jobs",),
+    ("extras/planning/command",),
 )
 
 # Written so that the patterns do not match this file, which is searched too.
@@ -252,7 +260,7 @@ def imports_of_rooms() -> Iterator[tuple[str, str]]:
 
 
 # For type checkers only, the core's public names include names of extras.
-PUBLIC_NAMES = ("estimators", "pipelines")
+PUBLIC_NAMES = ("estimators", "models", "pipelines")
 
 
 def test_no_room_imports_a_higher_floor() -> None:

@@ -26,11 +26,10 @@ from ringspark.estimators.launch.gang_task import Work, assign_ranks, work_and_l
 from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.launch.rank_output import RankOutput, with_last_lines
-from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.memory.pressure import check_on_rank
+from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri
-from ringspark.estimators.training.checkpoint.resume import BIND_FILES
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import FinishedRun, TrainResult, train_worker
@@ -56,9 +55,9 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     write_note(config.run_uri, run_layout.CONFIG, config.to_json())
     result = train_worker(config, collective, objects, device)
     write_note(config.run_uri, run_layout.RESULT, FinishedRun(result=result).to_json())
-    if config.certify:
-        load_object(BIND_FILES)(config.run_uri)
-    else:
+    for technique in techniques_of(config):
+        technique.finish(config.run_uri)
+    if not config.is_replayable:
         # The training is over, so nobody will resume from the checkpoints.
         remove_folder(checkpoints_uri(config.run_uri), run_layout.PARTS)
     return result

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ringspark.estimators import run_layout, user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.memory.pressure import check_on_rank
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.checkpoint.weights import map_checkpoint, save_checkpoint
 from ringspark.estimators.training.phase import Status

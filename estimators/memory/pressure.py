@@ -25,19 +25,12 @@ from ringspark.estimators.memory.available import (
     find_process_limit,
     find_spark_limit,
 )
-from ringspark.estimators.memory.columns import shard_columns
-from ringspark.estimators.memory.planner import Planner
-from ringspark.estimators.memory.search import change_setting
-from ringspark.estimators.memory.sharing import (
-    SHARDED_PARTS,
-    checkpoint_writers,
-    shard_group_size,
-    shares,
-)
-from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.sync import SHARDINGS, Zero
+from ringspark.estimators.memory.shares import SHARDED_PARTS, checkpoint_writers, shard_group_size, shares
+from ringspark.estimators.options.sync import SHARDINGS, Sync, Zero
 from ringspark.estimators.parallel.mesh import find_data_shard
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training.batch_sizes import Steps
+from ringspark.estimators.training.build import build_empty
 from ringspark.estimators.training.row_caching import estimate_reader_bytes, find_cached_rows
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.choices import Cache
@@ -113,10 +106,10 @@ def check(
 
 
 def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> int:
-    planner = _planner(config, objects, manifest)
-    trained = num_bytes(p for p in planner.network.parameters() if p.requires_grad and not is_lazy(p))
-    at_most = _needs(config, manifest, planner.network, trained, _MOST_STATE * trained)
-    # Most workers have plenty of memory; the step runs only if a rough bound does not fit.
+    network = build_empty(config, objects)
+    trained = num_bytes(p for p in network.parameters() if p.requires_grad and not is_lazy(p))
+    at_most = _needs(config, manifest, network, trained, _MOST_STATE * trained)
+    # Most workers have plenty of memory; the step is planned only if a rough bound does not fit.
     if sum(at_most.values()) <= limit.num_bytes or config.training_step is not None:
         return max(0, limit.num_bytes - sum(at_most.values()))
     try:
@@ -139,33 +132,7 @@ def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManif
 
     Plans one step on two rows, to find which parameters get a gradient and optimizer state.
     """
-    planner = _planner(config, objects, manifest)
-    try:
-        plan = planner.plan()
-    except MemoryError:
-        raise
-    # Code that fails only on fake tensors must not end a training: only the parameters count then.
-    except Exception:
-        return _needs(config, manifest, planner.network, 0, 0)
-    return _needs(config, manifest, planner.network, plan.gradients, plan.optimizer_state)
-
-
-def _planner(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> Planner:
-    whole = config.without_sharding()
-    plain = replace(
-        whole,
-        use_gpu=False,
-        # Ranks that shard the weights between their uses gather them in a step.
-        parallelism=whole.parallelism if config.cuts_network else Mesh(),
-        precision="fp32",
-        gradient_checkpointing="none",
-        gradient_accumulation=1,
-        activation_offload="none",
-        activation_compression="none",
-    )
-    # The driver does not know the losses yet; any loss that uses all outputs suffices.
-    losses = (lambda output, label: output,) * len(config.label_columns)
-    return Planner(plain, replace(objects, losses=losses), *shard_columns(config, manifest, 2))
+    return _needs(config, manifest, *FUNCTIONS["plan_least"](config, objects, manifest))
 
 
 def _needs(
@@ -202,7 +169,7 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
     """Suggests a change that lowers the largest part, and a change that always helps."""
     largest = max(needs, key=lambda part: needs[part])
     stages = (Zero(stage=1), Zero(stage=2), Zero(stage=3))[SHARDINGS.index(config.sync.sharding) :]
-    better = next((sync for sync in reversed(stages) if change_setting(config, "sync", sync)), None)
+    better = next((sync for sync in reversed(stages) if _with_sync(config, sync)), None)
     if largest == "copy for a checkpoint":
         intervals = [s for s in settings_of(Recovery).values() if s.name.startswith("checkpointEvery")]
         given = [s.name for s in intervals if s.default is None and getattr(config, s.field)]
@@ -223,6 +190,14 @@ def _remedies(needs: dict[str, int], config: TrainConfig, limit: Available) -> s
     return f"{first}, or {fewer}give the workers more memory{limit.how}"
 
 
+def _with_sync(config: TrainConfig, sync: Sync) -> TrainConfig | None:
+    """Returns the config with another `sync`; None if its other settings exclude it."""
+    try:
+        return replace(config, sync=sync)
+    except ValueError:
+        return None
+
+
 def choose_cache(num_bytes: int, memory: int | None, disk: int) -> Cache:
     """Returns the first of "memory" and "disk" that has twice `num_bytes` free; "none" if neither has.
 
@@ -239,8 +214,8 @@ def resolve_cache(
     config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
 ) -> TrainConfig:
     """Resolves a `cache` of "auto" for this rank; `local_size` ranks share the disk."""
-    # In a private training, the reader itself chooses: it keeps all rows.
-    if config.cache != "auto" or config.privacy is not None:
+    # A reader that hides its rows keeps all of them, and chooses their place itself.
+    if config.cache != "auto" or config.hides_rows:
         return config
     num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)
     cache = choose_cache(num_bytes, memory, disk=0)

@@ -10,7 +10,7 @@ from ringspark.estimators.parallel.sync_settings import SyncSettings
 STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
     {
         "data_parallel": "ringspark.estimators.parallel.data.data_parallel:DataParallel",
-        "compressed": "ringspark.estimators.parallel.data.compressed_all_reduce:CompressedGradients",
+        "compressed": "ringspark.extras.compressors.compressed_all_reduce:CompressedGradients",
         "cpsgd": "ringspark.extras.compressors.cpsgd:NoisyGradients",
         "zero1": "ringspark.estimators.parallel.sharded.zero:ShardedOptimizer",
         "zero2": "ringspark.estimators.parallel.sharded.zero:ShardedGradients",
@@ -23,6 +23,16 @@ STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
     }
 )
 
+_EXPERTS = "ringspark.extras.model_parallel.expert_sync"
+# These replace the strategy of the same name if ranks have different experts.
+EXPERT_STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
+    {
+        "data_parallel": f"{_EXPERTS}:ExpertDataParallel",
+        "zero1": f"{_EXPERTS}:ExpertShardedOptimizer",
+        "zero2": f"{_EXPERTS}:ExpertShardedGradients",
+    }
+)
+
 __all__ = ["STRATEGIES", "Strategy", "SyncSettings", "synchronize_gradients"]
 
 
@@ -32,7 +42,10 @@ def synchronize_gradients(
     """Prepares gradient synchronization by the settings' strategy. Runs on every rank."""
     # With a compression all ranks decide together on each step, so ranks without trained parameters do too.
     if settings.sync.compressed is not None or any(p.requires_grad for p in module.parameters()):
-        sync = STRATEGIES[settings.sync.strategy]().prepare(module, make_optimizer, mesh, settings)
+        name = settings.sync.strategy
+        has_experts = mesh.sizes.get("expert", 1) > 1 and name in EXPERT_STRATEGIES
+        strategy = (EXPERT_STRATEGIES if has_experts else STRATEGIES)[name]
+        sync = strategy().prepare(module, make_optimizer, mesh, settings)
     else:
         # A stage of a pipeline whose parameters are all frozen, on every rank that has the stage.
         sync = GradientSync(module, make_optimizer(module))

@@ -7,10 +7,11 @@ ranks that have them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,6 +58,22 @@ class CheckpointShare:
     total: int
 
 
+class ClassShards(Protocol):
+    """Logits that are sharded by class over the ranks of a replica."""
+
+    def split_loss(self, loss: Any) -> Any:
+        """Returns a `RowLoss` for this rank's logits, if the loss is a plain cross entropy; else `loss`.
+
+        In the first case the network returns only the logits of this rank's classes from now on.
+        """
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Gathers the logits of all classes, without gradients. Runs on every rank."""
+
+    def gather_logits(self) -> AbstractContextManager[None]:
+        """Returns a context in which every rank gets the logits of all classes."""
+
+
 class ModelLayout:
     """The layout of one network on one rank.
 
@@ -65,6 +82,9 @@ class ModelLayout:
         shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
         tied_to_stages: Parameters of this rank that other stages of a pipeline hold too -> their ranks.
+        complete_gradients: Adds the gradients that only part of a replica has; None if they are complete.
+        class_shards: The classes of the logits that this rank computes; None for all.
+        uncompiled: Functions, each as (owner, name), that `torch.compile` must call as plain Python.
         is_adapted: Whether any layer of the whole network has an adapter of `lora`.
     """
 
@@ -92,6 +112,9 @@ class ModelLayout:
         self.trained = tuple(trained)
         self.is_adapted = is_adapted
         self.tied_to_stages = dict(tied_to_stages or {})
+        self.complete_gradients: Callable[[], None] | None = None
+        self.class_shards: ClassShards | None = None
+        self.uncompiled: tuple[tuple[Any, str], ...] = ()
         self._tied = dict(tied or {})
         self._parameters = [name for name, _ in module.named_parameters()]
         self._copies = copies

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.stages.summary import TrainingSummary
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress, read_history, read_progress
 from ringspark.estimators.training.run_environment import Environment
@@ -23,7 +23,6 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 T = TypeVar("T")
 
-TIME_SHARES = "ringspark.extras.timeline.trace:time_shares"
 
 # File -> description of its content.
 _EXPECTED = {
@@ -186,4 +185,4 @@ def _read_heartbeats(uri: str) -> tuple[LastHeartbeat, ...]:
 def _read_time_shares(uri: str) -> dict[int, dict[str, float]]:
     if not storage.list_names(storage.join(uri, run_layout.TIMELINE)):
         return {}
-    return load_object(TIME_SHARES)(uri)  # type: ignore[no-any-return]
+    return FUNCTIONS["time_shares"](uri)  # type: ignore[no-any-return]

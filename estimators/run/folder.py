@@ -16,10 +16,10 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.launch.owner import read_owner, write_owner
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences, split_changes
 from ringspark.estimators.run.stored_runs import read_store_clock
+from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.checkpoint.folders import (
     checkpoints_uri,
     is_committed,
@@ -28,7 +28,6 @@ from ringspark.estimators.training.checkpoint.folders import (
     step_uri,
 )
 from ringspark.estimators.training.checkpoint.reading import read_record
-from ringspark.estimators.training.checkpoint.resume import BIND_FILES
 from ringspark.estimators.training.history import SettingChange
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
@@ -272,11 +271,11 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def finish(self, result: str, *, certify: bool = False) -> None:
+    def finish(self, result: str, config: TrainConfig) -> None:
         """Marks the training as finished. The files that `clean` removes are not needed from now on."""
         storage.write_atomic(storage.join(self.uri, run_layout.RESULT), result.encode())
-        if certify:
-            load_object(BIND_FILES)(self.uri)
+        for technique in techniques_of(config):
+            technique.finish(self.uri)
 
     def clean(self, *, keeps_checkpoints: bool = False, keeps_all: bool = False) -> None:
         """Removes files of a finished training: checkpoints and shards, but not the shards' manifest.

@@ -19,10 +19,10 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import list_data_differences
 from ringspark.estimators.stages.fit_data import FitData
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
-from ringspark.pipelines.reuse.cached_shards import rows_key
-from ringspark.pipelines.reuse.source_files import path_states
+from ringspark.pipelines.source_files import path_states
 from ringspark.pipelines.typed_json import fit, parse
 from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
 
@@ -34,7 +34,7 @@ def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[Shard
     uri = storage.join(run.uri, run_layout.SHARDS)
     settings = asdict(data)
     del settings["root"], settings["imports"]
-    key = rows_key(dataset, **settings)
+    key = FUNCTIONS["rows_key"](dataset, **settings)
     known = run.identity()
     if known is None:
         return data.write(dataset, uri), key

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.expressions import all_of
 from ringspark.estimators.columns.inputs import ModelInput, bind
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training.settings.choices import DataPlace
 from ringspark.pipelines import ShardManifest, storage, write_shards
 from ringspark.pipelines.columns import Column, quote
-from ringspark.pipelines.external.file_scan import FileScan, find_scan
 from ringspark.pipelines.kinds import HashBuckets, TableRow, Vocabulary, kind_from_json
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.spark_paths import to_spark_uri
@@ -66,7 +67,7 @@ class FitData:
         if self.place == "copy":
             return self._write(dataset, uri, None)
         try:
-            scan = find_scan(dataset, self.columns)
+            scan = FUNCTIONS["find_scan"](dataset, self.columns)
             self._check_scan(scan, dataset.schema)
             manifest = self._write(dataset, uri, scan)
         except InPlaceError as error:
@@ -87,7 +88,7 @@ class FitData:
     def _is_plain_table(self) -> bool:
         return any(kind["kind"] == TableRow.tag for kind in json.loads(self.kinds).values())
 
-    def _check_scan(self, scan: FileScan, schema: StructType) -> None:
+    def _check_scan(self, scan: Any, schema: StructType) -> None:
         """Raises InPlaceError if a column that is not in the files is too large to store with references."""
         if self._is_plain_table:
             raise InPlaceError("the network for a table needs columns that Spark computes")
@@ -102,7 +103,7 @@ class FitData:
         if len(computed) == len(self.columns):
             raise InPlaceError(f"Spark computes all columns, {computed}")
 
-    def _write(self, dataset: DataFrame, uri: str, scan: FileScan | None) -> ShardManifest:
+    def _write(self, dataset: DataFrame, uri: str, scan: Any) -> ShardManifest:
         kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
         valid = None
         if self.drops_invalid:

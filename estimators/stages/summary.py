@@ -11,7 +11,7 @@ import pandas as pd
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.inference.precision_difference import PrecisionDifference
-from ringspark.estimators.lazy_imports import load_object
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.history import EpochRecord, PrivacySpent, SettingChange
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 # Import paths of the reports and of the trace of the ranks' timelines.
-REPORT = "ringspark.extras.report"
-WRITE_TRACE = "ringspark.extras.timeline.trace:write_trace"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +119,14 @@ class TrainingSummary:
 
         Raises ImportError if matplotlib is not installed (`pip install 'ringspark[report]'`).
         """
-        return load_object(f"{REPORT}:loss_figure")(self)  # type: ignore[no-any-return]
+        return FUNCTIONS["loss_figure"](self)  # type: ignore[no-any-return]
 
     def timeline(self, path: str) -> str:
         """Writes a trace of the recorded steps for Perfetto, a `.json` file on any store; returns `path`.
 
         Raises ValueError if no step was recorded (`timelineEverySteps`), or the run's folder is gone.
         """
-        return load_object(WRITE_TRACE)(self.run_uri, path)  # type: ignore[no-any-return]
+        return FUNCTIONS["write_trace"](self.run_uri, path)  # type: ignore[no-any-return]
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained HTML page about the training to a file on any store.
@@ -136,7 +134,7 @@ class TrainingSummary:
         A model's own `report` can add predictions for held-out rows. A path without a scheme is on the local
         disk. Raises ImportError if a package of `pip install 'ringspark[report]'` is missing.
         """
-        load_object(f"{REPORT}:report_summary")(self, path)
+        FUNCTIONS["summary_report"](self, path)
 
     def logs(self, rank: int | None = None) -> list[str]:
         """Returns the output of one rank, or of all ranks in order, each line as "[rank 1 host-a] ...".

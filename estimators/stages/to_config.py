@@ -64,7 +64,7 @@ def config_of(
         "input_columns": tuple(stage.inputColumns()),
         "label_columns": tuple(label_columns),
         "metrics": tuple(metrics),
-        "teacher_column": getattr(stage, "_teacher_column", None),
+        "soft_label_column": getattr(stage, "_soft_label_column", None),
         "losses": tuple(name_loss(loss) for loss in losses),
     }
     mesh = given["parallelism"]

@@ -17,6 +17,7 @@ from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
+from ringspark.models.meta_device import build_on_meta, copy_to_meta
 
 
 def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
@@ -27,6 +28,15 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
         module = objects.module
     else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
+    return apply_finetuning(module, config)
+
+
+def build_empty(config: TrainConfig, objects: UserObjects) -> nn.Module:
+    """Returns the network to train on the meta device; `objects` keeps its module."""
+    if config.model is not None:
+        module = build_on_meta(ModelSpec.from_json(config.model).build)
+    else:
+        module = copy_to_meta(objects.module)
     return apply_finetuning(module, config)
 
 

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.environment import environment
-from ringspark.estimators.parallel.model import communication
-from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.models.activation_checkpoint import compile_segments
 
 
@@ -44,7 +43,7 @@ def compile_network(network: nn.Module, setting: bool | str, device: torch.devic
         # outlive it. Random numbers as without compilation, so that results differ only by rounding.
         with (
             _use_own_code_folder(),
-            _keep_collectives(),
+            _keep_collectives(network),
             config.patch(compile_threads=1, fallback_random=True),
         ):
             yield
@@ -61,12 +60,12 @@ def compile_network(network: nn.Module, setting: bool | str, device: torch.devic
 
 
 @contextmanager
-def _keep_collectives() -> Iterator[None]:
-    """Lets compiled code call collectives, and switches of random streams, as plain Python."""
+def _keep_collectives(network: nn.Module) -> Iterator[None]:
+    """Lets compiled code of a sharded network call collectives as plain Python."""
+    layout = layout_of(network)
     # Not as decorators, which would import the compiler into every training.
-    plain = [(communication, "_apply"), (RankRandomState, "begin"), (RankRandomState, "end")]
     with ExitStack() as stack:
-        for owner, name in plain:
+        for owner, name in () if layout is None else layout.uncompiled:
             function = getattr(owner, name)
             setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
             stack.callback(setattr, owner, name, function)

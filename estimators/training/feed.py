@@ -39,7 +39,7 @@ class Batch:
     labels: tuple[torch.Tensor, ...]
     weight: torch.Tensor | None
     layout: InputLayout = ()
-    teacher: torch.Tensor | None = None
+    soft_labels: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -57,9 +57,9 @@ class Batch:
         if parts == 1:
             return [self]
         labels = [torch.tensor_split(t, parts) for t in self.labels]
-        weights, teachers = (
+        weights, soft_labels = (
             [None] * parts if values is None else torch.tensor_split(values, parts)
-            for values in (self.weight, self.teacher)
+            for values in (self.weight, self.soft_labels)
         )
         inputs: Sequence[Sequence[torch.Tensor]]
         if self.layout:
@@ -73,7 +73,7 @@ class Batch:
                 labels=tuple(t[i] for t in labels),
                 weight=weights[i],
                 layout=self.layout,
-                teacher=teachers[i],
+                soft_labels=soft_labels[i],
             )
             for i in range(parts)
         ]
@@ -157,11 +157,11 @@ def to_batch(
     weight = None
     if config.weight_column is not None:
         weight = to_tensor(columns[config.weight_column].astype(np.float32), device)
-    teacher = config.teacher_column
+    soft = config.soft_label_column
     return Batch(
         inputs=tuple(given(number, name) for number, name in enumerate(config.input_columns)),
         labels=tuple(label(name) for name in config.label_columns),
         weight=weight,
         layout=layout,
-        teacher=None if teacher is None else to_tensor(columns[teacher], device),
+        soft_labels=None if soft is None else to_tensor(columns[soft], device),
     )

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ringspark.estimators.training.saved_tensors.compression import BLOCK_FORMATS
+# Values of `TrainConfig.activation_compression` that keep every bit of the activations.
+LOSSLESS = ("none", "bits")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -169,7 +170,7 @@ class LossScaler:
     def advice(self) -> str:
         """Likely causes and remedies, to append to messages about a loss or gradient that is not finite."""
         found = ""
-        if self._compression in BLOCK_FORMATS:
+        if self._compression not in LOSSLESS:
             found = f"; or, as activationCompression={self._compression!r} rounds activations, set 'bits'"
         if self.skipped_steps and self._scales:
             found += f"; {self.skipped_steps} steps were skipped in fp16, which ends at 65504: set "

@@ -13,13 +13,13 @@ from ringspark.estimators.parallel import STRATEGIES, SyncSettings, synchronize_
 from ringspark.estimators.parallel.base import GradientSync, refuse_sparse, share_weights
 from ringspark.estimators.parallel.initial_weights import defer_weights, is_deferred, send_initial_weights
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
-from ringspark.estimators.parallel.model.shard_network import shard_network
+from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.probe import probe, samples
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.finetuning.pretrained import load_pretrained, open_pretrained
 from ringspark.estimators.training.optimizers.registry import TAKES_SPARSE
+from ringspark.estimators.training.passes import Stages
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
@@ -37,7 +37,7 @@ class RankNetwork:
     """The network of one rank. Every rank calls `build`, `shard`, `recompute` and `wrap`, in this order."""
 
     module: nn.Module
-    pipeline: PipelinePasses | None = None
+    stages: Stages | None = None
 
     def __init__(
         self,
@@ -101,18 +101,18 @@ class RankNetwork:
             sample = None
             if self._objects.transform_batch is None:
                 sample = samples(config.input_columns, self._manifest)
-            parts = config.gradient_accumulation
-            self.pipeline = shard_network(module, mesh, config.parallelism, parts, sample, self._device)
+            made = (each.shard(config, module, mesh, sample, self._device) for each in techniques_of(config))
+            self.stages = first_made(made)
             if is_deferred(module) and config.sync.sharding != "parameters":
                 send_initial_weights(module, mesh, self._device)
-        # After `shard_network`, which refuses gradient hooks, because this call adds some.
+        # After `shard`, which refuses gradient hooks, because this call adds some.
         self._refuse_sparse_gradients()
         if not mesh.cuts_network:
             self._start_state = unsaved_buffers(module)
 
     def recompute(self) -> None:
         policy = segment_policy(self._config.gradient_checkpointing)
-        if self.pipeline is not None:
+        if self.stages is not None:
             policy = _select_stage_policy(policy, self._blocks, self.module)
         apply_activation_checkpoint(self.module, policy)
 
@@ -137,7 +137,7 @@ class RankNetwork:
             takes_sparse = takes_sparse or self._objects.optimizer is not None
         else:
             takes_sparse = STRATEGIES[config.sync.strategy].takes_sparse
-        if takes_sparse and config.privacy is None:
+        if takes_sparse and not config.hides_rows:
             return
         for layer in module.modules():
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):

@@ -88,8 +88,7 @@ def record_start(
         kept = [*starts[: MOST_STARTS // 2], *starts[MOST_STARTS // 2 :][-(MOST_STARTS // 2 - 1) :], start]
         _write(config.run_uri, kept)
         facts = DataFacts.of(manifest)
-        # A private training stores no statistics of its rows.
-        facts = facts if config.privacy is None else replace(facts, stats={})
+        facts = replace(facts, stats={}) if config.hides_rows else facts
         _put(config.run_uri, run_layout.DATA, facts.to_json())
     except (OSError, ValueError) as error:
         _log.warning("the run's environment was not written (%s); training continues without it", error)

@@ -5,8 +5,10 @@ The memory planner calls the same code on fake tensors, so it counts what a trai
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.techniques import Technique, techniques_of
 from ringspark.estimators.training.compilation import skip_single_rows
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.non_finite import poison
@@ -23,13 +25,9 @@ from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
 from ringspark.estimators.training.precision import LossScaler, autocast
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
-
-CALLS = "ringspark.extras.network_losses.calls:calls_in"
-DISTIL = "ringspark.extras.distillation.distance:distil"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,10 @@ class Recipe:
     scaler: LossScaler
     device: torch.device
     timeline: Timeline = NO_TIMELINE
+
+    @cached_property
+    def techniques(self) -> Sequence[Technique]:
+        return techniques_of(self.config)
 
 
 def forward_backward(
@@ -76,12 +78,6 @@ def forward(
     The summed losses include the losses that layers add by `add_loss`. The output for the history does not.
     """
     config = recipe.config
-    hooks = saved_tensor_hooks(
-        offload=config.activation_offload,
-        compression=config.activation_compression,
-        module=network,
-        device=recipe.device,
-    )
     # Sharded parameters are gathered in here, which fails if a peer is lost.
     eager = skip_single_rows(config.compile, batch.num_rows)
     computing = autocast(config.precision, recipe.device)
@@ -89,7 +85,9 @@ def forward(
         inputs = (v.detach().requires_grad_(v.is_floating_point()) for v in batch.inputs)
         batch = replace(batch, inputs=tuple(inputs))
     with recipe.criterion.differentiable():
-        with computing, hooks, eager, backward_errors(), collect_reports() as reports:
+        with ExitStack() as around, computing, eager, backward_errors(), collect_reports() as reports:
+            for technique in recipe.techniques:
+                around.enter_context(technique.around_forward(config, network, recipe.device))
             outputs = module(*batch.inputs)
         return compute_losses(recipe, network, outputs, batch, reports, keeps_outputs=keeps_outputs)
 
@@ -114,13 +112,14 @@ def compute_losses(
         )
     # fp32 outside autocast, because a mean over many rows would lose digits in 16 bits.
     outputs = tuple(output.float() for output in outputs)
-    calls = load_object(CALLS)(network, config.precision, recipe.device) if criterion.sees_network else None
-    with calls or nullcontext():
+    with ExitStack() as around:
+        for technique in recipe.techniques:
+            around.enter_context(technique.around_losses(config, network, recipe.device))
         rows = criterion.rows(outputs, batch.labels, network, batch.inputs)
-    if batch.teacher is not None and network.training:
-        rows = load_object(DISTIL)(
-            config, rows, outputs[0], batch.teacher, criterion.row_weights(batch.labels)
-        )
+    if batch.soft_labels is not None and network.training:
+        weights = criterion.row_weights(batch.labels)
+        for technique in recipe.techniques:
+            rows = technique.mix_losses(config, rows, outputs[0], batch.soft_labels, weights)
     if batch.weight is not None:
         rows = rows * batch.weight[:, None]
     losses = rows.sum(0)

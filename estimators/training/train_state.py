@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses
-from ringspark.estimators.parallel.model.shard_network import find_partial_gradients
+from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes_labels
@@ -28,14 +27,11 @@ from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import LearningRates
-from ringspark.estimators.training.own_step import make_own_step
-from ringspark.estimators.training.passes import Passes, PipelinedPasses, WholePasses
+from ringspark.estimators.training.own_step import OwnStep
+from ringspark.estimators.training.passes import Passes, Stages, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
-
-# The passes of a private training.
-PRIVATE_PASSES = "ringspark.extras.privacy.passes:PrivatePasses"
 
 
 class TrainState:
@@ -58,7 +54,7 @@ class TrainState:
         steps: Steps,
         device: torch.device,
         objects: UserObjects,
-        pipeline: PipelinePasses | None = None,
+        stages: Stages | None = None,
     ) -> None:
         guards = config.on_non_finite != "stop"
         # Ranks hold different gradient shards or losses, so they must agree on which steps to skip.
@@ -68,12 +64,13 @@ class TrainState:
             self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
         self.observation = observation
         self.prepare = prepare_function(objects.transform_in_prediction, device, training=False)
+        layout, techniques = layout_of(sync.network), techniques_of(config)
         self.scaler = LossScaler(
             config.precision, device, combine, guards=guards, compression=config.activation_compression
         )
         self.recipe = Recipe(
             config=config,
-            criterion=Criterion(heads, device, sync.network),
+            criterion=Criterion(heads, device, None if layout is None else layout.class_shards),
             scaler=self.scaler,
             device=device,
             timeline=observation.timeline,
@@ -81,11 +78,12 @@ class TrainState:
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)
         # Labels that a transform has mixed belong to no single row.
-        predicts = predicts and not takes_labels(objects.transform_batch) and config.privacy is None
+        predicts = predicts and not takes_labels(objects.transform_batch) and not config.hides_rows
         counted: dict[str, Any] = {}
-        if pipeline is not None:
-            counted = {"layers": pipeline.layers, "stages": mesh.axes["pipeline"]}
-        self.own_step = make_own_step(config, objects, sync, self.scaler, mesh, device)
+        if stages is not None:
+            counted = {"layers": stages.layers, "stages": mesh.axes["pipeline"]}
+        arguments = (config, objects, sync, self.scaler, mesh, device)
+        self.own_step: OwnStep | None = first_made(each.make_step(*arguments) for each in techniques)
         if self.own_step is not None:
             # Its loss is one number, the first head's; and it keeps no outputs of training rows.
             predicts = False
@@ -95,15 +93,13 @@ class TrainState:
         self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
         self.attributes = read_attributes(sync.network)
         self.state: TrainingState
-        self.passes: Passes
-        if config.privacy is not None:
-            self.passes = load_object(PRIVATE_PASSES)(self.recipe, sync, mesh, steps, lambda: self.state.step)
-        elif pipeline is not None:
-            self.passes = PipelinedPasses(self.recipe, sync, pipeline, mesh)
-        else:
-            measure = self.noise.micro_batch if self.noise else None
-            parts = find_partial_gradients(sync.network)
-            self.passes = WholePasses(self.recipe, sync, observation.meter.counting, measure, parts)
+        passes: Passes | None = first_made(
+            each.make_passes(self.recipe, sync, mesh, steps, lambda: self.state.step) for each in techniques
+        )
+        if passes is None and stages is not None:
+            passes = stages.make_passes(self.recipe, sync, mesh)
+        measure = self.noise.micro_batch if self.noise else None
+        self.passes = passes or WholePasses(self.recipe, sync, observation.meter.counting, measure)
         self.average = Average(sync.network, config.ema_decay, sync.optimizer)
         self.state = TrainingState(
             rank=mesh.world.rank,

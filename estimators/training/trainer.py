@@ -71,7 +71,7 @@ class Trainer:
             self._recovery.load(self._train_state)
         else:
             self._recovery.load_initial(self._train_state)
-            if self._config.on_non_finite == "rollback" or self._config.certify:
+            if self._config.on_non_finite == "rollback" or self._config.is_replayable:
                 self._save()  # the first step may have to be rolled back, or is to be proved
         is_over = False
         while not is_over:
@@ -100,7 +100,7 @@ class Trainer:
             self._sync.settle()
         values = self._take(train_state.sums, "train")
         # Every rank sees the same mean, so all stop here together.
-        loss = values.pop("train_loss", None)  # None in a private training
+        loss = values.pop("train_loss", None)  # None if the rows are hidden
         if loss is not None and not np.isfinite(loss):
             self._raise_not_finite(epoch, loss)
         rows = train.manifest.num_rows
@@ -202,8 +202,8 @@ class Trainer:
         `epochs`: Number of finished epochs. `seconds`: Duration of one epoch, measured or estimated.
         """
         config, steps, step = self._config, self._train_state.steps, self._state.step
-        # A replay of a certified training has no clock, and ranks that step on their own do not wait here.
-        if config.time_budget_seconds is None or config.certify or self._together is None:
+        # A replay has no clock, and ranks that step on their own do not wait here.
+        if config.time_budget_seconds is None or config.is_replayable or self._together is None:
             return
         left = config.time_budget_seconds - (self._recovery.seconds if epochs else 0.0)
         more = max(1, int(min(left / seconds, config.epochs - epochs)))
@@ -414,7 +414,7 @@ class Trainer:
         """Gives ranks without rows, which ran no forward pass, the buffers that the others' passes moved."""
         size = self._mesh.data_size
         # With several rows per rank no rank is without; nor do ranks that step on their own wait here.
-        if plan.global_rows(step) >= 16 * size or self._together is None or self._config.privacy is not None:
+        if plan.global_rows(step) >= 16 * size or self._together is None or self._config.hides_rows:
             return
         has_rows = [plan.shard_rows(step, rank) > 0 for rank in range(size)]
         if not all(has_rows) and any(has_rows):

@@ -11,8 +11,8 @@ import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -37,9 +37,6 @@ from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
 from ringspark.pipelines.typed_json import added, parse_object, record
-
-# Samples the rows of a private training.
-POISSON_READER = "ringspark.extras.privacy.poisson_reader:PoissonReader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,22 +148,22 @@ def _train(
         config.warmup_steps,
         RateScaling.of(config.scale_learning_rate, steps),
     )
-    recovery.certify(objects, manifest, device)
+    recovery.record(objects, manifest, device)
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
         Observation.of(config, mesh, device, is_compiled=bool(config.compile)) as observation,
         compile_network(sync.network, config.compile, device),
     ):
-        heads, pipeline = make_heads(config, objects, manifest), network.pipeline
+        heads, stages = make_heads(config, objects, manifest), network.stages
         train_state = TrainState(
-            config, mesh, heads, sync, rates, callbacks, log, observation, steps, device, objects, pipeline
+            config, mesh, heads, sync, rates, callbacks, log, observation, steps, device, objects, stages
         )
         Trainer(config, mesh, train_state, recovery, status).fit(train, validation)
     recovery.finish()
     state = train_state.state
     checkpoint_uri, checkpoint_epoch = _final_weights(config, mesh, state, best, status)
-    recovery.certify_end(checkpoint_uri)
+    recovery.record_end(checkpoint_uri)
     bytes_sent = mesh.world.bytes_sent  # without the record of the memory
     record_memory(config.run_uri, mesh, device, start)
     status.phase = "done"
@@ -184,7 +181,7 @@ def _train(
         resumed_steps=recovery.resumed_steps,
         checkpoint_errors=recovery.errors,
         non_finite=tuple(recovery.non_finite),
-        privacy=train_state.passes.privacy_spent(),
+        privacy=first_made(each.count_privacy(train_state.passes) for each in techniques_of(config)),
     )
 
 
@@ -220,11 +217,10 @@ def _open_readers(
         "seed": config.seed,
         "engine": config.reader,
     }
-    if config.privacy is None:
+    train = first_made(each.open_reader(config, manifest, shared) for each in techniques_of(config))
+    if train is None:
         train = open_split("train", batch_size=config.batch_sizes.size, shuffle=config.shuffle, **shared)
     else:
-        files = manifest.select("train")
-        read = open_reader(files, batch_size=config.batch_size, shuffle=False, **shared)
-        train = opened.enter_context(closing(load_object(POISSON_READER)(read, config)))
+        opened.enter_context(closing(train))
     held_out = manifest.select("validation").num_rows
     return train, open_split("validation", batch_size=config.batch_size, **shared) if held_out else None

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
-from ringspark.estimators.parallel.data.compressed_all_reduce import CompressedAllReduce, CompressedGradients
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sync_settings import SyncSettings
+from ringspark.extras.compressors.base import Compressor, Sent, generator_for
+from ringspark.extras.compressors.compressed_all_reduce import CompressedAllReduce, CompressedGradients
 from ringspark.extras.compressors.packing import pack_integers, unpack_integers
 from ringspark.extras.privacy.binomial import find_range
 from ringspark.extras.privacy.secret_noise import secret_generator

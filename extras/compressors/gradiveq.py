@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import Compressor, Sent
 from ringspark.estimators.options.compression import GradiVeQ
+from ringspark.extras.compressors.base import Compressor, Sent
 from ringspark.extras.compressors.packing import in_buckets
 
 

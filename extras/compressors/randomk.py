@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import Compressor, Sent
+from ringspark.extras.compressors.base import Compressor, Sent
 
 
 class RandomKCompressor(Compressor):

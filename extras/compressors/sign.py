@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.two_rounds import all_reduce_codes, as_bytes
+from ringspark.extras.compressors.base import Compressor, Sent, generator_for
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
+from ringspark.extras.compressors.two_rounds import all_reduce_codes, as_bytes
 
 # Numbers per scale: 4 bytes for 256 bytes of signs.
 _BUCKET = 2048

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from ringspark.estimators.collectives.base import Collective
-from ringspark.estimators.collectives.compressors.base import Compressor, Sent, generator_for
-from ringspark.estimators.collectives.compressors.sparse import all_reduce_sparse
+from ringspark.extras.compressors.base import Compressor, Sent, generator_for
+from ringspark.extras.compressors.sparse import all_reduce_sparse
 
 # Rounds of the paper's greedy algorithm, after which the expected share is right to a few percent.
 _ROUNDS = 4

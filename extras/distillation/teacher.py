@@ -41,7 +41,7 @@ def add_teacher(fit: PreparedFit) -> PreparedFit:
     # Named after the teacher, so that fits with different teachers do not share their shards.
     name = f"{_PREFIX}_{digest[:12]}"
     bound = teacher._bind(schema, exact)
-    estimator._teacher_column = name
+    estimator._soft_label_column = name
     results = Values(shapes=teacher._output_shapes)
     return replace(fit, estimator=estimator, dataset=teacher._add_results(dataset, bound, [name], results))
 
@@ -50,13 +50,13 @@ def check_teacher(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, shape: tuple[int, ...]
 ) -> None:
     """Raises ValueError if the rows or the network do not fit the teacher; `shape` is of its outputs."""
-    assert config.teacher_column is not None
+    assert config.soft_label_column is not None
     if config.training_step is not None:
         raise ValueError(
             "teacher changes the loss, and trainingStep computes its own losses; let trainingStep call the "
             "teacher's module(), or leave one of them unset"
         )
-    theirs, ours = prod(manifest.array(config.teacher_column).shape), prod(shape[1:])
+    theirs, ours = prod(manifest.array(config.soft_label_column).shape), prod(shape[1:])
     if theirs != ours:
         raise ValueError(
             f"teacher has {theirs} outputs per row, but the network has {ours}; fit the teacher on the same "

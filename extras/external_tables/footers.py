@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ringspark.extras.external_tables.in_place.row_pages import find_leaves, has_page_rows
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.row_pages import find_leaves, has_page_rows
 from ringspark.pipelines.kinds.base import is_list
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.typed_json import parse_object, record

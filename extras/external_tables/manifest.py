@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.extras.external_tables.footers import Footer, read_footers
+from ringspark.extras.external_tables.in_place.conversion import convert_like_spark, decode_column
+from ringspark.extras.external_tables.in_place.listing import Listing, escape_glob
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
 from ringspark.pipelines.columns import Column, columns_from_spark, quote
-from ringspark.pipelines.external.conversion import convert_like_spark, decode_column
-from ringspark.pipelines.external.listing import Listing, escape_glob
 from ringspark.pipelines.kinds import (
     HashBuckets,
     Image,

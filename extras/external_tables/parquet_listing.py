@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from ringspark.extras.external_tables.in_place.listing import Listing, no_files, read_parquet
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.listing import Listing, no_files, read_parquet
-from ringspark.pipelines.reuse.source_files import path_states
+from ringspark.pipelines.source_files import path_states
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.table_files import TableSource
 

@@ -18,7 +18,6 @@ import torch
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.feed import Batch
@@ -29,6 +28,7 @@ from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward_backward
 from ringspark.extras.planning.exchange_time import Link, solve_link
+from ringspark.extras.planning.memory.columns import BatchColumn
 
 SMALL_BYTES, LARGEST_BYTES = 1 << 10, 64 << 20
 WARM_UPS = 2

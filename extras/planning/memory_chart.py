@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ringspark.estimators.memory.report import DEFAULTS, TITLES, MemoryPlan, changed_settings
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.extras.planning.memory.report import DEFAULTS, TITLES, MemoryPlan, changed_settings
 
 # Power of two -> unit.
 _UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))

@@ -18,7 +18,6 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
@@ -27,6 +26,7 @@ from ringspark.extras.planning.calibration import LARGEST_BYTES, SMALL_BYTES, Ca
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
 from ringspark.extras.planning.layers import count_layers
+from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.planned_config import make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
 from ringspark.models import ModelSpec

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.training import Training
+from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.models import ModelSpec
 
 

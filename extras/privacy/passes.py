@@ -85,6 +85,7 @@ class PrivatePasses(WholePasses):
         return {name: value for name, value in values.items() if not name.startswith("train_")}
 
     def privacy_spent(self) -> PrivacySpent | None:
+        """Returns the privacy loss so far; None except on rank 0."""
         return None if self._ledger is None else self._ledger.close()
 
     def _add_noise(self, sums: dict[str, torch.Tensor], deviation: float) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.parallel.model.pipeline.sections import StageSection
-from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait, forms_of, mark_gradients
+from ringspark.extras.model_parallel.pipeline.sections import StageSection
+from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, forms_of, mark_gradients
 from ringspark.models.chain import Link, State, as_values
 
 Span = Callable[[], AbstractContextManager[None]]

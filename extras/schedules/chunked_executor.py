@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action
-from ringspark.estimators.parallel.model.pipeline.executor import Executor, select_differentiable
-from ringspark.estimators.parallel.model.pipeline.sections import StageSection
-from ringspark.estimators.parallel.model.pipeline.wire import Values, Wait
+from ringspark.extras.model_parallel.pipeline.actions import Action
+from ringspark.extras.model_parallel.pipeline.executor import Executor, select_differentiable
+from ringspark.extras.model_parallel.pipeline.sections import StageSection
+from ringspark.extras.model_parallel.pipeline.wire import Values, Wait
 from ringspark.extras.schedules.chunk_passes import (
     ChunkPass,
     Give,

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
-from ringspark.estimators.parallel.model.pipeline.orders import Orders
+from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
+from ringspark.extras.model_parallel.pipeline.orders import Orders
 
 
 @dataclass(frozen=True, kw_only=True)

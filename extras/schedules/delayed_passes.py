@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.pipeline.actions import CompletedActions, with_arrivals
-from ringspark.estimators.parallel.model.pipeline.executor import Added, Context, Loss
-from ringspark.estimators.parallel.model.pipeline.passes import PipelinePasses, add_nothing
-from ringspark.estimators.parallel.model.pipeline.schedules import Schedule
-from ringspark.estimators.parallel.model.pipeline.transfers import StagePlacement
+from ringspark.extras.model_parallel.pipeline.actions import CompletedActions, with_arrivals
+from ringspark.extras.model_parallel.pipeline.executor import Added, Context, Loss
+from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, add_nothing
+from ringspark.extras.model_parallel.pipeline.schedules import Schedule
+from ringspark.extras.model_parallel.pipeline.transfers import StagePlacement
 from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_depth, one_step_late
 
 

@@ -14,11 +14,11 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.held_out_rows import hold_out_at_random
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run_layout import IDENTITY
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.table_fit import TABLE_COLUMN
-from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
+from ringspark.estimators.techniques import techniques_in
+from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE
 from ringspark.extras.search.saved_search import SearchWriter, load_part
 from ringspark.extras.search.search_params import SearchParams
@@ -77,7 +77,8 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
                 f"{search} needs an estimator of ringspark, such as a TorchClassifier, got {given}; put "
                 "other stages before the search, into its Pipeline"
             )
-        load_object(REFUSE_MANY)(estimator, search)
+        for technique in techniques_in(estimator):
+            technique.check_many(estimator, search)
         for name in ("runUri", "resume"):
             if estimator.isSet(name):
                 raise ValueError(f"the estimator of a search must not set {name}; give the search a runUri")

@@ -14,7 +14,7 @@ import torch
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import peer_errors
-from ringspark.estimators.parallel.model.communication import LinearOperation
+from ringspark.extras.model_parallel.communication import LinearOperation
 from ringspark.pipelines.epoch_plan import EpochPlan
 
 

@@ -12,13 +12,13 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
-from ringspark.estimators.memory.columns import shard_columns
-from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.fit_data import SharedShards
 from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
+from ringspark.extras.planning.memory.columns import shard_columns
+from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import check_frame

@@ -9,10 +9,9 @@ from typing import Any
 import pandas as pd
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.torch_estimator import REFUSE_MANY
+from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.torch_model import TorchModel
 from ringspark.pipelines.columns import check_frame
 from ringspark.pipelines.folder_removal import discard
@@ -43,7 +42,8 @@ def cross_validate(
     evaluators = _name_evaluators(evaluator)
     for stage in _stages(estimator):
         if hasattr(stage, "hasParam"):
-            load_object(REFUSE_MANY)(stage, "cross_validate")
+            for technique in techniques_in(stage):
+                technique.check_many(stage, "cross_validate")
         if getattr(stage, "hasParam", lambda _: False)("runUri") and stage.isSet("runUri"):
             raise ValueError(
                 "runUri is the folder of one training, and cross_validate fits once per fold; leave it unset"

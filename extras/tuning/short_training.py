@@ -9,9 +9,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import prepare_checked
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.table_fit import PreparedFit
-from ringspark.estimators.torch_estimator import REFUSE_MANY, _TorchEstimator
+from ringspark.estimators.techniques import techniques_in
+from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.pipelines.columns import quote
 
@@ -29,7 +29,8 @@ def check_estimator(estimator: Any, function: str) -> None:
             f"{function} needs an estimator of ringspark, such as a TorchClassifier, got "
             f"{type(estimator).__name__}"
         )
-    load_object(REFUSE_MANY)(estimator, function)
+    for technique in techniques_in(estimator):
+        technique.check_many(estimator, function)
 
 
 def plain_copy(estimator: Any) -> Any:

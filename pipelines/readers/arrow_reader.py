@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.external.row_pages import KeptPages, PageReader
+from ringspark.pipelines.in_place import in_place
 from ringspark.pipelines.manifest import row_group_problem
 from ringspark.pipelines.readers.base import ShardReader
 from ringspark.pipelines.readers.prefetch import closed_check
@@ -37,8 +37,9 @@ class ArrowReader(ShardReader):
         }
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
-        names, kept = self.stored_names, KeptPages()
-        files: OrderedDict[str, tuple[Any, PageReader, ExitStack]] = OrderedDict()
+        names = self.stored_names
+        kept = in_place("row_pages").KeptPages() if self._has_windows(indexes) else None
+        files: OrderedDict[str, tuple[Any, Any, ExitStack]] = OrderedDict()
         try:
             for number, index in enumerate(indexes):
                 uri, row_group = self.locate(index)
@@ -69,7 +70,11 @@ class ArrowReader(ShardReader):
         if (problem := changed_problem(known)) is not None:
             raise ValueError(problem)
 
-    def _open(self, index: int, kept: KeptPages) -> tuple[Any, PageReader, ExitStack]:
+    def _has_windows(self, indexes: Iterable[int]) -> bool:
+        """Whether some rows of a row group are read without the others, as from an external table."""
+        return any(self.window(index) is not None for index in indexes)
+
+    def _open(self, index: int, kept: Any) -> tuple[Any, Any, ExitStack]:
         """Returns a row group's Parquet file, a page reader (cache: `kept`), and a stack to close both."""
         (uri, _), (shard_file, _) = self.locate(index), self._located[index]
         self._check_unchanged([uri])
@@ -92,4 +97,7 @@ class ArrowReader(ShardReader):
             problem = row_group_problem(shard_file, file.metadata)
             if problem is not None:
                 raise ValueError(f"it {problem}")
-            return file, PageReader(source, file.metadata, kept, uri), stack.pop_all()
+            pages = None
+            if kept is not None:
+                pages = in_place("row_pages").PageReader(source, file.metadata, kept, uri)
+            return file, pages, stack.pop_all()

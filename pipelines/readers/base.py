@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -25,8 +25,7 @@ import pyarrow as pa
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
-from ringspark.pipelines.external.conversion import decode_column
-from ringspark.pipelines.external.referenced_rows import ReferencedRows
+from ringspark.pipelines.in_place import in_place
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import (
@@ -229,14 +228,15 @@ class ShardReader(ABC):
                 self._check_file(indexes[done])
                 with (
                     closing(self.read_tables(indexes[done:])) as tables,  # type: ignore[type-var]
-                    closing(self._new_rows()) as referenced,
+                    self._new_rows() as referenced,
                 ):
                     for table in tables:
                         if table.num_rows != (rows := self._row_groups[indexes[done]]):
                             raise ValueError(f"it has {table.num_rows} rows, but the manifest says {rows}")
-                        table = referenced.resolve(table)
-                        if done == len(indexes) - 1:
-                            referenced.check()  # before the last table, because no call follows it
+                        if referenced is not None:
+                            table = referenced.resolve(table)
+                            if done == len(indexes) - 1:
+                                referenced.check()  # before the last table, because no call follows it
                         yield table
                         done += 1
                         retries.attempts = 1  # a long epoch may have many interruptions
@@ -247,7 +247,10 @@ class ShardReader(ABC):
                 if not retries.again(uri, error):
                     raise self.read_error(indexes[done], error, retries.attempts) from error
 
-    def _new_rows(self) -> ReferencedRows:
+    def _new_rows(self) -> AbstractContextManager[Any]:
+        """Returns a context with the reader of referenced rows, or with None if the shards hold the rows."""
+        if not self.manifest.file_columns:
+            return nullcontext()
         tails = Tails()
 
         def open_file(uri: str, num_bytes: int) -> Any:
@@ -255,7 +258,8 @@ class ShardReader(ABC):
                 pa.OSFile(uri) if storage.is_local(uri) else RangeFile(uri, num_bytes, tails, closed_check())
             )
 
-        return ReferencedRows(self.columns, self.manifest.file_columns or {}, open_file)
+        kind = in_place("referenced_rows").ReferencedRows
+        return closing(kind(self.columns, self.manifest.file_columns, open_file))
 
     def _check_file(self, index: int) -> None:
         file, _ = self._located[index]
@@ -276,7 +280,9 @@ class ShardReader(ABC):
                     dtype = kind.arrays(name)[name].dtype
                     row_group[name] = np.full(self._row_groups[index], external.values[name], dtype=dtype)
                 elif self.manifest.table is not None:
-                    row_group[name] = decode_column(one_chunk(table.column(name)), kind)
+                    row_group[name] = in_place("conversion").decode_column(
+                        one_chunk(table.column(name)), kind
+                    )
                 else:
                     stored = [one_chunk(table.column(part)) for part in kind.stored(name)]
                     row_group[name] = kind.decode(stored)

@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from ringspark.extras.external_tables.in_place.file_scan import find_scan
 from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
-from ringspark.pipelines.external.file_scan import find_scan
 
 BATCH_SIZE = 1024
 # Rows of an array are 8 times as wide.

@@ -32,9 +32,9 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
-from ringspark.estimators.parallel.model.sequence import CONTEXTS
-from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
 from ringspark.estimators.training.phase import Status
+from ringspark.extras.model_parallel.sequence import CONTEXTS
+from ringspark.extras.model_parallel.sequence.shard_sequence import shard_sequence
 from ringspark.models import ModelSpec
 
 WHOLE = "whole"

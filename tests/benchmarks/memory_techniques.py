@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 from ringspark.estimators.training.precision import autocast
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
+from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -23,15 +23,15 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import (
+from ringspark.estimators.training.phase import Status
+from ringspark.extras.model_parallel.pipeline import (
     SCHEDULES,
     PipelinePasses,
     build_pipeline,
 )
-from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
-from ringspark.estimators.parallel.model.pipeline.executor import Timed
-from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share, count_live
-from ringspark.estimators.training.phase import Status
+from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
+from ringspark.extras.model_parallel.pipeline.executor import Timed
+from ringspark.extras.model_parallel.pipeline.simulation import bubble_share, count_live
 
 RANKS, LAYERS, MICROS = 4, 8, 8
 # Recorded steps of a schedule without a flush, after the same number of steps to fill the pipeline.

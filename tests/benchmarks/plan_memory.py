@@ -21,7 +21,6 @@ import torch
 from peak_memory import peak_bytes
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.memory import MemoryPlan, plan_memory
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
@@ -38,6 +37,8 @@ from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
+from ringspark.extras.planning.memory.plan import plan_memory
+from ringspark.extras.planning.memory.report import MemoryPlan
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
 CLASSES = 10

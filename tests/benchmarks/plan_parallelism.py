@@ -32,7 +32,6 @@ from plan_memory import _num_bytes, _tensors
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.shard_network import shard_network
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.callbacks import Callbacks
 from ringspark.estimators.training.checkpoint.resume import Recovery
@@ -46,6 +45,7 @@ from ringspark.estimators.training.rank_network import wrap_network
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.estimators.training.trainer import Trainer
+from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.extras.planning import plan_parallelism
 from ringspark.extras.planning.meshes import ParallelismPlan
 from ringspark.models import ModelSpec

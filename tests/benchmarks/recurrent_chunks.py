@@ -24,11 +24,11 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import PipelinePasses, build_pipeline
-from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
-from ringspark.estimators.parallel.model.pipeline.executor import Timed
-from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share
 from ringspark.estimators.training.phase import Status
+from ringspark.extras.model_parallel.pipeline import PipelinePasses, build_pipeline
+from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
+from ringspark.extras.model_parallel.pipeline.executor import Timed
+from ringspark.extras.model_parallel.pipeline.simulation import bubble_share
 from ringspark.models import Link, ModelSpec
 from ringspark.models.chain import State, run_links
 

@@ -16,10 +16,10 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import Callback, TorchClassifier, TorchRegressor, TrainingState, WorkerError
+from ringspark.extras.external_tables.in_place.delta import list_delta
+from ringspark.extras.external_tables.in_place.table_frame import read_listing
 from ringspark.models import ModelSpec
 from ringspark.pipelines import HashBuckets, ShardManifest, Vocabulary, write_shards
-from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.table_frame import read_listing
 
 deltalake = pytest.importorskip("deltalake")
 

@@ -14,8 +14,8 @@ from ringspark.estimators import TorchRegressor, WorkerError
 from ringspark.estimators.stages.declared import plain_values
 from ringspark.estimators.tracking.base import RunStart
 from ringspark.estimators.tracking.jsonl import JsonLinesTracker
-from ringspark.estimators.tracking.mlflow_tracker import MlflowTracker
 from ringspark.estimators.tracking.watcher import RunWatcher
+from ringspark.extras.tracking.mlflow_tracker import MlflowTracker
 from ringspark.models import ModelSpec
 
 GANG_KEY = bytes(range(180, 212))

@@ -112,7 +112,7 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         "pause_after_step",
         "charged_before",
         "initial_weights",
-        "teacher_column",
+        "soft_label_column",
         "initial_training_state",
     }
 

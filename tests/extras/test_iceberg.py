@@ -13,12 +13,12 @@ import torch
 from lake_tables import catalog_entry, delete_iceberg_rows, edit_metadata
 
 from ringspark.estimators import TorchRegressor
+from ringspark.extras.external_tables.in_place.catalog import find_table
+from ringspark.extras.external_tables.in_place.file_scan import find_scan
+from ringspark.extras.external_tables.in_place.listing import Listing
+from ringspark.extras.external_tables.in_place.table_frame import read_listing, reads_field_ids
 from ringspark.models import ModelSpec
 from ringspark.pipelines import open_reader, write_shards
-from ringspark.pipelines.external.catalog import find_table
-from ringspark.pipelines.external.file_scan import find_scan
-from ringspark.pipelines.external.listing import Listing
-from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 
 pytest.importorskip("pyiceberg")
 

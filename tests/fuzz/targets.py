@@ -22,12 +22,7 @@ from ringspark.estimators.training.checkpoint.record import FileSum, Position, R
 from ringspark.estimators.training.checkpoint.shards import locate_tensors, name_files
 from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, parse_info, save_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.jobs import etl, score, train
-from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.column_stats import ColumnStats
-from ringspark.pipelines.columns import Column
-from ringspark.pipelines.external.thrift_compact import (
+from ringspark.extras.external_tables.in_place.thrift_compact import (
     BINARY,
     I32,
     I64,
@@ -36,6 +31,11 @@ from ringspark.pipelines.external.thrift_compact import (
     read_struct,
     write_struct,
 )
+from ringspark.jobs import etl, score, train
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Padded, Scalar, Vocabulary
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.table_files import TableFile, TableSource

@@ -12,11 +12,11 @@ from registries import names_of
 from torch import nn
 from torch.nn import functional as F
 
-from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
+from ringspark.extras.activations.hooks import saved_tensor_hooks
+from ringspark.extras.compressors import COMPRESSORS
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.activation_checkpoint import block_names
 

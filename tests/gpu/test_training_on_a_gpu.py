@@ -14,11 +14,11 @@ from small_training import config_of, weights_of
 
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ringspark.extras.reuse.cache_entries import CacheEntry, begin, folder_of, publish
 from ringspark.jobs import cli, shards
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.reuse.cache_entries import CacheEntry, begin, folder_of, publish
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = "0123456789abcdef" * 4

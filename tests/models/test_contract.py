@@ -6,8 +6,8 @@ A name may have several examples, each with a suffix after a blank.
 import pytest
 import torch
 
+from ringspark.extras.experts.routing import ROUTERS
 from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
-from ringspark.models.experts.routing import ROUTERS
 
 _TRANSFORMER = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2, "dropout": 0.1}
 EXAMPLES: dict[str, dict[str, object]] = {

@@ -7,7 +7,6 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
-from ringspark.estimators.parallel.data.expert_all_reduce import ExpertAllReduce
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sync_settings import SyncSettings
@@ -22,8 +21,6 @@ class DataParallel:
         self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
         share_weights(module, mesh)
-        if mesh.sizes["expert"] > 1:
-            return ExpertAllReduce(module, make_optimizer(module), mesh, settings)
         return synchronize(
             module, make_optimizer(module), mesh.gradients, measures_local=settings.noise_scale
         )

@@ -21,7 +21,7 @@ from torch import nn
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
-from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, keep_buffers
+from ringspark.estimators.parallel.empty_passes import EmptyPasses, keep_buffers
 from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup

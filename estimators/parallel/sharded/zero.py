@@ -17,10 +17,8 @@ from torch import nn
 
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
-from ringspark.estimators.parallel.data.expert_all_reduce import EmptyPasses, num_empty_passes
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
-from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.parallel.optimizer_state import (
     NO_PARAMETER,
     OptimizerState,
@@ -49,17 +47,16 @@ class ShardedOptimizer:
         share_weights(module, mesh)
         # Made of all parameters, so that groups and settings are the same as without sharding.
         optimizer = make_optimizer(module)
-        rounds = settings.micro_batches if self.during_backward else None
-        if mesh.sizes["expert"] == 1:
-            return ZeroSync(module, optimizer, [SyncGroup(mesh.shard_group)], rounds)
-        experts = expert_names(module)
-        groups = [
-            SyncGroup(mesh.shard_group, lambda name: name not in experts),
-            SyncGroup(mesh.expert_shard_group, lambda name: name in experts, ("sequence",)),
-        ]
-        sync = ExpertZeroSync(module, optimizer, groups, rounds, reacts=False)
-        sync.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
-        return sync
+        return self.synchronize(module, optimizer, mesh, settings)
+
+    def synchronize(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        return ZeroSync(module, optimizer, [SyncGroup(mesh.shard_group)], self.num_rounds(settings))
+
+    def num_rounds(self, settings: SyncSettings) -> int | None:
+        """Returns how many times per step gradients are sent; None for once, after the last pass."""
+        return settings.micro_batches if self.during_backward else None
 
 
 class ShardedGradients(ShardedOptimizer):
@@ -302,11 +299,3 @@ class ZeroSync(GradientSync):
         load_common(self.optimizer, state.get(NO_PARAMETER, {}))
         for own in self._states:
             load_state(own.shard, self.optimizer, state)
-
-
-class ExpertZeroSync(EmptyPasses, ZeroSync):
-    """ZeRO if ranks have different experts.
-
-    It sends after each backward pass and not during it, because a backward pass may wait for other ranks'
-    experts.
-    """

@@ -1,45 +1,35 @@
 """Checks on the driver, before a gang starts, that model, settings and data fit together.
 
-The checks read the manifest but no rows, and run the module on two rows of zeros.
+The checks read the manifest but no rows, and run the module on two rows of zeros. `CHECKS` lists them.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from inspect import Parameter, signature
 from itertools import count
 
 import torch
-from torch import nn
 
-from ringspark.estimators import user_code
 from ringspark.estimators.collectives import collective_class
-from ringspark.estimators.lazy_imports import load_check, load_object
 from ringspark.estimators.names import check_name
-from ringspark.estimators.options.sync import AllReduce, ParameterServer
-from ringspark.estimators.parallel import STRATEGIES
-from ringspark.estimators.parallel.data.sparse_rows import sparse_parameters
-from ringspark.estimators.parallel.sharded.parameter_shards import (
-    ELEMENTWISE,
-    check_optimizer,
-    is_elementwise,
-)
+from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
-from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import try_transform
-from ringspark.estimators.training.build import build_configured_optimizer, build_module
 from ringspark.estimators.training.check.data import (
     check_classes,
     check_columns,
     check_losses,
     check_regression,
 )
-from ringspark.estimators.training.check.mesh import check_mesh
-from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape, probe, run_module, samples
+from ringspark.estimators.training.check.optimization import (
+    check_average,
+    check_optimization,
+    check_sparse,
+)
+from ringspark.estimators.training.check.probe import PROBE_ROWS, probe, run_module, samples
 from ringspark.estimators.training.check.same_network import check_copy, check_groups, check_prediction
 from ringspark.estimators.training.check.schema import (
     check_network,
@@ -47,10 +37,9 @@ from ringspark.estimators.training.check.schema import (
     find_monitor,
     has_train_metrics,
 )
-from ringspark.estimators.training.checkpoint.reading import check_optimizer as check_optimizer_of
-from ringspark.estimators.training.checkpoint.reading import read_record
+from ringspark.estimators.training.check.training import CheckedTraining, build_networks, copy_objects
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
-from ringspark.estimators.training.feed import Batch, zeros
+from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.finetuning.freezing import check_adapters
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained
 from ringspark.estimators.training.make_heads import set_outputs, settle_heads
@@ -58,47 +47,20 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own_tasks, try_metric
-from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, defer_compiler_import
-from ringspark.estimators.training.optimizers.schedules import SCHEDULES, LearningRates, make_rates
-from ringspark.estimators.training.own_step import check_own_step
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
+from ringspark.estimators.training.optimizers.schedules import SCHEDULES
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.models.adapters import MESH_SUPPORT
-from ringspark.models.hugging_face import LIBRARY
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators, print_any_text
 from ringspark.pipelines import ShardManifest, check_engine
 from ringspark.pipelines.manifest import Split
 
-_log = logging.getLogger(__name__)
-
-# The training warns if the initial weights keep a larger share than this in the final average.
-MAX_INITIAL_SHARE = 0.5
-
-# Steps of a user's schedule that the driver tries; more would take seconds.
-REPLAYED_STEPS = 50_000
-
-CHECK_NETWORK_LOSSES = "ringspark.extras.network_losses.check:check_network_losses"
-CHECK_OWN_OPTIMIZER = "ringspark.extras.own_code.optimizer_check:check_own_optimizer"
-CHECK_TEACHER = "ringspark.extras.distillation.teacher:check_teacher"
-# Checks the network and the noise of a private training.
-CHECK_PRIVATE_TRAINING = "ringspark.extras.privacy.check:check_private_training"
-
 # Splits with history entries, in the order in which `monitor` prefers them.
 _SPLITS: tuple[Split, ...] = ("validation", "train")
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedTraining:
-    """A training that passed every check of the driver."""
-
-    config: TrainConfig  # with resolved inputs, `losses`, `monitor`, `output_widths` and `own_metrics`
-    objects: UserObjects
-    manifest: ShardManifest
-    heads: tuple[Head, ...]  # one per output
-    shapes: tuple[Shape, ...]  # of one row of each output
+Check = Callable[[CheckedTraining], CheckedTraining]
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
@@ -137,192 +99,146 @@ def check_training(
     heads: Sequence[Head] | None = None,
     check_memory: Callable[[TrainConfig], None] | None = None,
 ) -> CheckedTraining:
-    """Raises ValueError if data and model do not fit together.
+    """Runs `CHECKS`. Raises ValueError if data and model do not fit together.
 
     Args:
         heads: Result of `check_schema`; None also runs `check_names` and `check_schema`.
         check_memory: Refuses a network that the driver cannot hold; called before the network is built.
     """
+    training = _begin(config, objects, manifest, heads, check_memory)
+    for check in CHECKS:
+        training = check(training)
+    return training
+
+
+def _begin(
+    config: TrainConfig,
+    objects: UserObjects,
+    manifest: ShardManifest,
+    heads: Sequence[Head] | None,
+    check_memory: Callable[[TrainConfig], None] | None,
+) -> CheckedTraining:
+    """Checks what a network cannot be built without, and builds it."""
     if heads is None:
         check_names(config, objects)
     config = expand_arguments(config, manifest)
     check_columns(config, manifest)
-    given, objects = objects, _copy_objects(objects)
+    copies = copy_objects(objects)
     if check_memory is not None:
         check_memory(config)
     splits: list[Split] = [split for split in _SPLITS if manifest.select(split).num_rows]
     if heads is None:
-        heads = check_schema(config, objects, manifest.columns, splits)
-    if given.module is not None:
-        check_copy(config, given, objects.module, manifest)
-        check_groups(config, given, objects)
-    whole, module = _build_networks(config, objects)
-    check_network(config, whole)
-    check_state(module.state_dict())
-    if whole is module and config.lora is None:
-        spec = None if config.model is None else ModelSpec.from_json(config.model)
-        skeleton = copy_to_meta(given.module) if spec is None else build_on_meta(spec.build)
-        check_prediction(config, objects, module, skeleton, manifest)
-    _check_order(config, module)
-    num_steps = _check_optimizer(config, objects, whole, manifest.select("train").num_rows)
-    check_own_step(config, objects, module, manifest)
-    outputs = check_adapters(module, lambda: probe(module, config, manifest, objects))
-    if config.cuts_network:
-        if whole is not module and (config.parallelism.plan or config.parallelism.pipeline.cuts):
-            _log.warning("parallelism %s is not checked, because it names layers", config.parallelism)
-        else:
-            check_mesh(config, objects, manifest, module)
-    if config.start_weights is not None:
-        check_pretrained(config.start_weights, whole, is_initial=config.initial_weights is not None)
-    if config.initial_training_state is None:
-        _check_average(config, num_steps)
-    _check_sparse(config, whole)
-    if config.gradient_checkpointing != "none":
-        apply_activation_checkpoint(whole, segment_policy(config.gradient_checkpointing))
-    shapes = [tuple(output.shape) for output in outputs]
-    config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in shapes])
-    heads = settle_heads(heads, config, objects, manifest)
-    monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(objects))
-    inputs = samples(config.input_columns, manifest)
-    labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads)
-    if objects.transform_batch is not None:
-        inputs, labels = _check_batch_transform(config, objects, manifest, module, shapes, inputs, labels)
-    if config.teacher_column is not None:
-        load_object(CHECK_TEACHER)(config, objects, manifest, shapes[0])
-    if config.task == "classification":
-        check_classes(heads[0], manifest, type(module).__name__, shapes[0])
-    elif config.task == "regression":
-        check_regression(heads[0], manifest, type(module).__name__, shapes[0])
-    if config.training_step is None:
-        check_losses(config.task, heads, outputs, labels, module)
-    if config.differentiates_twice:
-        batch = Batch(inputs=inputs, labels=labels, weight=None)
-        load_object(CHECK_NETWORK_LOSSES)(config, heads, module, batch)
-    own = tuple(_try_metric(name, heads, outputs, manifest) for name in objects.metrics)
-    config = replace(config, monitor=monitor, own_metrics=own)
-    tried = {metric.name: (objects.metrics[metric.name], metric.per_row) for metric in own}
-    heads = tuple(replace(head, own_metrics=tried) for head in heads)
-    if config.privacy is not None:
-        load_object(CHECK_PRIVATE_TRAINING)(config, objects, manifest, heads, module, num_steps)
+        heads = check_schema(config, copies, manifest.columns, splits)
+    if objects.module is not None:
+        check_copy(config, objects, copies.module, manifest)
+        check_groups(config, objects, copies)
+    whole, module = build_networks(config, copies)
     return CheckedTraining(
         config=config,
-        objects=given,
+        objects=objects,
+        copies=copies,
         manifest=manifest,
-        heads=heads,
-        shapes=tuple(shape[1:] for shape in shapes),
+        whole=whole,
+        module=module,
+        heads=tuple(heads),
+        splits=tuple(splits),
     )
 
 
-def _copy_objects(objects: UserObjects) -> UserObjects:
-    """Copies what the checks would change. Together, because a loss may use layers of the network."""
-    if objects.module is None and not any(isinstance(loss, nn.Module) for loss in objects.losses):
-        return objects
-    return user_code.copy(replace(objects, callbacks=()))
+def _check_network(training: CheckedTraining) -> CheckedTraining:
+    check_network(training.config, training.whole)
+    check_state(training.module.state_dict())
+    return training
 
 
-def _build_networks(config: TrainConfig, objects: UserObjects) -> tuple[nn.Module, nn.Module]:
-    """Returns the whole network, and the network that the checks run.
+def _check_prediction(training: CheckedTraining) -> CheckedTraining:
+    config, module = training.config, training.module
+    if training.whole is module and config.lora is None:
+        given = training.objects.module
+        spec = None if config.model is None else ModelSpec.from_json(config.model)
+        skeleton = copy_to_meta(given) if spec is None else build_on_meta(spec.build)
+        check_prediction(config, training.copies, module, skeleton, training.manifest)
+    return training
 
-    They differ for a `ModelSpec` of the transformers library: the first one is on `meta`, and the second one
-    has fewer blocks, so that the driver does not hold the whole network.
-    """
-    short = None
-    if config.model is not None and (spec := ModelSpec.from_json(config.model)).is_hugging_face:
-        mesh = config.parallelism
-        short = load_object(f"{MESH_SUPPORT[LIBRARY]}:shorten")(
-            spec, max(2, mesh.pipeline.stages * mesh.pipeline.virtual)
+
+def _check_order(training: CheckedTraining) -> CheckedTraining:
+    """Warns if the inputs are arguments of `forward` by name, but come in another order."""
+    config, module = training.config, training.module
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in signature(module.forward).parameters.items() if p.kind in kinds]
+    taken, given = names[: len(config.input_columns)], list(config.input_columns)
+    if taken != given and sorted(taken) == sorted(given):
+        warnings.warn(
+            f"inputs {given} are passed by position, but forward of {type(module).__name__} takes {taken}; "
+            "give inputCols in the order of forward",
+            UserWarning,
+            stacklevel=5,
         )
-    if short is None:
-        module = build_module(config, objects)
-        return module, module
-    whole = build_on_meta(partial(build_module, config, objects))
-    shorter = replace(config, model=short.to_json())
-    try:
-        return whole, build_module(shorter, objects)
-    except ValueError:  # `freeze` or `lora` name blocks that only the whole network has
-        return whole, build_module(replace(shorter, freeze=(), lora=None), objects)
+    return training
 
 
-def _check_optimizer(config: TrainConfig, objects: UserObjects, module: nn.Module, num_rows: int) -> int:
-    """Makes optimizer and schedule once, to raise their errors here; returns the number of steps."""
-    defer_compiler_import()
-    optimizer = build_configured_optimizer(config, objects, module)
-    if (state := config.initial_training_state) is not None:
-        check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
-    if objects.optimizer is not None:
-        make = partial(build_configured_optimizer, config, objects)
-        load_check(CHECK_OWN_OPTIMIZER)(config, make, module)
-    if config.num_workers > 1:
-        _check_synchronization(config, optimizer)
-    steps = Steps(config.batch_sizes, num_rows)
-    scaling = RateScaling.of(config.scale_learning_rate, steps)
-    schedule = objects.lr_schedule or config.lr_schedule
-    rates = make_rates(schedule, optimizer, steps.total, config.warmup_steps, scaling)
-    if objects.lr_schedule is not None:
-        _replay(rates, steps.total)
-    if scaling is not None:
-        _log.info("%s", scaling)
-    return steps.total
+def _check_outputs(training: CheckedTraining) -> CheckedTraining:
+    """Runs the network, and gives the heads what its outputs decide."""
+    config, objects, manifest = training.config, training.copies, training.manifest
+    outputs = check_adapters(training.module, lambda: probe(training.module, config, manifest, objects))
+    training = replace(training, outputs=outputs)
+    config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in training.batch_shapes])
+    heads = settle_heads(training.heads, config, objects, manifest)
+    monitor = find_monitor(config.monitor, heads, training.splits, has_train_metrics(objects))
+    return replace(training, config=replace(config, monitor=monitor), heads=heads)
 
 
-def _replay(rates: LearningRates, num_steps: int) -> None:
-    """Raises ValueError if a user's schedule fails in one of the first steps that the driver can replay."""
-    for step in range(min(num_steps, REPLAYED_STEPS)):
-        try:
-            rates.set(step)
-        except Exception as error:  # user code may raise anything
-            raise ValueError(
-                f"lrSchedule fails in step {step + 1} of {num_steps} ({type(error).__name__}: {error}); make "
-                "it last for all steps of the training"
-            ) from error
+def _check_start(training: CheckedTraining) -> CheckedTraining:
+    config = training.config
+    if config.start_weights is not None:
+        check_pretrained(config.start_weights, training.whole, is_initial=config.initial_weights is not None)
+    return training
 
 
-def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(config.sync, ParameterServer) or config.sync.sharding == "parameters":
-        check_optimizer(optimizer, config.sync)
-    mesh = config.parallelism
-    if max(mesh.tensor, mesh.expert) > 1 and not is_elementwise(optimizer):
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"parallelism={mesh} gives a worker only shards of parameters, but optimizer {name} needs "
-            f"whole parameters; take one of {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}, "
-            "or set is_elementwise = True in its class if the update of a weight depends only on the "
-            "gradient and state of that weight"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam) and not isinstance(config.sync, AllReduce):
-        raise ValueError(
-            f"optimizer SparseAdam takes only sparse gradients, and sync={config.sync!r} makes them dense; "
-            "set sync=AllReduce(), or optimizer='adam'"
-        )
-
-
-def _check_batch_transform(
-    config: TrainConfig,
-    objects: UserObjects,
-    manifest: ShardManifest,
-    module: nn.Module,
-    shapes: Sequence[Shape],
-    given: tuple[torch.Tensor, ...],
-    labels: tuple[torch.Tensor, ...],
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Runs the module on rows that transformBatch has changed; returns their inputs and labels."""
-    layout = read_layout(manifest, config.input_columns)
-    inputs, labels = try_transform(objects.transform_batch, "transformBatch", given, labels, layout)
+def _check_batch_transform(training: CheckedTraining) -> CheckedTraining:
+    """Runs the module on rows that transformBatch has changed."""
+    manifest, name, shapes = training.manifest, training.model, training.batch_shapes
+    given = samples(training.config.input_columns, manifest)
+    labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in training.heads)
+    transform = training.copies.transform_batch
+    if transform is None:
+        return replace(training, inputs=given, labels=labels)
+    layout = read_layout(manifest, training.config.input_columns)
+    inputs, labels = try_transform(transform, "transformBatch", given, labels, layout)
     got = ", ".join(str(tuple(values.shape)) for values in inputs)
     try:
-        found = [tuple(output.shape) for output in as_outputs(run_module(module, inputs))]
+        found = [tuple(output.shape) for output in as_outputs(run_module(training.module, inputs))]
     except Exception as error:
         raise ValueError(
-            f"model {type(module).__name__} cannot take what transformBatch returns, [{got}]: "
+            f"model {name} cannot take what transformBatch returns, [{got}]: "
             f"{type(error).__name__}: {error}; return inputs that the model's forward takes"
         ) from error
-    if found != list(shapes):
+    if found != shapes:
         raise ValueError(
-            f"model {type(module).__name__} must return shapes {list(shapes)} in training as in prediction, "
+            f"model {name} must return shapes {shapes} in training as in prediction, "
             f"but returns {found} for inputs {got} from transformBatch; let transformInPrediction return "
             "inputs of the same shapes"
         )
-    return tuple(inputs), labels
+    return replace(training, inputs=tuple(inputs), labels=labels)
+
+
+def _check_task(training: CheckedTraining) -> CheckedTraining:
+    config, head, manifest = training.config, training.heads[0], training.manifest
+    if config.task == "classification":
+        check_classes(head, manifest, training.model, training.batch_shapes[0])
+    elif config.task == "regression":
+        check_regression(head, manifest, training.model, training.batch_shapes[0])
+    if config.training_step is None:
+        check_losses(config.task, training.heads, training.outputs, training.labels, training.module)
+    return training
+
+
+def _check_own_metrics(training: CheckedTraining) -> CheckedTraining:
+    given, heads = training.copies.metrics, training.heads
+    own = tuple(_try_metric(name, heads, training.outputs, training.manifest) for name in given)
+    tried = {metric.name: (given[metric.name], metric.per_row) for metric in own}
+    heads = tuple(replace(head, own_metrics=tried) for head in heads)
+    return replace(training, config=replace(training.config, own_metrics=own), heads=heads)
 
 
 def _try_metric(
@@ -345,38 +261,32 @@ def _try_metric(
     return try_metric(name, metric, given, labels)
 
 
-def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
-    tables = sparse_parameters(module)
-    if tables and config.num_workers > 1 and not STRATEGIES[config.sync.strategy].takes_sparse:
-        warnings.warn(
-            f"model {type(module).__name__} has sparse=True in the embedding of {next(iter(tables))!r}, but "
-            f"sync={config.sync!r} makes its gradients dense, which take the memory and traffic of the whole "
-            "table; leave sparse=True out, or set sync=AllReduce()",
-            UserWarning,
-            stacklevel=5,
-        )
+def _check_techniques(training: CheckedTraining) -> CheckedTraining:
+    for technique in techniques_of(training.config):
+        training = technique.check(training)
+    return training
 
 
-def _check_order(config: TrainConfig, module: nn.Module) -> None:
-    """Warns if the inputs are arguments of `forward` by name, but come in another order."""
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, p in signature(module.forward).parameters.items() if p.kind in kinds]
-    taken, given = names[: len(config.input_columns)], list(config.input_columns)
-    if taken != given and sorted(taken) == sorted(given):
-        warnings.warn(
-            f"inputs {given} are passed by position, but forward of {type(module).__name__} takes {taken}; "
-            "give inputCols in the order of forward",
-            UserWarning,
-            stacklevel=5,
-        )
+def _check_recomputation(training: CheckedTraining) -> CheckedTraining:
+    """Applies activation checkpointing, to raise its errors; last, because it changes the network."""
+    if training.config.gradient_checkpointing != "none":
+        apply_activation_checkpoint(training.whole, segment_policy(training.config.gradient_checkpointing))
+    return training
 
 
-def _check_average(config: TrainConfig, num_steps: int) -> None:
-    decay = config.ema_decay
-    if decay is not None and decay**num_steps > MAX_INITIAL_SHARE:
-        warnings.warn(
-            f"emaDecay {decay} leaves {decay**num_steps:.0%} of the initial weights in the average after all "
-            f"{num_steps} steps; lower emaDecay to {0.01 ** (1 / num_steps):.2g} for 1 %",
-            UserWarning,
-            stacklevel=5,
-        )
+# In this order: each check may use what the checks before it have found.
+CHECKS: tuple[Check, ...] = (
+    _check_network,
+    _check_prediction,
+    _check_order,
+    check_optimization,
+    check_average,
+    check_sparse,
+    _check_outputs,
+    _check_start,
+    _check_batch_transform,
+    _check_task,
+    _check_own_metrics,
+    _check_techniques,
+    _check_recomputation,
+)

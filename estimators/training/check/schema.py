@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.lazy_imports import load_check
 from ringspark.estimators.names import nearest
-from ringspark.estimators.parallel.model.shard_network import check_shardable
+from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.batch_transforms import takes, takes_labels
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
@@ -31,8 +30,6 @@ from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, HashBuckets, Padded
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.manifest import Split
-
-CHECK_PARAMETERS = "ringspark.extras.own_code.parameter_check:check_parameters"
 
 
 def check_schema(
@@ -101,9 +98,9 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
     named = dict(module.named_parameters()) if config.num_workers > 1 else {}
+    for technique in techniques_of(config):
+        technique.check_network(config, module)
     hooked = [name for name, p in named.items() if any(getattr(p, kind, None) for kind in HOOKS)]
-    if hooked or config.sync.sharding != "none":
-        load_check(CHECK_PARAMETERS)(config, model, named, hooked)
     if hooked and config.sync.sharding == "parameters":
         raise ValueError(
             f"parameter {hooked[0]!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "
@@ -111,8 +108,6 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
         )
     if isinstance(module, AdaptedNetwork):
         module.check_settings(config.task, config.losses)
-    if config.cuts_network:
-        check_shardable(copy_to_meta(module), config.axes, config.parallelism)
     classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__}
     is_lightning = any((name, "LightningModule") in classes for name in ("lightning", "pytorch_lightning"))
     # Its training_step computes a loss, which the default loss must not replace.

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, find_newest_good, step_uri
 from ringspark.estimators.training.checkpoint.rank_state import (
@@ -38,8 +38,6 @@ from ringspark.estimators.training.train_state import TrainState
 from ringspark.pipelines import ShardManifest
 
 # Writes the hash chain of a training with `certify`.
-RECORDER = "ringspark.extras.certificate.recorder:Recorder"
-BIND_FILES = "ringspark.extras.certificate.recorder:bind_files"
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
 # A checkpoint is left out if the write before it takes longer than this share of `timeout_seconds`.
@@ -121,7 +119,7 @@ class Recovery:
         self.schedule = CheckpointSchedule(config, mesh)
         self._writer: BackgroundWriter | None = None
         if self.schedule.is_enabled and mesh.checkpoint_part is not None:
-            keep = sys.maxsize if config.certify else config.keep_checkpoints
+            keep = sys.maxsize if config.is_replayable else config.keep_checkpoints
             self._writer = BackgroundWriter(self._root, keep)
         self._recorder: Any = None
         self._start = time.monotonic()
@@ -147,14 +145,19 @@ class Recovery:
         """Why checkpoints are missing, one line per checkpoint; empty except on rank 0."""
         return tuple(self._writer.errors) if self._writer is not None and self._mesh.writes else ()
 
-    def certify(self, objects: UserObjects, manifest: ShardManifest, device: torch.device) -> None:
-        """Prepares the hash chain of the training, if the config asks for one. Call before `begin`."""
-        if self._config.certify and self._mesh.writes and self._writer is not None:
-            self._recorder = load_object(RECORDER)(self._config, objects, manifest, device)
-            self._writer.on_commit = self._recorder.add
+    def record(self, objects: UserObjects, manifest: ShardManifest, device: torch.device) -> None:
+        """Makes the recorder of checkpoints, if a technique has one. Call before `begin`.
 
-    def certify_end(self, weights_uri: str) -> None:
-        """Adds the final weights to the hash chain, if there is one."""
+        The recorder has `start(step)`, `add(...)` for each committed checkpoint, and `end(weights_uri)`.
+        """
+        if self._mesh.writes and self._writer is not None:
+            techniques = techniques_of(self._config)
+            made = (each.make_recorder(self._config, objects, manifest, device) for each in techniques)
+            if (recorder := first_made(made)) is not None:
+                self._recorder, self._writer.on_commit = recorder, recorder.add
+
+    def record_end(self, weights_uri: str) -> None:
+        """Gives the recorder the final weights, if there is a recorder."""
         if self._recorder is not None:
             self._recorder.end(weights_uri)
 

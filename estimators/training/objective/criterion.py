@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringspark.estimators.parallel.model.tensor import ShardedCrossEntropy, ShardedScores, scores_of
+from ringspark.estimators.parallel.layout import ClassShards
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import (
     CallableLoss,
@@ -21,7 +20,6 @@ from ringspark.estimators.training.objective.losses import (
     RowWeights,
     resolve_loss,
 )
-from ringspark.models.transformer import TransformerLM
 
 
 def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
@@ -38,20 +36,6 @@ def row_weights(loss: RowLoss, ignored: int | None) -> RowWeights | None:
     return inner.row_weights
 
 
-def _split_by_classes(loss: RowLoss, scores: ShardedScores) -> RowLoss:
-    """Returns `loss` in a form for logits sharded by class, if it is a plain cross entropy; else unchanged.
-
-    In the first case the network returns only the logits of this rank's classes from now on.
-    """
-    whole = loss.unreduced if isinstance(loss, ClassLoss) else None
-    # A subclass may compute something else.
-    if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
-        return loss
-    assert isinstance(loss, ClassLoss)
-    scores.gathers = False
-    return loss.with_function(ShardedCrossEntropy(whole, scores))
-
-
 class Criterion:
     """The losses of a module's outputs, one label per output.
 
@@ -64,18 +48,18 @@ class Criterion:
     """
 
     def __init__(
-        self, heads: Sequence[Head], device: torch.device | None = None, network: nn.Module | None = None
+        self, heads: Sequence[Head], device: torch.device | None = None, classes: ClassShards | None = None
     ) -> None:
         """Resolves the heads' losses.
 
-        A `TransformerLM` sharded by classes returns only this rank's logits from now on, if the loss can use
-        them.
+        Args:
+            classes: Logits that are sharded by class. The network returns only this rank's logits from now
+                on, if the loss can use them.
         """
         self._losses = [resolve_loss(head.loss, device) for head in heads]
-        self._scores = None if network is None else scores_of(network)
-        # A user's network may return something else than the logits.
-        if self._scores is not None and len(heads) == 1 and type(network) is TransformerLM:
-            self._losses = [_split_by_classes(loss, self._scores) for loss in self._losses]
+        self._classes = classes
+        if classes is not None and len(heads) == 1:
+            self._losses = [classes.split_loss(loss) for loss in self._losses]
         self._factors = tuple(head.weight for head in heads)
         self._is_plain_sum = all(factor == 1 for factor in self._factors)
         pairs = zip(self._losses, heads, strict=True)
@@ -87,10 +71,10 @@ class Criterion:
 
     def gather_classes(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Gathers the outputs of all classes, without gradients. Runs on every rank."""
-        return outputs if self._scores is None else [self._scores.whole(output) for output in outputs]
+        return outputs if self._classes is None else [self._classes.whole(output) for output in outputs]
 
     def gather_in_forward(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._scores is None else self._scores.gather_logits()
+        return nullcontext() if self._classes is None else self._classes.gather_logits()
 
     @property
     def sees_network(self) -> bool:

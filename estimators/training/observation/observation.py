@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
 from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
-from ringspark.estimators.training.observation.timeline import NO_TIMELINE, RANK_TIMELINE, Timeline
+from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepLog
 from ringspark.pipelines import storage
@@ -104,10 +104,8 @@ class Observation:
     def of(
         cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
     ) -> Observation:
-        timeline: Timeline = NO_TIMELINE
-        if config.timeline_every_steps is not None:
-            make = load_object(RANK_TIMELINE)
-            timeline = make(config.timeline_every_steps, mesh.world, config.run_uri, device)
+        made = (each.make_timeline(config, mesh, device) for each in techniques_of(config))
+        timeline: Timeline = first_made(made) or NO_TIMELINE
         overlap: Overlap = NO_OVERLAP
         # A GPU continues to compute after the host's call returns, so the overlap is unknown.
         if mesh.world.size > 1 and device.type == "cpu":
@@ -118,9 +116,7 @@ class Observation:
         if config.profile_steps is not None and mesh.writes:
             profiler = Profiler(config.run_uri, *config.profile_steps, device)
         return cls(
-            losses=StepLog(
-                config.run_uri, mesh.writes, config.log_every_steps if config.privacy is None else 0
-            ),
+            losses=StepLog(config.run_uri, mesh.writes, 0 if config.hides_rows else config.log_every_steps),
             meter=EpochMeter(
                 mesh.world,
                 device,

@@ -16,7 +16,6 @@ from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 
 # Import path of the subclass that records.
-RANK_TIMELINE = "ringspark.extras.timeline.rank_timeline:RankTimeline"
 
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
 RareKind = Literal["checkpoint", "validation"]

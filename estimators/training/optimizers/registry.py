@@ -14,14 +14,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import check_name
 from ringspark.estimators.training.optimizers.adafactor import Adafactor
-from ringspark.estimators.training.optimizers.adam1bit import Adam1bit
-from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
 from ringspark.estimators.training.optimizers.base import Parameters
-from ringspark.estimators.training.optimizers.lamb import Lamb
-from ringspark.estimators.training.optimizers.lars import Lars
-from ringspark.estimators.training.optimizers.sm3 import SM3
 
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
@@ -53,6 +49,13 @@ def _keep_contiguous(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _extra(path: str, **options: Any) -> Factory:
+    """Returns the factory of an optimizer of `ringspark.extras`, which is imported when it is made."""
+    return lambda p, lr, wd: load_object(f"ringspark.extras.optimizers.{path}")(
+        p, lr=lr, weight_decay=wd, **options
+    )
+
+
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p, lr, wd: torch.optim.SGD(p, lr=lr, weight_decay=wd),
@@ -67,13 +70,13 @@ OPTIMIZERS: dict[str, Factory] = {
     "rmsprop": lambda p, lr, wd: torch.optim.RMSprop(p, lr=lr, weight_decay=wd),
     "adagrad": lambda p, lr, wd: torch.optim.Adagrad(p, lr=lr, weight_decay=wd),
     "adadelta": lambda p, lr, wd: torch.optim.Adadelta(p, lr=lr, weight_decay=wd),
-    "adam8bit": lambda p, lr, wd: Adam8bit(p, lr=lr, weight_decay=wd),
-    "adamw8bit": lambda p, lr, wd: Adam8bit(p, lr=lr, weight_decay=wd, decoupled=True),
-    "adam1bit": lambda p, lr, wd: Adam1bit(p, lr=lr, weight_decay=wd),
+    "adam8bit": _extra("adam8bit:Adam8bit"),
+    "adamw8bit": _extra("adam8bit:Adam8bit", decoupled=True),
+    "adam1bit": _extra("adam1bit:Adam1bit"),
     "adafactor": lambda p, lr, wd: Adafactor(p, lr=lr, weight_decay=wd),
-    "sm3": lambda p, lr, wd: SM3(p, lr=lr, weight_decay=wd),
-    "lamb": lambda p, lr, wd: Lamb(p, lr=lr, weight_decay=wd),
-    "lars": lambda p, lr, wd: Lars(p, lr=lr, weight_decay=wd),
+    "sm3": _extra("sm3:SM3"),
+    "lamb": _extra("lamb:Lamb"),
+    "lars": _extra("lars:Lars"),
 }
 
 # These divide by an average of squared gradients, so they are not linear in the gradients.

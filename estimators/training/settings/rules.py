@@ -249,7 +249,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     _private(
         "teacher",
-        lambda c: c.teacher_column is not None,
+        lambda c: c.soft_label_column is not None,
         "the outputs of teacher may reveal the rows that it was trained on; leave teacher unset",
     ),
     _private(

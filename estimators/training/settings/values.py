@@ -40,7 +40,7 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
         output_widths: Last dimension of each output, 1 if it has none; set by `check_training`.
         initial_weights: Folder with the weights of `initialModel`.
         initial_training_state: Checkpoint with the optimizer state of `initialModel`, if the fit takes it.
-        teacher_column: Column of the teacher's outputs, which `fit` adds to the rows.
+        soft_label_column: Column of soft labels (the outputs of `teacher`), which `fit` adds to the rows.
         charged_before: Private steps of `initialModel`, as in `PrivacySpent.charged`.
         pause_after: Epoch after which the training ends with a checkpoint, in a population search.
         pause_after_step: Step within an epoch after which the training ends, if a checkpoint is due there.
@@ -62,7 +62,7 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     output_widths: tuple[int, ...] = ()
     initial_weights: str | None = None
     initial_training_state: str | None = None
-    teacher_column: str | None = None
+    soft_label_column: str | None = None
     charged_before: tuple[tuple[float, float, int], ...] = ()
     pause_after: int | None = None
     pause_after_step: int | None = None
@@ -73,7 +73,7 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
 
     @property
     def columns(self) -> list[str]:
-        others = filter(None, (self.weight_column, self.teacher_column))
+        others = filter(None, (self.weight_column, self.soft_label_column))
         return [*self.input_columns, *self.label_columns, *others]
 
     @property
@@ -101,6 +101,21 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     def differentiates_twice(self) -> bool:
         """Whether a loss may differentiate through the network."""
         return NETWORK_LOSS in self.losses
+
+    @property
+    def changes_saved_tensors(self) -> bool:
+        """Whether tensors that autograd saves are offloaded or compressed."""
+        return self.activation_offload != "none" or self.activation_compression != "none"
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether nothing about single training rows may be stored, logged or evaluated."""
+        return self.privacy is not None
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether the run keeps what is needed to train any interval of it again, bit for bit."""
+        return self.certify
 
     @property
     def start_weights(self) -> Pretrained | None:

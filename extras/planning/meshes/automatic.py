@@ -17,16 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.available import Available, find_host_limit
-from ringspark.estimators.memory.budget import first_error_line, network_name
-from ringspark.estimators.memory.columns import BatchColumn, column_of
-from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.build import build_module
-from ringspark.estimators.training.check.mesh import check_mesh
 from ringspark.estimators.training.check.probe import probe
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.model_parallel.mesh_check import check_mesh
 from ringspark.extras.planning.exchange_time import Link
+from ringspark.extras.planning.memory.budget import first_error_line, network_name
+from ringspark.extras.planning.memory.columns import BatchColumn, column_of
+from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.planning.meshes.candidates import candidates
 from ringspark.extras.planning.meshes.hardware import ASSUMED, calibration_rows, make_machine, measure_machine
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
-from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.experts.layer import MixtureOfExperts
+from ringspark.extras.model_parallel.shard_network import check_shardable
 from ringspark.extras.planning.meshes.report import MeshPlan, name_options
 from ringspark.models.chain import links_of
-from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.meta_device import copy_to_meta
 
 # Largest number of micro-batches to try, per stage of a pipeline.

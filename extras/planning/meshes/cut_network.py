@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.parallel.model.expert import shard_experts
-from ringspark.estimators.parallel.model.fake_collective import FakeCollective
-from ringspark.estimators.parallel.model.pipeline.partition import (
+from ringspark.estimators.training.check.probe import PROBE_ROWS
+from ringspark.extras.model_parallel.expert import shard_experts
+from ringspark.extras.model_parallel.fake_collective import FakeCollective
+from ringspark.extras.model_parallel.pipeline.partition import (
     count_parameters,
     measure_costs,
     partition_by_cost,
     partition_by_names,
 )
-from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
-from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
-from ringspark.estimators.parallel.model.sequence.shard_sequence import shard_sequence
-from ringspark.estimators.parallel.model.tensor import make_region, plan_of, shard_activations, shard_layers
-from ringspark.estimators.training.check.probe import PROBE_ROWS
+from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
+from ringspark.extras.model_parallel.pipeline.stage import keep_stages
+from ringspark.extras.model_parallel.sequence.shard_sequence import shard_sequence
+from ringspark.extras.model_parallel.tensor import make_region, plan_of, shard_activations, shard_layers
+from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.models.chain import links_of
 from ringspark.models.meta_device import copy_to_meta
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ringspark.estimators.memory.columns import BatchColumn
-from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.sharing import (
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.model_parallel.pipeline.actions import Arrival, PassType, Steps, with_arrivals
+from ringspark.extras.model_parallel.pipeline.orders import Orders, naive
+from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
+from ringspark.extras.model_parallel.pipeline.transfers import SENDS_IN_FLIGHT
+from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.meter import Peak
+from ringspark.extras.planning.memory.sharing import (
     communication_bytes,
     reduces_during_backward,
     reduces_in_buckets,
 )
-from ringspark.estimators.parallel.model.pipeline.actions import Arrival, PassType, Steps, with_arrivals
-from ringspark.estimators.parallel.model.pipeline.orders import Orders, naive
-from ringspark.estimators.parallel.model.pipeline.schedules import schedule_of
-from ringspark.estimators.parallel.model.pipeline.transfers import SENDS_IN_FLIGHT
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes.cut_network import cut_network
 from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes, measure_ranks
 

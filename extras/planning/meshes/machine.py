@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ringspark.estimators.parallel.model.fake_collective import Message
+from ringspark.extras.model_parallel.fake_collective import Message
 from ringspark.extras.planning.exchange_time import Link, ring_seconds
 from ringspark.extras.planning.meshes.work import Work
 

@@ -18,13 +18,13 @@ import torch
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.memory.columns import BatchColumn
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.calibration import Calibration
 from ringspark.extras.planning.exchange_time import Link, solve_link
+from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.meshes.machine import OperatorRates
 
 # Bytes of a short message, and of one that fills the ranks' shared memory.

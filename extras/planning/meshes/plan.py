@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.memory.budget import first_error_line, network_name
-from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import shard_state
 from ringspark.estimators.training.settings import training as settings
@@ -17,6 +15,8 @@ from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.exchange_time import Link
+from ringspark.extras.planning.memory.budget import first_error_line, network_name
+from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, measure_machine
 from ringspark.extras.planning.meshes.predict import plan_meshes
 from ringspark.extras.planning.meshes.profile import Training

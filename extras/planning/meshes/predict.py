@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ringspark.estimators.memory.budget import first_error_line
-from ringspark.estimators.memory.meter import Peak
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.planning.memory.budget import first_error_line
+from ringspark.extras.planning.memory.meter import Peak
 from ringspark.extras.planning.meshes.candidates import candidates, micro_batches, with_mesh
 from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.profile import Profile, Training

@@ -14,15 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringspark.estimators.memory.columns import BatchColumn
-from ringspark.estimators.memory.meter import Peak
-from ringspark.estimators.memory.sharing import checkpoint_writers, count_checkpoint
-from ringspark.estimators.memory.step import initialize_lazy_layers
+from ringspark.estimators.memory.shares import checkpoint_writers
 from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
-from ringspark.estimators.parallel.model.fake_collective import Message
-from ringspark.estimators.parallel.model.pipeline.partition import partition_by_cost
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.model_parallel.fake_collective import Message
+from ringspark.extras.model_parallel.pipeline.partition import partition_by_cost
+from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.meter import Peak
+from ringspark.extras.planning.memory.sharing import count_checkpoint
+from ringspark.extras.planning.memory.step import initialize_lazy_layers
 from ringspark.extras.planning.meshes.candidates import with_mesh
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network, link_costs
 from ringspark.extras.planning.meshes.cut_plan import peak_of_steps, steps_of

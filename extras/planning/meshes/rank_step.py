@@ -14,16 +14,21 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.columns import BatchColumn
-from ringspark.estimators.memory.meter import SENT, Peak
-from ringspark.estimators.memory.sharing import backward_buckets
-from ringspark.estimators.memory.step import FakeStep, UpdateBytes, initialize_lazy_layers, on_fake_tensors
-from ringspark.estimators.parallel.model.fake_collective import Message
-from ringspark.estimators.parallel.model.pipeline.wire import Forms, forms_of, mark_gradients
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import compute_losses, forward, scale_loss
+from ringspark.extras.model_parallel.fake_collective import Message
+from ringspark.extras.model_parallel.pipeline.wire import Forms, forms_of, mark_gradients
+from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.meter import SENT, Peak
+from ringspark.extras.planning.memory.sharing import backward_buckets
+from ringspark.extras.planning.memory.step import (
+    FakeStep,
+    UpdateBytes,
+    initialize_lazy_layers,
+    on_fake_tensors,
+)
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
 from ringspark.extras.planning.meshes.work import Work, WorkCount
 from ringspark.models.chain import as_values, links_of, run_links

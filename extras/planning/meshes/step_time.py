@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.memory.sharing import data_parallel_size, shard_group_size
+from ringspark.estimators.memory.shares import data_parallel_size, shard_group_size
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.data.gradient_all_reduce import FLAT_BYTES
-from ringspark.estimators.parallel.model.expert import expert_names
-from ringspark.estimators.parallel.model.pipeline.actions import Action, CompletedActions, PassType
-from ringspark.estimators.parallel.model.pipeline.orders import Orders
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.model_parallel.expert import expert_names
+from ringspark.extras.model_parallel.pipeline.actions import Action, CompletedActions, PassType
+from ringspark.extras.model_parallel.pipeline.orders import Orders
 from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.meshes.cut_plan import orders_of
 from ringspark.extras.planning.meshes.machine import Machine

@@ -19,11 +19,11 @@ from ranks import run_one, run_ranks
 from registries import list_available, names_of
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.compressors import COMPRESSORS, Compressor
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network_collective import NetworkCollective
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.compression import Compression, PowerSGD
+from ringspark.extras.compressors import COMPRESSORS, Compressor
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)

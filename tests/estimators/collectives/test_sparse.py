@@ -2,8 +2,8 @@
 
 import torch
 
-from ringspark.estimators.collectives.compressors.sparse import all_reduce_sparse
 from ringspark.estimators.collectives.local_collective import LocalCollective
+from ringspark.extras.compressors.sparse import all_reduce_sparse
 
 
 def test_places_in_every_part_of_a_long_vector_arrive_and_the_rest_is_the_error() -> None:

@@ -15,14 +15,14 @@ from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective, Member
-from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
-from ringspark.estimators.parallel.data.compressed_all_reduce import all_reduce_by_host, find_levels
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.extras.compressors import COMPRESSORS
+from ringspark.extras.compressors.compressed_all_reduce import all_reduce_by_host, find_levels
 
 SHAPES = [torch.Size((40, 30)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)

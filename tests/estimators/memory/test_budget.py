@@ -13,11 +13,11 @@ from small_training import config_of
 from torch import nn
 
 from ringspark.estimators import TorchEstimator
-from ringspark.estimators.memory.budget import check_budget
-from ringspark.estimators.memory.columns import shard_columns
-from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.planning.memory.budget import check_budget
+from ringspark.extras.planning.memory.columns import shard_columns
+from ringspark.extras.planning.memory.planner import Planner
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

@@ -11,13 +11,13 @@ from torch import nn
 from ringspark.estimators import MemoryPlan, plan_memory
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.memory.sharing import communication_bytes
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings
-from ringspark.estimators.parallel.data.compressed_all_reduce import CompressedAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.compressors.compressed_all_reduce import CompressedAllReduce
+from ringspark.extras.planning.memory.sharing import communication_bytes
 from ringspark.models import ModelSpec
 
 ROWS = 64

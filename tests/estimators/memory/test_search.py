@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ringspark.estimators import plan_memory
-from ringspark.estimators.memory.search import find_settings
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.planning.memory.search import find_settings
 from ringspark.models import ModelSpec
 
 NET = ModelSpec("mlp", {"in_features": 8, "hidden": [64] * 9, "out_features": 3})

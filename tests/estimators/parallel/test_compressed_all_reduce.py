@@ -14,18 +14,18 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings
-from ringspark.estimators.parallel.data.compressed_all_reduce import (
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.training.precision import LossScaler
+from ringspark.extras.compressors import COMPRESSORS
+from ringspark.extras.compressors.compressed_all_reduce import (
     CompressedAllReduce,
     CompressedGradients,
     _Group,
 )
-from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.precision import LossScaler
 
 pytestmark = pytest.mark.distributed
 

@@ -20,17 +20,17 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
-from ringspark.estimators.parallel.data.compressed_all_reduce import CompressedAllReduce
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.shard_network import shard_network
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.compressors import COMPRESSORS
+from ringspark.extras.compressors.compressed_all_reduce import CompressedAllReduce
+from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

@@ -21,11 +21,11 @@ from registries import names_of
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives.compressors import COMPRESSORS
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.compressors import COMPRESSORS
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

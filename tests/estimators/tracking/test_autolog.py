@@ -11,7 +11,7 @@ from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.tracking.loggable_models import lines
+from ringspark.extras.tracking.loggable_models import lines
 from ringspark.models import ModelSpec
 
 mlflow = pytest.importorskip("mlflow")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ringspark.estimators.tracking.base import RunEnd, RunStart
-from ringspark.estimators.tracking.mlflow_run import MlflowRun
-from ringspark.estimators.tracking.mlflow_tracker import MlflowTracker
 from ringspark.estimators.training.history import EpochRecord
+from ringspark.extras.tracking.mlflow_run import MlflowRun
+from ringspark.extras.tracking.mlflow_tracker import MlflowTracker
 
 mlflow = pytest.importorskip("mlflow")
 

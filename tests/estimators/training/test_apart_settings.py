@@ -15,10 +15,10 @@ from torch import nn
 
 from ringspark.estimators.options.sync import AllReduce, DiLoCo, Hogwild, LocalSGD, ParameterServer, Sync
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.optimizers.adam8bit import Adam8bit
-from ringspark.estimators.training.optimizers.lamb import Lamb
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.extras.optimizers.adam8bit import Adam8bit
+from ringspark.extras.optimizers.lamb import Lamb
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

@@ -23,7 +23,6 @@ from torch.optim import lr_scheduler
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.memory.budget import check_budget
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
@@ -35,6 +34,7 @@ from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.row_caching import find_cached_rows
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, open_reader
 

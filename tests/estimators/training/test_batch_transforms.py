@@ -15,13 +15,13 @@ from small_training import config_of, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.memory import check_budget
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_inputs, try_transform
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]

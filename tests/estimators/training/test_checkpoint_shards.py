@@ -25,7 +25,6 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.shard_network import shard_network
 from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import (
@@ -44,6 +43,7 @@ from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
+from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

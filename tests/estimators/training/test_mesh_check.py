@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link
-from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]

@@ -20,10 +20,10 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
 from ringspark.estimators.training.build import build_optimizer
-from ringspark.estimators.training.optimizers.adam1bit import Adam1bit
-from ringspark.estimators.training.optimizers.adam8bit import BLOCK_SIZE, Quantizer, make_levels
 from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE, OPTIMIZERS, make_optimizer
+from ringspark.extras.optimizers.adam1bit import Adam1bit
+from ringspark.extras.optimizers.adam8bit import BLOCK_SIZE, Quantizer, make_levels
 
 
 def _module() -> nn.Module:
@@ -403,7 +403,7 @@ def test_8_bit_moments_move_weights_like_32_bit_ones(name: str, full: str) -> No
 def test_8_bit_moments_of_a_large_parameter_are_those_of_its_parts(monkeypatch: Any) -> None:
     whole, chunked = _parameters((300, 41)), _parameters((300, 41))
     _steps(make_optimizer("adam8bit", whole, 0.01, 0.1), whole, 5, seed=4)
-    monkeypatch.setattr("ringspark.estimators.training.optimizers.adam8bit.CHUNK", 4 * BLOCK_SIZE)
+    monkeypatch.setattr("ringspark.extras.optimizers.adam8bit.CHUNK", 4 * BLOCK_SIZE)
     _steps(make_optimizer("adam8bit", chunked, 0.01, 0.1), chunked, 5, seed=4)
     assert whole[0].equal(chunked[0])
 

@@ -41,11 +41,8 @@ from written_shards import written
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
-from ringspark.estimators.memory.columns import BatchColumn
-from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
@@ -54,6 +51,9 @@ from ringspark.estimators.training.checkpoint.attributes import read_attributes,
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.extras.model_parallel.in_process import RankError, run_in_turns
+from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.planner import Planner
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest

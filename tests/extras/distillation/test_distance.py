@@ -121,7 +121,7 @@ def test_a_training_step_of_its_own_is_refused() -> None:
         run_uri="",
         input_columns=("x",),
         label_columns=("y",),
-        teacher_column="__teacher",
+        soft_label_column="__teacher",
         training_step="own",
     )
     with pytest.raises(ValueError, match="trainingStep computes its own losses; let trainingStep call"):

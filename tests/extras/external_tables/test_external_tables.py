@@ -17,6 +17,7 @@ from pyspark.sql import functions as F
 
 from ringspark.extras.external_tables import footers, list_parquet, table_manifest
 from ringspark.extras.external_tables import manifest as manifest_module
+from ringspark.extras.external_tables.in_place.delta import list_delta
 from ringspark.pipelines import (
     HashBuckets,
     Padded,
@@ -27,7 +28,6 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
-from ringspark.pipelines.external.delta import list_delta
 
 pytestmark = [pytest.mark.spark, pytest.mark.extras]
 

@@ -10,8 +10,8 @@ import torch
 from hugging_face_families import FAMILIES, MESHES, MIXTRAL, PRECISIONS, compare, make_config
 from torch import nn
 
-from ringspark.estimators.parallel.model.expert import expert_names
 from ringspark.estimators.training.check.driver import check_training
+from ringspark.extras.model_parallel.expert import expert_names
 from ringspark.models.chain import links_of, run_links
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest

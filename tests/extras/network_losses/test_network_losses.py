@@ -27,8 +27,8 @@ from ringspark.estimators.training.objective.losses import (
     resolve_loss,
     sees_network,
 )
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.extras.network_losses.check import check_network_losses
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.tabpack import TabPack

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rank_bytes import columns, config_of, copied_bytes
 
-from ringspark.estimators.memory.budget import check_budget
-from ringspark.estimators.memory.columns import shard_columns
-from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.memory.budget import check_budget
+from ringspark.extras.planning.memory.columns import shard_columns
+from ringspark.extras.planning.memory.planner import Planner
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]

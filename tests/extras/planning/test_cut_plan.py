@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.memory import plan_memory
-from ringspark.estimators.memory.columns import columns_of
-from ringspark.estimators.parallel.model.pipeline.simulation import count_live
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.model_parallel.pipeline.simulation import count_live
+from ringspark.extras.planning.memory.columns import columns_of
+from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
 from ringspark.extras.planning.meshes.cut_plan import orders_of, peak_of_steps, steps_of
 from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from ringspark.estimators import plan_parallelism
-from ringspark.estimators.memory import plan_memory
-from ringspark.estimators.memory.columns import columns_of
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.parallel.model.fake_collective import Message
-from ringspark.estimators.parallel.model.pipeline.actions import Action, PassType
-from ringspark.estimators.parallel.model.pipeline.orders import one_forward_one_backward
-from ringspark.estimators.parallel.model.pipeline.simulation import simulate
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.model_parallel.fake_collective import Message
+from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
+from ringspark.extras.model_parallel.pipeline.orders import one_forward_one_backward
+from ringspark.extras.model_parallel.pipeline.simulation import simulate
 from ringspark.extras.planning import Link, MeshPlan, ParallelismPlan
 from ringspark.extras.planning.exchange_time import ring_seconds
+from ringspark.extras.planning.memory.columns import columns_of
+from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.planning.meshes.candidates import AXIS_RULES, candidates, micro_batches, with_mesh
 from ringspark.extras.planning.meshes.hardware import ASSUMED
 from ringspark.extras.planning.meshes.machine import Machine, OperatorRates

@@ -63,7 +63,7 @@ MakeShards = Callable[..., ShardManifest]
         ({"batch_size_schedule": ((2, 64),)}, "changes the share of the rows"),
         ({"training_step": "own"}, "trainingStep needs one gradient for a whole batch"),
         ({"losses": (NETWORK_LOSS,)}, "a loss that takes the module needs one gradient"),
-        ({"teacher_column": "teacher"}, "may reveal the rows that it was trained on"),
+        ({"soft_label_column": "teacher"}, "may reveal the rows that it was trained on"),
         ({"certify": True, "run_uri": "r"}, "certify needs steps that can be repeated"),
         (
             {"noise_scale": True},

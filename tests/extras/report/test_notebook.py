@@ -14,9 +14,9 @@ from small_training import config_of
 
 from ringspark.estimators import TorchClassifier, TorchRegressionModel
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
+from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.report.page import check_packages
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, plan_epoch

@@ -7,13 +7,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.parallel.model.pipeline.actions import (
+from ringspark.extras.model_parallel.pipeline.actions import (
     Action,
     CompletedActions,
     PassType,
     with_arrivals,
 )
-from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share, simulate
+from ringspark.extras.model_parallel.pipeline.simulation import bubble_share, simulate
 from ringspark.extras.schedules.delayed import Backlog, late_by_depth, one_step_late
 
 

@@ -15,10 +15,10 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import PipelinePasses, build_pipeline
-from ringspark.estimators.parallel.model.pipeline.actions import PassType
-from ringspark.estimators.parallel.model.pipeline.partition import count_parameters, measure_costs
-from ringspark.estimators.parallel.model.pipeline.sections import (
+from ringspark.extras.model_parallel.pipeline import PipelinePasses, build_pipeline
+from ringspark.extras.model_parallel.pipeline.actions import PassType
+from ringspark.extras.model_parallel.pipeline.partition import count_parameters, measure_costs
+from ringspark.extras.model_parallel.pipeline.sections import (
     StageSection,
     chunk_lengths,
     split_into_sections,

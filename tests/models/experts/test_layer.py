@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ringspark.extras.experts.layer import MixtureOfExperts
+from ringspark.extras.experts.routing import ROUTERS, CapacityRule
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.models.experts.layer import MixtureOfExperts
-from ringspark.models.experts.routing import ROUTERS, CapacityRule
 from ringspark.models.reports import add_loss, collect_reports
 
 DIM, EXPERTS = 6, 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ringspark.models.experts.routing import (
+from ringspark.extras.experts.routing import (
     ROUTERS,
     CapacityRule,
     Routing,

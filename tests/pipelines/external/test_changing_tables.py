@@ -15,7 +15,7 @@ from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Scalar
 from ringspark.pipelines.manifest import ShardFile
 from ringspark.pipelines.readers import open_reader
-from ringspark.pipelines.reuse.source_files import path_states
+from ringspark.pipelines.source_files import path_states
 from ringspark.pipelines.table_files import TableFile, TableSource
 
 

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from lake_tables import OF_SPARK, catalog_entry, delete_delta_rows, encode_vector
 
+from ringspark.extras.external_tables.in_place.catalog import find_table
+from ringspark.extras.external_tables.in_place.delta import list_delta
+from ringspark.extras.external_tables.in_place.file_scan import find_scan
+from ringspark.extras.external_tables.in_place.table_frame import read_listing, reads_field_ids
 from ringspark.pipelines import write_shards
-from ringspark.pipelines.external.catalog import find_table
-from ringspark.pipelines.external.delta import list_delta
-from ringspark.pipelines.external.file_scan import find_scan
-from ringspark.pipelines.external.table_frame import read_listing, reads_field_ids
 
 deltalake = pytest.importorskip("deltalake")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pyspark.sql.types import LongType, StructField, StructType
 
-from ringspark.pipelines.external.file_scan import FIELD_ID
-from ringspark.pipelines.external.listing import Listing
-from ringspark.pipelines.external.table_frame import _BY_IDS, reads_field_ids
+from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID
+from ringspark.extras.external_tables.in_place.listing import Listing
+from ringspark.extras.external_tables.in_place.table_frame import _BY_IDS, reads_field_ids
 from ringspark.pipelines.table_files import TableSource
 
 pytestmark = pytest.mark.spark

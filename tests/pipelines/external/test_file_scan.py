@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
+from ringspark.extras.external_tables.in_place.file_scan import find_scan
 from ringspark.pipelines.columns import quote
-from ringspark.pipelines.external.file_scan import find_scan
 
 pytestmark = pytest.mark.spark
 

@@ -10,9 +10,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ringspark.pipelines.external import row_pages
-from ringspark.pipelines.external.row_pages import KeptPages, PageReader, find_leaves, has_page_rows
-from ringspark.pipelines.external.thrift_compact import I32, LIST, ThriftError, read_struct, write_struct
+from ringspark.extras.external_tables.in_place import row_pages
+from ringspark.extras.external_tables.in_place.row_pages import (
+    KeptPages,
+    PageReader,
+    find_leaves,
+    has_page_rows,
+)
+from ringspark.extras.external_tables.in_place.thrift_compact import (
+    I32,
+    LIST,
+    ThriftError,
+    read_struct,
+    write_struct,
+)
 
 ROWS = 3_000
 # (start, stop): within one page, across pages, at both ends, one row.

@@ -19,6 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ringspark.extras.reuse import cache_entries
+from ringspark.extras.reuse import cached_shards as module
+from ringspark.extras.reuse.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
+from ringspark.extras.reuse.cached_shards import rows_key
 from ringspark.pipelines import (
     ShardManifest,
     Tokens,
@@ -29,12 +33,8 @@ from ringspark.pipelines import (
     storage,
     write_shards,
 )
-from ringspark.pipelines.reuse import cache_entries
-from ringspark.pipelines.reuse import cached_shards as module
-from ringspark.pipelines.reuse.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
-from ringspark.pipelines.reuse.cached_shards import rows_key
-from ringspark.pipelines.reuse.plan_fingerprint import judge
-from ringspark.pipelines.reuse.source_files import file_states
+from ringspark.pipelines.plan_fingerprint import judge
+from ringspark.pipelines.source_files import file_states
 
 spark_test = pytest.mark.spark
 

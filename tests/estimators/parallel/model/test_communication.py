@@ -12,7 +12,8 @@ from ranks import run_ranks
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.mesh import RankMesh, group_ranks
-from ringspark.estimators.parallel.model.communication import (
+from ringspark.estimators.parallel.shard_spec import shard_view
+from ringspark.extras.model_parallel.communication import (
     all_gather,
     all_gather_for_shards,
     all_reduce,
@@ -22,7 +23,6 @@ from ringspark.estimators.parallel.model.communication import (
     scale_gradient,
     take_shard,
 )
-from ringspark.estimators.parallel.shard_spec import shard_view
 
 pytestmark = pytest.mark.distributed
 SHAPE = (5, 3)  # does not divide by 2 along either dimension

@@ -16,10 +16,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.data.expert_all_reduce import ExpertAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.expert import expert_names, shard_experts
-from ringspark.estimators.parallel.model.shard_network import check_shardable
 from ringspark.estimators.parallel.shard_spec import join_shards
 from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.estimators.training.feed import Batch
@@ -29,8 +26,11 @@ from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
+from ringspark.extras.experts.layer import Experts
+from ringspark.extras.model_parallel.expert import expert_names, shard_experts
+from ringspark.extras.model_parallel.expert_all_reduce import ExpertAllReduce
+from ringspark.extras.model_parallel.shard_network import check_shardable
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.models.experts.layer import Experts
 
 CPU = torch.device("cpu")
 PARTS, EXPERTS = 2, 5  # 5 experts do not divide by 2 ranks

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from short_sync import sync_of
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.memory.columns import shard_columns
-from ringspark.estimators.memory.planner import Planner
 from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.planning.memory.columns import shard_columns
+from ringspark.extras.planning.memory.planner import Planner
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed

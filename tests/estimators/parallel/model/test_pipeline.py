@@ -22,13 +22,13 @@ from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.pipeline import (
+from ringspark.extras.model_parallel.pipeline import (
     SCHEDULES,
     PipelinePasses,
     build_pipeline,
 )
-from ringspark.estimators.parallel.model.pipeline.partition import count_parameters, partition_by_cost
-from ringspark.estimators.parallel.model.pipeline.simulation import count_live
+from ringspark.extras.model_parallel.pipeline.partition import count_parameters, partition_by_cost
+from ringspark.extras.model_parallel.pipeline.simulation import count_live
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
 from ringspark.models.reports import Reports, add_loss, collect_reports

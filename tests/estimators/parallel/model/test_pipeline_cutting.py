@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ringspark.estimators.options.mesh import AXES, Mesh, Pipeline
-from ringspark.estimators.parallel.model.pipeline import wire
-from ringspark.estimators.parallel.model.pipeline.partition import (
+from ringspark.extras.model_parallel.pipeline import wire
+from ringspark.extras.model_parallel.pipeline.partition import (
     count_parameters,
     measure_costs,
     partition_by_cost,
     partition_by_names,
 )
-from ringspark.estimators.parallel.model.pipeline.stage import keep_stages
-from ringspark.estimators.parallel.model.pipeline.ties import find_ties
-from ringspark.estimators.parallel.model.pipeline.wire import (
+from ringspark.extras.model_parallel.pipeline.stage import keep_stages
+from ringspark.extras.model_parallel.pipeline.ties import find_ties
+from ringspark.extras.model_parallel.pipeline.wire import (
     _DTYPES,
     TensorForm,
     _decode_forms,
     _encode_forms,
 )
-from ringspark.estimators.parallel.model.shard_network import check_shardable
+from ringspark.extras.model_parallel.shard_network import check_shardable
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link, links_of
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from ringspark.estimators.parallel.model.pipeline.actions import (
+from ringspark.extras.model_parallel.pipeline.actions import (
     Action,
     Arrival,
     PassType,
     receiver,
     with_arrivals,
 )
-from ringspark.estimators.parallel.model.pipeline.schedules import SCHEDULES, schedule_of
-from ringspark.estimators.parallel.model.pipeline.simulation import bubble_share, count_live, simulate
+from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES, schedule_of
+from ringspark.extras.model_parallel.pipeline.simulation import bubble_share, count_live, simulate
 
 FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
 

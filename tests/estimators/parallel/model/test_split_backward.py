@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ringspark.estimators.parallel.model.pipeline.split_backward import run_input_pass
+from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass
 
 Weights = Sequence[torch.Tensor]
 Stage = Callable[[torch.Tensor, torch.Tensor, Weights], tuple[torch.Tensor, ...]]

@@ -19,7 +19,7 @@ from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.memory import check_on_rank
+from ringspark.estimators.memory.pressure import check_on_rank
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
+from ringspark.extras.activations.hooks import saved_tensor_hooks
 
 
 class LiveBytes(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.training.saved_tensors.compression import pack_bits, unpack_bits
+from ringspark.extras.activations.compression import pack_bits, unpack_bits
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300), st.integers(0, 9))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.training.saved_tensors.compression import (
+from ringspark.extras.activations.compression import (
     BLOCK,
     BlockFormat,
     Blocks,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
+from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.models import apply_activation_checkpoint
 
 CPU = torch.device("cpu")

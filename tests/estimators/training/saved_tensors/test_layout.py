@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringspark.estimators.training.saved_tensors.hooks import Density, density, flatten_memory, flatten_values
+from ringspark.extras.activations.hooks import Density, density, flatten_memory, flatten_values
 
 BASE = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
 CASES: dict[str, tuple[torch.Tensor, Density]] = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
-from ringspark.estimators.training.saved_tensors.offload import make_store
+from ringspark.extras.activations.hooks import saved_tensor_hooks
+from ringspark.extras.activations.offload import make_store
 
 CPU = torch.device("cpu")
 

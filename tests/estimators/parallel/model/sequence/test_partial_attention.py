@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringspark.estimators.parallel.model.sequence import partial_attention
-from ringspark.estimators.parallel.model.sequence.partial_attention import (
+from ringspark.extras.model_parallel.sequence import partial_attention
+from ringspark.extras.model_parallel.sequence.partial_attention import (
     Chunk,
     attend_by_products,
     attend_chunk,

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.estimators.parallel.model.sequence.span_attention import find_visible
-from ringspark.estimators.parallel.model.sequence.spans import Spans
+from ringspark.extras.model_parallel.sequence.span_attention import find_visible
+from ringspark.extras.model_parallel.sequence.spans import Spans
 
 SPANS = st.builds(Spans, st.integers(1, 6), st.booleans())
 LENGTHS = st.integers(0, 40)

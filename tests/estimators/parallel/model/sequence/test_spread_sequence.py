@@ -18,11 +18,11 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.sequence import CONTEXTS
-from ringspark.estimators.parallel.model.sequence.shard_sequence import ShardedRows, shard_sequence
-from ringspark.estimators.parallel.model.sequence.spans import Spans
+from ringspark.extras.experts.layer import MixtureOfExperts
+from ringspark.extras.model_parallel.sequence import CONTEXTS
+from ringspark.extras.model_parallel.sequence.shard_sequence import ShardedRows, shard_sequence
+from ringspark.extras.model_parallel.sequence.spans import Spans
 from ringspark.models import MLP, TransformerClassifier, TransformerLM, apply_activation_checkpoint
-from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.reports import collect_reports
 from ringspark.models.whole_rows import WholeRows, attend
 

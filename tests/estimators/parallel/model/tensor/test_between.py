@@ -16,14 +16,14 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.model.expert import shard_experts
-from ringspark.estimators.parallel.model.shard_network import find_partial_gradients, shard_network
-from ringspark.estimators.parallel.model.tensor import make_region, shard_layers
-from ringspark.estimators.parallel.model.tensor.sequence_parallel import SequenceBoundary
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
+from ringspark.extras.experts.layer import MixtureOfExperts
+from ringspark.extras.model_parallel.expert import shard_experts
+from ringspark.extras.model_parallel.shard_network import find_partial_gradients, shard_network
+from ringspark.extras.model_parallel.tensor import make_region, shard_layers
+from ringspark.extras.model_parallel.tensor.sequence_parallel import SequenceBoundary
 from ringspark.models import TransformerClassifier, TransformerLM
-from ringspark.models.experts.layer import MixtureOfExperts
 from ringspark.models.reports import collect_reports
 from ringspark.models.transformer import TransformerBlock
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.model.tensor import make_region, scores_of, shard_layers
-from ringspark.estimators.parallel.model.tensor.loss import _CrossEntropy
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
+from ringspark.extras.model_parallel.tensor import make_region, scores_of, shard_layers
+from ringspark.extras.model_parallel.tensor.loss import _CrossEntropy
 from ringspark.models import ModelSpec
 from ringspark.models.transformer import TransformerLM
 

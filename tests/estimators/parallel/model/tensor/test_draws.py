@@ -8,8 +8,8 @@ from ranks import run_ranks
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.model.tensor import make_region, shard_layers
-from ringspark.estimators.parallel.model.tensor.random_state import RankRandomState
+from ringspark.extras.model_parallel.tensor import make_region, shard_layers
+from ringspark.extras.model_parallel.tensor.random_state import RankRandomState
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.lora import add_lora
 

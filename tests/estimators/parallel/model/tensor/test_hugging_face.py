@@ -14,8 +14,8 @@ import torch
 from small_training import config_of, train_gang, weights_of
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.parallel.model.tensor import make_region, plan_of, shard_layers
 from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.model_parallel.tensor import make_region, plan_of, shard_layers
 from ringspark.pipelines import ShardManifest
 
 transformers = pytest.importorskip("transformers")

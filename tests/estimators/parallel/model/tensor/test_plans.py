@@ -12,9 +12,9 @@ from torch.nn.utils import spectral_norm
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import AXES, Mesh
-from ringspark.estimators.parallel.model.fake_collective import FakeCollective
-from ringspark.estimators.parallel.model.shard_network import check_shardable
-from ringspark.estimators.parallel.model.tensor import (
+from ringspark.extras.model_parallel.fake_collective import FakeCollective
+from ringspark.extras.model_parallel.shard_network import check_shardable
+from ringspark.extras.model_parallel.tensor import (
     VocabularyEmbedding,
     make_region,
     plan_of,

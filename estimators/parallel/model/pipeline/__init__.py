@@ -1,9 +1,0 @@
-"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass through the ranks."""
-
-from ringspark.estimators.parallel.model.pipeline.passes import (
-    PipelinePasses,
-    build_pipeline,
-)
-from ringspark.estimators.parallel.model.pipeline.schedules import SCHEDULES
-
-__all__ = ["SCHEDULES", "PipelinePasses", "build_pipeline"]

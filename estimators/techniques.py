@@ -1,0 +1,232 @@
+"""What a technique of `ringspark.extras` may do in a fit, and the registry of techniques.
+
+The core knows no technique by name: at each point of a fit it calls the hooks of the techniques that the
+settings ask for, in the order of `TECHNIQUES`. A technique is a folder of `ringspark.extras` with a file
+`technique.py`; its class overrides the hooks that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ringspark.estimators.lazy_imports import LazyRegistry, load_object
+from ringspark.estimators.options.mesh import AUTO
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Technique:
+    """Hooks of a technique, in the order of a fit. The hooks of this class do nothing.
+
+    A hook raises ValueError, with the remedy, if a setting or the data do not fit. `config` is a
+    `TrainConfig`, `objects` are `UserObjects`.
+    """
+
+    # ---- On the driver, before rows are read.
+
+    def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
+        """Checks a fit's settings.
+
+        Args:
+            is_table: Whether the fit completes a network for a table.
+            is_on_shards: Whether the rows are shards that exist already.
+        """
+
+    def check_many(self, estimator: Any, caller: str) -> None:
+        """Checks whether `caller`, such as a search, may fit the same rows several times."""
+
+    def prepare(self, fit: Any) -> Any:
+        """Returns the `PreparedFit`, perhaps with more columns."""
+        return fit
+
+    def check_columns(self, objects: Any, kinds: Mapping[str, Any]) -> None:
+        """Checks the column types, by name."""
+
+    def output_columns(self, estimator: Any) -> list[str]:
+        """Returns the names of columns that the model adds to the outputs."""
+        return []
+
+    def check_network(self, config: Any, network: nn.Module) -> None:
+        """Checks the network, on the meta device or whole; does not change it."""
+
+    # ---- On the driver, once the rows are known.
+
+    def check(self, training: Any) -> Any:
+        """Checks a `CheckedTraining`; returns it, perhaps with another config."""
+        return training
+
+    def settle(self, training: Any, driver: Any) -> Any:
+        """Chooses settings that the user left to ringspark; returns the `CheckedTraining`.
+
+        `driver` is a `checked_fit.Driver`: the estimator, the run's folder and the workers' memory.
+        """
+        return training
+
+    # ---- On every rank.
+
+    def open_reader(self, config: Any, manifest: Any, shared: Mapping[str, Any]) -> Any:
+        """Returns the `ShardReader` of the training rows; None for the usual one.
+
+        `shared` are the arguments of `open_reader` that all splits share.
+        """
+
+    def shard(self, config: Any, network: nn.Module, mesh: Any, sample: Any, device: torch.device) -> Any:
+        """Leaves this rank's shard in `network`; returns its `Stages`, or None if it has all layers."""
+
+    def make_step(self, config: Any, objects: Any, sync: Any, scaler: Any, mesh: Any, device: Any) -> Any:
+        """Returns an `OwnStep` that replaces the trainer's step, or None."""
+
+    def make_passes(self, recipe: Any, sync: Any, mesh: Any, steps: Any, position: Callable[[], int]) -> Any:
+        """Returns the `Passes` of a step, or None for the usual ones; `position` counts the steps taken."""
+
+    def around_forward(self, config: Any, network: nn.Module, device: Any) -> AbstractContextManager[Any]:
+        """Returns a context for one forward pass."""
+        return nullcontext()
+
+    def around_losses(self, config: Any, network: nn.Module, device: Any) -> AbstractContextManager[Any]:
+        """Returns a context in which the losses of one batch are computed."""
+        return nullcontext()
+
+    def mix_losses(
+        self,
+        config: Any,
+        losses: torch.Tensor,
+        output: torch.Tensor,
+        soft_labels: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the losses of training rows, (batch, num_losses), from the losses of their hard labels.
+
+        Args:
+            output: The network's first output.
+            soft_labels: Column `soft_label_column` of the rows.
+            weights: Weight of each row in the losses' divisor, (batch, num_losses); None if all are 1.
+        """
+        return losses
+
+    def make_timeline(self, config: Any, mesh: Any, device: Any) -> Any:
+        """Returns the `Timeline` of this rank, or None."""
+
+    def make_recorder(self, config: Any, objects: Any, manifest: Any, device: Any) -> Any:
+        """Returns a recorder of checkpoints on rank 0, or None; see `Recovery.record`."""
+
+    def count_privacy(self, passes: Any) -> Any:
+        """Returns the `PrivacySpent` of a training's `Passes` on rank 0, or None."""
+
+    # ---- On the driver, after the training.
+
+    def finish(self, run_uri: str) -> None:
+        """Completes the files of a finished run."""
+
+
+def is_given(value: Any) -> bool:
+    return value not in (None, False, "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """One technique of the registry.
+
+    Attributes:
+        path: Import path of its class.
+        field: Attribute of `TrainConfig` that tells whether a training uses the technique; "" if none does.
+        param: Setting of the estimator that tells whether a fit uses the technique; "" if none does.
+        when: Whether a value of the attribute or setting means that the technique is used.
+        is_optional: Whether to leave the technique out if `ringspark.extras` is not installed.
+    """
+
+    path: str
+    field: str = ""
+    param: str = ""
+    when: Callable[[Any], bool] = is_given
+    is_optional: bool = False
+
+    def is_used_by(self, config: Any) -> bool:
+        return bool(self.field) and self.when(getattr(config, self.field))
+
+    def is_set_in(self, estimator: Any) -> bool:
+        if not self.param or not estimator.hasParam(self.param):
+            return False
+        param = estimator.getParam(self.param)
+        return estimator.isDefined(param) and self.when(estimator.getOrDefault(param))
+
+    def load(self) -> list[Technique]:
+        try:
+            return [load_object(self.path)()]
+        except ModuleNotFoundError:
+            if self.is_optional:
+                return []
+            raise
+
+
+def _extra(path: str, **more: Any) -> Registered:
+    return Registered(path=f"ringspark.extras.{path}", **more)
+
+
+# In the order in which their hooks are called.
+TECHNIQUES: dict[str, Registered] = {
+    "own_code": _extra("own_code.technique:OwnCode", field="num_workers", when=bool, is_optional=True),
+    "training_steps": _extra(
+        "training_steps.technique:TrainingStep", field="training_step", param="trainingStep"
+    ),
+    "model_parallel": _extra("model_parallel.technique:ModelParallelism", field="cuts_network"),
+    "distillation": _extra("distillation.technique:Distillation", field="soft_label_column", param="teacher"),
+    "network_losses": _extra("network_losses.technique:NetworkLosses", field="differentiates_twice"),
+    "privacy": _extra("privacy.technique:DifferentialPrivacy", field="privacy", param="privacy"),
+    "activations": _extra("activations.technique:SavedActivations", field="changes_saved_tensors"),
+    "inner_columns": _extra("inner_columns:InnerColumns", param="innerCols", when=bool),
+    "timeline": _extra("timeline.technique:StepTimeline", field="timeline_every_steps"),
+    "certificate": _extra("certificate.technique:CertifiedRun", field="certify"),
+    "automatic_mesh": _extra(
+        "planning.technique:AutomaticMesh", param="parallelism", when=lambda value: value == AUTO
+    ),
+    "memory_budget": _extra("planning.technique:MemoryBudget", param="memoryBudget"),
+}
+
+
+def techniques_of(config: Any) -> list[Technique]:
+    """Returns the techniques that a `TrainConfig` uses."""
+    return [each for entry in TECHNIQUES.values() if entry.is_used_by(config) for each in entry.load()]
+
+
+def techniques_in(estimator: Any) -> list[Technique]:
+    """Returns the techniques that an estimator's settings ask for."""
+    return [each for entry in TECHNIQUES.values() if entry.is_set_in(estimator) for each in entry.load()]
+
+
+T = TypeVar("T")
+
+
+def first_made(made: Iterable[T | None]) -> T | None:
+    """Returns the first object that a technique makes; None if the usual one is to be used."""
+    return next((each for each in made if each is not None), None)
+
+
+_IN_PLACE = "ringspark.extras.external_tables.in_place"
+
+# Functions and classes behind methods of models and summaries.
+FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
+    {
+        "certificate_of_run": "ringspark.extras.certificate:certify",
+        "held_out_report": "ringspark.extras.report.held_out.held_out_report:HeldOutReport",
+        "fit_on_delta": f"{_IN_PLACE}.fits:fit_on_delta",
+        "fit_on_parquet": f"{_IN_PLACE}.fits:fit_on_parquet",
+        "fit_on_table": f"{_IN_PLACE}.fits:fit_on_table",
+        "find_scan": f"{_IN_PLACE}.file_scan:find_scan",
+        "find_table": f"{_IN_PLACE}.catalog:find_table",
+        "keep_source": f"{_IN_PLACE}.tables:keep_source",
+        "plan_least": "ringspark.extras.planning.memory.least:plan_least",
+        "rows_key": "ringspark.extras.reuse.cached_shards:rows_key",
+        "loss_figure": "ringspark.extras.report:loss_figure",
+        "summary_report": "ringspark.extras.report:report_summary",
+        "time_shares": "ringspark.extras.timeline.trace:time_shares",
+        "write_trace": "ringspark.extras.timeline.trace:write_trace",
+        "measure_inner": "ringspark.extras.inner_columns:measure",
+        "inner_results": "ringspark.extras.inner_columns:InnerResults",
+    }
+)

@@ -1,0 +1,39 @@
+"""The setting `teacher`: knowledge distillation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringspark.estimators.techniques import Technique
+from ringspark.extras.distillation.distance import distil
+
+
+class Distillation(Technique):
+    def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
+        if is_on_shards:
+            raise ValueError(
+                "fitOnShards has rows without the outputs of teacher; call fit, or unset teacher"
+            )
+
+    def prepare(self, fit: Any) -> Any:
+        from ringspark.extras.distillation.teacher import add_teacher  # imports Spark, which ranks may lack
+
+        return add_teacher(fit)
+
+    def check(self, training: Any) -> Any:
+        from ringspark.extras.distillation.teacher import check_teacher
+
+        check_teacher(training.config, training.copies, training.manifest, training.batch_shapes[0])
+        return training
+
+    def mix_losses(
+        self,
+        config: Any,
+        losses: torch.Tensor,
+        output: torch.Tensor,
+        soft_labels: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return distil(config, losses, output, soft_labels, weights)

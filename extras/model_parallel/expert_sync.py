@@ -1,0 +1,91 @@
+"""Synchronizes the gradients of experts, which ranks with different rows share.
+
+Every rank runs the same number of passes, because its experts compute other ranks' tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
+from ringspark.estimators.parallel.empty_passes import EmptyPasses
+from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.sharded.zero import ShardedOptimizer, SyncGroup, ZeroSync
+from ringspark.estimators.parallel.sync_settings import SyncSettings
+from ringspark.extras.model_parallel.expert import expert_names
+
+
+def num_empty_passes(mesh: RankMesh, settings: SyncSettings) -> int:
+    return 0 if mesh.sizes["pipeline"] > 1 else settings.micro_batches
+
+
+class ExpertAllReduce(EmptyPasses, GradientAllReduce):
+    """Each gradient is all-reduced over the ranks that have the parameter."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: RankMesh,
+        settings: SyncSettings,
+        *,
+        bucket_bytes: int | Literal["chosen"] | None = "chosen",
+    ) -> None:
+        experts = expert_names(module)
+        GradientAllReduce.__init__(
+            self,
+            module,
+            optimizer,
+            mesh.gradients,
+            over=lambda name: mesh.expert_gradients if name in experts else mesh.gradients,
+            bucket_bytes=bucket_bytes,
+        )
+        # An overflow in some experts is known to their ranks alone.
+        self.ranks_differ = True
+        self.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
+
+
+class ExpertZeroSync(EmptyPasses, ZeroSync):
+    """ZeRO if ranks have different experts.
+
+    It sends after each backward pass and not during it, because a backward pass may wait for other ranks'
+    experts.
+    """
+
+
+class ExpertDataParallel:
+    """All-reduces the gradients in every step; ranks have different experts."""
+
+    takes_sparse = True
+
+    def prepare(
+        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        share_weights(module, mesh)
+        return ExpertAllReduce(module, make_optimizer(module), mesh, settings)
+
+
+class ExpertShardedOptimizer(ShardedOptimizer):
+    """ZeRO 1; ranks have different experts."""
+
+    def synchronize(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        experts = expert_names(module)
+        groups = [
+            SyncGroup(mesh.shard_group, lambda name: name not in experts),
+            SyncGroup(mesh.expert_shard_group, lambda name: name in experts, ("sequence",)),
+        ]
+        sync = ExpertZeroSync(module, optimizer, groups, self.num_rounds(settings), reacts=False)
+        sync.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
+        return sync
+
+
+class ExpertShardedGradients(ExpertShardedOptimizer):
+    """ZeRO 2; ranks have different experts."""
+
+    during_backward = True

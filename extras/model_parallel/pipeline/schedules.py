@@ -1,0 +1,86 @@
+"""Pipeline schedules: the stages of each rank, and the order of their passes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ringspark.extras.model_parallel.pipeline import orders
+from ringspark.extras.model_parallel.pipeline.orders import Orders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One schedule.
+
+    Attributes:
+        order: (ranks, stages per rank, micro-batches) -> actions of each position in the pipeline; None for
+            a schedule without a flush.
+        passes: Import path of its subclass of `PipelinePasses`; None for `PipelinePasses`.
+        virtual: Smallest and largest number of stages per rank.
+        splits: Whether backward passes are split into two halves.
+        is_v: Whether the stages go down the ranks and up again, instead of around.
+    """
+
+    order: Callable[[int, int, int], Orders] | None = None
+    passes: str | None = None
+    virtual: tuple[int, int] = (1, 1)
+    splits: bool = False
+    is_v: bool = False
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the optimizer applies gradients of earlier steps, because there is no flush."""
+        return self.order is None
+
+    def owners(self, num_ranks: int, virtual: int) -> list[int]:
+        """Returns the rank of each stage. Rank 0 has the last stage, which computes the losses."""
+        down = list(range(num_ranks - 1, -1, -1))
+        if self.is_v:
+            return [*reversed(down), *down]
+        return down * virtual
+
+    def orders_by_rank(self, num_ranks: int, virtual: int, num_micro: int) -> Orders:
+        assert self.order is not None
+        by_place = self.order(num_ranks, virtual, num_micro)
+        return by_place if self.is_v else by_place[::-1]
+
+
+_MANY = 1 << 10
+
+SCHEDULES: dict[str, Schedule] = {
+    "naive": Schedule(order=orders.naive),
+    "gpipe": Schedule(order=orders.gpipe),
+    "1f1b": Schedule(order=orders.one_forward_one_backward),
+    "interleaved": Schedule(
+        order=partial(orders.order_of_torch, "ScheduleInterleaved1F1B"), virtual=(2, _MANY)
+    ),
+    "zero_bubble": Schedule(
+        order=partial(orders.order_of_torch, "ScheduleInterleavedZeroBubble"), virtual=(1, _MANY), splits=True
+    ),
+    "zbv": Schedule(
+        order=partial(orders.order_of_torch, "ScheduleZBVZeroBubble"), virtual=(2, 2), splits=True, is_v=True
+    ),
+    "pipedream": Schedule(passes="ringspark.extras.schedules.delayed_passes:PipeDream"),
+    "2bw": Schedule(passes="ringspark.extras.schedules.delayed_passes:DoubleBuffered"),
+}
+
+
+def schedule_of(name: str, virtual: int) -> Schedule:
+    """Returns the schedule called `name`; refuses an unsupported number of stages per rank."""
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"did you mean {near[0]!r}? Known" if near else "known"
+        raise ValueError(f"unknown pipeline schedule {name!r}; {hint} are {', '.join(SCHEDULES)}")
+    least, most = SCHEDULES[name].virtual
+    if not least <= virtual <= most:
+        allowed = (
+            f"{least} or more" if most == _MANY else str(least) if least == most else f"{least} to {most}"
+        )
+        raise ValueError(
+            f"pipeline schedule {name!r} needs {allowed} stages per worker, got virtual={virtual}; change "
+            "virtual, or the schedule: 'interleaved' is for several stages, '1f1b' for one"
+        )
+    return SCHEDULES[name]

@@ -1,0 +1,37 @@
+"""The settings `parallelism="auto"` and `memoryBudget`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.launch.owner import write_note
+from ringspark.estimators.techniques import Technique
+from ringspark.extras.planning.memory.budget import check_budget
+from ringspark.extras.planning.meshes.automatic import choose_parallelism
+
+
+class AutomaticMesh(Technique):
+    def settle(self, training: Any, driver: Any) -> Any:
+        estimator = driver.estimator
+        choice = choose_parallelism(
+            training.config,
+            training.objects,
+            training.manifest,
+            begun=driver.run.last_config(),
+            budget=estimator.getMemoryBudget(),
+            limits=driver.limits(training.config),
+            chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
+            is_here=driver.is_on_workers_host,
+        )
+        write_note(driver.run.uri, run_layout.PARALLELISM, f"{choice.explanation}\n")
+        driver.check_memory(choice.config)
+        return replace(training, config=choice.config)
+
+
+class MemoryBudget(Technique):
+    def settle(self, training: Any, driver: Any) -> Any:
+        budget = driver.estimator.getMemoryBudget()
+        check_budget(training.config, training.objects, training.manifest, budget)
+        return training

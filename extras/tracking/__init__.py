@@ -1,0 +1,1 @@
+"""Trackers that need another package: MLflow and TensorBoard."""
