@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.options.mesh import MODEL_AXES
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
 from ringspark.estimators.parallel.base import GradientSync
@@ -37,7 +38,6 @@ from ringspark.estimators.training.passes import Passes, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
-from ringspark.extras.model_parallel.in_process import RankError, run_in_turns
 from ringspark.extras.model_parallel.pipeline.trainer_passes import PipelinedPasses
 from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.extras.model_parallel.tensor import scores_of

@@ -9,13 +9,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jedi
 import pytest
 
-from ringspark.estimators import SequenceWindows, TorchAutoencoder, TorchClassifier
-from ringspark.extras.search import OptunaSearch
+from ringspark.estimators import TorchClassifier
+from ringspark.estimators.lazy_imports import load_object
 
 ROOT = Path(__file__).resolve().parents[2]
 # The layout of an installed package, which tools without imports need.
@@ -55,8 +54,18 @@ def test_a_notebook_completes_settings_of_a_stage_that_it_imported() -> None:
     assert [each.name for each in found] == ["checkpointEverySeconds=", "checkpointEverySteps="]
 
 
-@pytest.mark.parametrize("stage", [TorchClassifier, TorchAutoencoder, SequenceWindows, OptunaSearch])
-def test_help_lists_every_setting_once_with_its_sentence(stage: Any) -> None:
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    "path",
+    [
+        "ringspark.estimators:TorchClassifier",
+        "ringspark.estimators:TorchAutoencoder",
+        "ringspark.estimators:SequenceWindows",
+        "ringspark.extras.search:OptunaSearch",
+    ],
+)
+def test_help_lists_every_setting_once_with_its_sentence(path: str) -> None:
+    stage = load_object(path)
     settings = stage.SETTINGS
     assert list(inspect.signature(stage).parameters) == list(settings)
     lines = [line.strip(" |") for line in pydoc.render_doc(stage, renderer=pydoc.plaintext).splitlines()]

@@ -15,7 +15,6 @@ from ringspark.estimators.stages.declared import plain_values
 from ringspark.estimators.tracking.base import RunStart
 from ringspark.estimators.tracking.jsonl import JsonLinesTracker
 from ringspark.estimators.tracking.watcher import RunWatcher
-from ringspark.extras.tracking.mlflow_tracker import MlflowTracker
 from ringspark.models import ModelSpec
 
 GANG_KEY = bytes(range(180, 212))
@@ -52,6 +51,7 @@ def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
     assert files_with_it(tmp_path) == []
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -67,6 +67,8 @@ def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
     ],
 )
 def test_trackers_refuse_a_password(options: dict[str, Any], told: str) -> None:
+    from ringspark.extras.tracking.mlflow_tracker import MlflowTracker
+
     for tracker in ({"name": "mlflow", **options}, MlflowTracker(**options)):
         with pytest.raises(ValueError, match=f"tracking: {told}") as caught:
             TorchRegressor(tracking=["jsonl", tracker])

@@ -3,12 +3,16 @@
 A name may have several examples, each with a suffix after a blank.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
+from registries import has_extras
 
-from ringspark.extras.experts.routing import ROUTERS
 from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
 
+# Mixtures of experts are in extras, which may be absent.
+ROUTERS = list(import_module("ringspark.extras.experts.routing").ROUTERS) if has_extras() else []
 _TRANSFORMER = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2, "dropout": 0.1}
 EXAMPLES: dict[str, dict[str, object]] = {
     "embedding_mean": {"vocab_size": 9, "dim": 8, "out_features": 2, "dropout": 0.1},
@@ -44,10 +48,13 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "transformer_classifier": {**_TRANSFORMER, "out_features": 2, "padding_id": 0},
     # 2 tokens, as the other networks have 2 outputs, so that an output is (batch, 2, ...).
     "transformer_lm": {**_TRANSFORMER, "vocab_size": 2},
-    "transformer_lm gshard": {
-        **_TRANSFORMER,
-        "vocab_size": 2,
-        "experts": {"num_experts": 2, "router": "gshard"},
+    **{
+        f"transformer_lm {router}": {
+            **_TRANSFORMER,
+            "vocab_size": 2,
+            "experts": {"num_experts": 2, "router": router},
+        }
+        for router in ROUTERS[:1]
     },
     **{
         f"transformer_classifier {router}": {
@@ -60,7 +67,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     },
 }
 # Dimensions after (batch, 2).
-MORE_DIMS = {"transformer_lm": (4,), "transformer_lm gshard": (4,)}
+MORE_DIMS = dict.fromkeys(["transformer_lm", *(f"transformer_lm {router}" for router in ROUTERS[:1])], (4,))
 
 
 def spec(name: str) -> ModelSpec:

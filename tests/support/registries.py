@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ringspark.estimators.lazy_imports import LazyRegistry
+from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, FromExtras
 
 EXTRAS = "ringspark.extras"
 
@@ -36,3 +37,9 @@ def names_of(registry: LazyRegistry[Any], names: Iterable[str] | None = None) ->
 def list_available(registry: LazyRegistry[Any]) -> list[str]:
     """Returns the names whose modules are installed: without extras, the names of the core."""
     return [name for name, path in registry.paths.items() if has_extras() or not path.startswith(EXTRAS)]
+
+
+def optimizer_names() -> list[Any]:
+    """Returns one pytest parameter per optimizer; names of extras have the mark `extras`."""
+    extra = {name for name, make in OPTIMIZERS.items() if isinstance(make, FromExtras)}
+    return [pytest.param(name, marks=[pytest.mark.extras] if name in extra else []) for name in OPTIMIZERS]

@@ -7,7 +7,8 @@ adds it to the update before scaling. All other optimizers add it to the gradien
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -49,11 +50,16 @@ def _keep_contiguous(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _extra(path: str, **options: Any) -> Factory:
-    """Returns the factory of an optimizer of `ringspark.extras`, which is imported when it is made."""
-    return lambda p, lr, wd: load_object(f"ringspark.extras.optimizers.{path}")(
-        p, lr=lr, weight_decay=wd, **options
-    )
+@dataclass(frozen=True)
+class FromExtras:
+    """Makes an optimizer of `ringspark.extras.optimizers`, which is imported then."""
+
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, parameters: Any, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+        kind: type[torch.optim.Optimizer] = load_object(f"ringspark.extras.optimizers.{self.path}")
+        return kind(parameters, lr=learning_rate, weight_decay=weight_decay, **self.options)
 
 
 # Name -> factory(parameters or groups, learning_rate, weight_decay); other settings keep their defaults.
@@ -70,13 +76,13 @@ OPTIMIZERS: dict[str, Factory] = {
     "rmsprop": lambda p, lr, wd: torch.optim.RMSprop(p, lr=lr, weight_decay=wd),
     "adagrad": lambda p, lr, wd: torch.optim.Adagrad(p, lr=lr, weight_decay=wd),
     "adadelta": lambda p, lr, wd: torch.optim.Adadelta(p, lr=lr, weight_decay=wd),
-    "adam8bit": _extra("adam8bit:Adam8bit"),
-    "adamw8bit": _extra("adam8bit:Adam8bit", decoupled=True),
-    "adam1bit": _extra("adam1bit:Adam1bit"),
+    "adam8bit": FromExtras("adam8bit:Adam8bit"),
+    "adamw8bit": FromExtras("adam8bit:Adam8bit", {"decoupled": True}),
+    "adam1bit": FromExtras("adam1bit:Adam1bit"),
     "adafactor": lambda p, lr, wd: Adafactor(p, lr=lr, weight_decay=wd),
-    "sm3": _extra("sm3:SM3"),
-    "lamb": _extra("lamb:Lamb"),
-    "lars": _extra("lars:Lars"),
+    "sm3": FromExtras("sm3:SM3"),
+    "lamb": FromExtras("lamb:Lamb"),
+    "lars": FromExtras("lars:Lars"),
 }
 
 # These divide by an average of squared gradients, so they are not linear in the gradients.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringspark.extras.model_parallel.in_process import InProcessCollective, RankError, run_in_turns
+from ringspark.estimators.collectives.in_process import InProcessCollective, RankError, run_in_turns
 
 
 def test_every_operation_gives_what_a_gang_does() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from registries import optimizer_names
 from short_sync import sync_of
 from torch import nn
 
@@ -27,7 +28,7 @@ from ringspark.estimators.memory.available import (
 from ringspark.estimators.memory.pressure import check, check_on_driver, worker_needs
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
@@ -203,7 +204,7 @@ def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> No
     assert worker_needs(hybrid, NOTHING, shards)[names[2]] == whole[names[2]] // 2
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", optimizer_names())
 def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardManifest, optimizer: str) -> None:
     spec = ModelSpec("mlp", {"in_features": 64, "hidden": [256, 256], "out_features": 1})
     module = spec.build()

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from registries import optimizer_names
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, is_elementwise
 from ringspark.estimators.parallel.sharded.shard_layout import even_layout, fill_buckets, whole_layout
 from ringspark.estimators.training.optimizers.registry import ELEMENTWISE as ELEMENTWISE_NAMES
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 LAYOUTS = pytest.mark.parametrize("layout", [even_layout, whole_layout])
@@ -55,7 +56,7 @@ def test_a_whole_layout_cuts_nothing_and_is_balanced_but_for_the_largest(
     assert max(loads) - min(loads) <= max(sizes)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", optimizer_names())
 def test_only_elementwise_optimizers_of_the_registry_are_cut(name: str) -> None:
     optimizer = make_optimizer(name, nn.Linear(300, 300).parameters(), 0.1, 0.0)
     assert is_elementwise(optimizer) is (name in ELEMENTWISE_NAMES)

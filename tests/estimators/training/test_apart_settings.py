@@ -15,10 +15,9 @@ from torch import nn
 
 from ringspark.estimators.options.sync import AllReduce, DiLoCo, Hogwild, LocalSGD, ParameterServer, Sync
 from ringspark.estimators.training.check.driver import check_training
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.extras.optimizers.adam8bit import Adam8bit
-from ringspark.extras.optimizers.lamb import Lamb
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -96,12 +95,13 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("changes", "optimizer", "message"),
     [
         (
             {"sync": ParameterServer()},
-            lambda p: Lamb(p, lr=0.1),
+            lambda p: make_optimizer("lamb", p, 0.1, 0.0),
             "optimizer Lamb needs whole parameters; take one of",
         ),
         ({"sync": Hogwild()}, torch.optim.SparseAdam, r"sync=Hogwild\(\) makes them dense"),
@@ -109,7 +109,7 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
         # The state of a shard has no dimensions to join, so a checkpoint would have the state of one rank.
         (
             {"parallelism": {"tensor": 2, "plan": {"0": "column"}}},
-            Adam8bit,
+            lambda p: make_optimizer("adam8bit", p, 0.1, 0.0),
             "gives a worker only shards of parameters, but optimizer Adam8bit needs whole parameters",
         ),
     ],

@@ -34,7 +34,6 @@ from ringspark.estimators.training.optimizers.schedules import make_rates
 from ringspark.estimators.training.row_caching import find_cached_rows
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, open_reader
 
@@ -491,7 +490,10 @@ def test_kept_row_groups_are_those_that_a_shard_reads_twice(
             assert find_cached_rows(constant, manifest, "train", rank, 3).row_groups != expected
 
 
+@pytest.mark.extras
 def test_a_budget_counts_the_largest_batch(make_shards: MakeShards, tmp_path: Path) -> None:
+    from ringspark.extras.planning.memory.budget import check_budget
+
     manifest = data(make_shards)
     model = ModelSpec("mlp", {"in_features": 4, "hidden": [64] * 4, "out_features": 1}).to_json()
 

@@ -21,7 +21,6 @@ from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]
@@ -282,8 +281,11 @@ def test_a_network_that_cannot_take_what_it_gets_is_named(manifest: ShardManifes
         check_training(config, longer, manifest)
 
 
+@pytest.mark.extras
 def test_the_memory_of_a_step_is_that_of_the_changed_rows(manifest: ShardManifest, tmp_path: Path) -> None:
     """A budget that cannot be checked gives a warning, which fails tests."""
+    from ringspark.extras.planning.memory.budget import check_budget
+
     lazy = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
     objects = UserObjects(
         module=lazy, transform_batch=nn.Sequential(Noise(), Wider()), transform_in_prediction=Wider()

@@ -43,7 +43,6 @@ from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
-from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -322,6 +321,8 @@ WIDTH, LAYERS = 256, 5
 
 def _peak(collective: Collective) -> Any:
     """Returns the bytes of this rank's weights and moments, and the peak of a copy of its shard."""
+    from ringspark.extras.model_parallel.shard_network import shard_network
+
     spec = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * LAYERS, "out_features": WIDTH})
     module = spec.build()
     mesh = RankMesh.of(collective, {"tensor": 2})
@@ -335,6 +336,7 @@ def _peak(collective: Collective) -> Any:
     return [own, use.peak, use.kept]
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_each_rank_copies_its_own_part_and_one_tensor_at_most() -> None:

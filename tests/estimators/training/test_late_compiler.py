@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, sys
 import torch
@@ -39,6 +41,7 @@ print(json.dumps(loaded))
 """
 
 
+@pytest.mark.extras
 def test_no_optimizer_imports_the_compiler_before_its_first_step() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.parallel.base import GradientSync
@@ -28,7 +29,6 @@ from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, wri
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.extras.model_parallel.in_process import RankError, run_in_turns
 from ringspark.pipelines import ShardManifest
 
 MakeShards = Callable[..., ShardManifest]

@@ -41,6 +41,7 @@ from written_shards import written
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.options.sync import AllReduce, Zero
@@ -51,9 +52,6 @@ from ringspark.estimators.training.checkpoint.attributes import read_attributes,
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.extras.model_parallel.in_process import RankError, run_in_turns
-from ringspark.extras.planning.memory.columns import BatchColumn
-from ringspark.extras.planning.memory.planner import Planner
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest
@@ -267,7 +265,11 @@ def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None
     assert table.equal(network.table.weight)
 
 
+@pytest.mark.extras
 def test_the_memory_of_each_network_can_be_planned(make_shards: MakeShards, tmp_path: Path) -> None:
+    from ringspark.extras.planning.memory.columns import BatchColumn
+    from ringspark.extras.planning.memory.planner import Planner
+
     config = replace(_config(make_shards(make_columns(83)), tmp_path / "run"), output_widths=(1,))
     x = BatchColumn(shape=(BATCH, 4), dtype=torch.float32)
     y = BatchColumn(shape=(BATCH,), dtype=torch.float32)

@@ -19,12 +19,12 @@ from short_sync import sync_of
 from small_training import config_of
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.in_process import run_in_turns
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState, gather_ranks
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import train_worker
-from ringspark.extras.model_parallel.in_process import run_in_turns
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 

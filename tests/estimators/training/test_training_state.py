@@ -11,6 +11,7 @@ import pytest
 import torch
 from peak_memory import memory_use
 from ranks import run_ranks
+from registries import optimizer_names
 from short_sync import sync_of
 from torch import nn
 
@@ -27,7 +28,6 @@ from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.shards import map_shards, name_files, report_shard
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_shard, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, load_state
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.pipelines import storage
 
@@ -248,7 +248,7 @@ def test_each_block_that_a_remote_store_gives_is_progress(monkeypatch: pytest.Mo
     assert len(ticks) == sum(-(-storage.size(storage.join(uri, name)) // 64) for name in files)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", optimizer_names())
 def test_every_optimizer_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
     local = LocalCollective()
     expected = _prepare(local, "none", optimizer)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators import TorchEstimator, TorchRegressor
+from ringspark.estimators.collectives.in_process import InProcessCollective, RankError, run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -24,7 +25,6 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.model_parallel.in_process import InProcessCollective, RankError, run_in_turns
 from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.training_steps.engine import Engine
