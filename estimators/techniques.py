@@ -214,6 +214,7 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
     {
         "certificate_of_run": "ringspark.extras.certificate:certify",
         "held_out_report": "ringspark.extras.report.held_out.held_out_report:HeldOutReport",
+        "export_model": "ringspark.extras.export.export:export_model",
         "fit_on_delta": f"{_IN_PLACE}.fits:fit_on_delta",
         "fit_on_parquet": f"{_IN_PLACE}.fits:fit_on_parquet",
         "fit_on_table": f"{_IN_PLACE}.fits:fit_on_table",

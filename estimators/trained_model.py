@@ -27,16 +27,7 @@ from ringspark.estimators.columns.inputs import (
     shared_columns,
     source_columns,
 )
-from ringspark.estimators.inference.export import (
-    EXPORTED,
-    Export,
-    ExportFormat,
-    export_module,
-    make_samples,
-    record_module,
-)
 from ringspark.estimators.inference.local_inputs import make_row, num_features
-from ringspark.estimators.inference.precision import reduce_precision
 from ringspark.estimators.inference.precision_difference import (
     PrecisionDifference,
     compare_on_rows,
@@ -50,6 +41,7 @@ from ringspark.estimators.inference.predict import (
 )
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
+from ringspark.estimators.inference.samples import make_samples, record_module
 from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
@@ -57,10 +49,8 @@ from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description,
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.techniques import FUNCTIONS
-from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.feed import Array
-from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.program import Program
@@ -158,7 +148,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         """
         return self._trained().adapter()
 
-    def export(self, path: str, format: ExportFormat = "torch.export") -> None:
+    def export(self, path: str, format: str = "torch.export") -> None:
         """Writes the network, including `transformInPrediction`, to a file that takes any number of rows.
 
         Args:
@@ -167,15 +157,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             format: "torch.export" for `torch.export.load`, or a format of docs/serving.md: "onnx", "triton",
                 "aotinductor", "executorch", or "mlflow", which also has the pre- and postprocessing.
         """
-        precision = self.getInferencePrecision()
-        if precision != "fp32" and (precision, format) not in EXPORTED:
-            warnings.warn(
-                f"export writes the network in fp32 as {format!r}, although inferencePrecision={precision!r}",
-                UserWarning,
-                stacklevel=2,
-            )
-            precision = "fp32"
-        export_module(self._network(precision), path, format)
+        FUNCTIONS["export_model"](self, path, format)
 
     def comparePrecision(self, dataset: DataFrame) -> PrecisionDifference:
         """Compares predictions in `inferencePrecision` with predictions in fp32. Runs one Spark job.
@@ -188,12 +170,6 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         predictor = self._predictor([item.feed for item in bound])
         predictor = replace(predictor, keeps_rows=len(columns) > len(bound))
         return compare_on_rows(dataset, predictor, columns)
-
-    def _network(self, precision: InferencePrecision = "fp32") -> Export:
-        prepare, module = self.getTransformInPrediction(), reduce_precision(self.module(), precision)
-        if prepare is not None:
-            module = PreparedNetwork(prepare, module)
-        return Export(module, self._inputs, self.inputColumns(), self)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training to the file `path` on any store."""

@@ -20,23 +20,12 @@ from typing import Any
 import ringspark
 from ringspark.jobs import cli
 
-# Name -> module in this package.
-COMMANDS = {
-    "demo": "quick_demo",
-    "check": "check",
-    "train": "train_job",
-    "score": "score_rows",
-    "runs": "runs",
-    "shards": "shards",
-    "build-horovod": "build_horovod",
-}
-# Commands of `ringspark.extras`, which may be absent.
+# Command -> its module in this package.
+COMMANDS = {"demo": "quick_demo", "train": "train_job", "score": "score_rows"}
+# Commands of `ringspark.extras`, which may be absent -> their modules in `ringspark.extras.commands`.
 EXTRA_COMMANDS = {
-    "plan": "ringspark.extras.planning.command",
-    "report": "ringspark.extras.report.command",
-    "pack": "ringspark.extras.packing.command",
-    "certify": "ringspark.extras.certificate.sign_command",
-    "verify": "ringspark.extras.certificate.verify_command",
+    **{name: name for name in ("check", "plan", "runs", "report", "shards", "pack", "certify", "verify")},
+    "build-horovod": "build_horovod",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 # Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.
@@ -57,8 +46,10 @@ def build_parser() -> cli.JobParser:
         dest="command", required=True, metavar="COMMAND", title="commands", parser_class=cli.JobParser
     )
     paths = {name: f"ringspark.jobs.{module}" for name, module in COMMANDS.items()}
-    for name, module in (paths | (EXTRA_COMMANDS if find_spec("ringspark.extras") else {})).items():
-        command = import_module(module)
+    if find_spec("ringspark.extras"):
+        paths |= {name: f"ringspark.extras.commands.{module}" for name, module in EXTRA_COMMANDS.items()}
+    for name, path in paths.items():
+        command = import_module(path)
         first_word, rest = command.DESCRIPTION.rstrip(".").split(" ", 1)
         added = commands.add_parser(
             name, help=f"{first_word.lower()} {rest}", description=command.DESCRIPTION

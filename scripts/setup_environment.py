@@ -47,7 +47,7 @@ JAVA = (17, 21)
 
 
 def _load_horovod_build() -> Any:
-    """Returns jobs/build_horovod.py as a module, because the package is not installed yet."""
+    """Returns extras/commands/build_horovod.py as a module, because the package is not installed yet."""
     spec = importlib.util.spec_from_file_location("build_horovod", HOROVOD_BUILD)
     assert spec is not None
     assert spec.loader is not None
@@ -58,7 +58,7 @@ def _load_horovod_build() -> Any:
 
 
 ROOT = Path(__file__).resolve().parent.parent
-HOROVOD_BUILD = ROOT / "jobs" / "build_horovod.py"
+HOROVOD_BUILD = ROOT / "extras" / "commands" / "build_horovod.py"
 horovod = _load_horovod_build()
 output_of = horovod.output_of
 

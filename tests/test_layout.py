@@ -70,6 +70,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "extras/asynchronous",
         "extras/compressors",
         "extras/dataloader",
+        "extras/export",
         "extras/experts",
         "extras/external_tables",
         "extras/functions",
@@ -90,7 +91,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("extras/search", "extras/tuning"),
     ("extras",),
     ("jobs",),
-    ("extras/planning/command",),
+    ("extras/commands",),
 )
 
 # Written so that the patterns do not match this file, which is searched too.

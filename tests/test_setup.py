@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ringspark.jobs import build_horovod
+from ringspark.extras.commands import build_horovod
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
-HOROVOD_BUILD = "jobs/build_horovod.py"
+HOROVOD_BUILD = "extras/commands/build_horovod.py"
 LOCK = "requirements/lock.txt"
 FLOOR = "requirements/floor.txt"
 LAYERS = {".venv-floor": FLOOR} | {

@@ -34,8 +34,8 @@ from ringspark.estimators.environment import environment
 # Seconds between two polls of an all-reduce.
 _POLL_SECONDS = 20e-6
 
-# Suffixes of Horovod's version, from jobs/build_horovod.py: the build binds to a given interface, and the
-# cycle time can be set at each start.
+# Suffixes of Horovod's version, from extras/commands/build_horovod.py: the build binds to a given interface,
+# and the cycle time can be set at each start.
 _MENDED, _CYCLE_MENDED = "+iface", "+iface.cycle"
 
 # Horovod's thread looks for work once per cycle. Each cycle costs a message between the ranks, and an

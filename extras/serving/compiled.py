@@ -7,7 +7,7 @@ import shutil
 
 import torch
 
-from ringspark.estimators.inference.export import Export, ExportError
+from ringspark.extras.export.export import Export, ExportError
 from ringspark.models.process_state import silence_thread
 
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ringspark.estimators.inference.export import Export, ExportError
+from ringspark.extras.export.export import Export, ExportError
 from ringspark.extras.serving.schema import example_of, signature_of
 from ringspark.extras.serving.served_folder import PACKAGE, RUNTIMES, copy_package, pin, write_served
 from ringspark.extras.serving.wheel_file import write_wheel

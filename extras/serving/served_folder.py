@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from ringspark.estimators.columns.inputs import ModelInput, source_names
-from ringspark.estimators.inference.export import EXPORTERS, Export, record_module
 from ringspark.estimators.inference.results import Classes, Values
+from ringspark.estimators.inference.samples import record_module
 from ringspark.estimators.served_model import class_name
 from ringspark.estimators.stages.storage_root import find_session
+from ringspark.extras.export.export import EXPORTERS, Export
 from ringspark.extras.serving.plain.columns import READERS
 from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
@@ -44,7 +45,7 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     """
     inputs = describe_inputs(stage)
     folder.mkdir(parents=True)
-    export: Export = stage._network()
+    export = Export.of(stage)
     problems = []
     for name in [runtime] if runtime else list(RUNTIMES):
         try:

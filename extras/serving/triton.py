@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ringspark.estimators.inference.export import EXPORTERS, Export, ExportError
+from ringspark.extras.export.export import EXPORTERS, Export, ExportError
 
 _TYPES = {
     "FLOAT": "TYPE_FP32",

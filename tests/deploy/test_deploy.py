@@ -74,7 +74,7 @@ def test_a_simulated_emr_starts_the_cluster(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with install.sh and the wheels of ringspark and, if there is a Horovod, of Horovod."""
-    from ringspark.jobs.build_horovod import Build
+    from ringspark.extras.commands.build_horovod import Build
 
     folder = tmp_path_factory.mktemp("wheels")
     command = [sys.executable, str(ROOT / "scripts" / "build_package.py"), "--output", str(folder)]

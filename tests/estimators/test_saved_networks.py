@@ -24,7 +24,7 @@ from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
 from ringspark.estimators.columns.inputs import ModelInput, model_inputs
-from ringspark.estimators.inference.export import record_module
+from ringspark.estimators.inference.samples import record_module
 from ringspark.estimators.stages.persistence import ALLOW_PICKLE
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint

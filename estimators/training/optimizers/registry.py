@@ -58,7 +58,7 @@ class FromExtras:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, parameters: Any, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-        kind: type[torch.optim.Optimizer] = load_object(f"ringspark.extras.optimizers.{self.path}")
+        kind: Callable[..., torch.optim.Optimizer] = load_object(f"ringspark.extras.optimizers.{self.path}")
         return kind(parameters, lr=learning_rate, weight_decay=weight_decay, **self.options)
 
 

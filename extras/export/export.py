@@ -5,33 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
-from ringspark.estimators.inference.portable_operators import replace_rare_operators
+from ringspark.estimators.columns.inputs import ModelInput
+from ringspark.estimators.inference.precision import reduce_precision
+from ringspark.estimators.inference.samples import MAX_ROWS, varying_sizes, zeros_of
 from ringspark.estimators.lazy_imports import LazyRegistry
-from ringspark.estimators.training.arguments import InputLayout
-from ringspark.estimators.training.batch_transforms import prepare_function, prepare_inputs
-from ringspark.estimators.training.feed import zeros
+from ringspark.estimators.training.batch_transforms import PreparedNetwork
+from ringspark.estimators.training.settings.choices import InferencePrecision
+from ringspark.extras.export.portable_operators import replace_rare_operators
 from ringspark.models.process_state import PROCESS_LOCK, silence_thread
-from ringspark.models.program import Program
-from ringspark.models.recording import TRACED_ROWS, NoProgramError, first_line, record_program, trace_network
+from ringspark.models.recording import TRACED_ROWS, first_line, trace_network
 from ringspark.pipelines import storage
-
-ExportFormat = Literal["torch.export", "onnx", "triton", "aotinductor", "executorch", "mlflow"]
 
 # Larger weights than one protobuf message holds go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
-# Without a maximum, torch 2.6 cannot export a mixture of experts.
-_MAX_ROWS = 2**31 - 1
-# Values per row of varying length in a sample.
-_VALUES = 3
 
 
 class ExportError(ValueError):
@@ -47,16 +42,24 @@ class Export:
     names: Sequence[str]
     stage: Any = None
 
-    def trace(self, max_rows: int = _MAX_ROWS) -> torch.export.ExportedProgram:
-        """Traces the network for any number of rows."""
-        return trace_network(self.module, self.samples(TRACED_ROWS), _varying(self.inputs, max_rows))
+    @classmethod
+    def of(cls, model: Any, precision: InferencePrecision = "fp32") -> Export:
+        """Returns the network of a fitted model, with its `transformInPrediction`."""
+        prepare, module = model.getTransformInPrediction(), reduce_precision(model.module(), precision)
+        if prepare is not None:
+            module = PreparedNetwork(prepare, module)
+        return cls(module, model._inputs, model.inputColumns(), model)
 
-    def trace_portable(self, max_rows: int = _MAX_ROWS) -> torch.export.ExportedProgram:
+    def trace(self, max_rows: int = MAX_ROWS) -> torch.export.ExportedProgram:
+        """Traces the network for any number of rows."""
+        return trace_network(self.module, self.samples(TRACED_ROWS), varying_sizes(self.inputs, max_rows))
+
+    def trace_portable(self, max_rows: int = MAX_ROWS) -> torch.export.ExportedProgram:
         """Traces the network into operators that other runtimes have."""
         return replace_rare_operators(self.trace(max_rows))
 
     def samples(self, rows: int) -> tuple[torch.Tensor, ...]:
-        return _samples(self.inputs, rows)
+        return zeros_of(self.inputs, rows)
 
     @property
     def arguments(self) -> list[str]:
@@ -101,8 +104,20 @@ _NEEDS = {
 }
 
 
-def export_module(export: Export, path: str, format: str) -> None:
-    """Writes the network to the file or folder `path`."""
+def export_model(model: Any, path: str, format: str) -> None:
+    """Writes the network of a fitted model to the file or folder `path`."""
+    precision = model.getInferencePrecision()
+    if precision != "fp32" and (precision, format) not in EXPORTED:
+        warnings.warn(
+            f"export writes the network in fp32 as {format!r}, although inferencePrecision={precision!r}",
+            UserWarning,
+            stacklevel=3,
+        )
+        precision = "fp32"
+    _export(Export.of(model, precision), path, format)
+
+
+def _export(export: Export, path: str, format: str) -> None:
     if format not in EXPORTERS:
         raise ValueError(f"format must be one of {list(EXPORTERS)}, got {format!r}")
     extra, packages = _NEEDS.get(format, ("", ()))
@@ -137,70 +152,6 @@ def export_module(export: Export, path: str, format: str) -> None:
                     storage.open_file(f"{there}/{name}", "wb") as writer,
                 ):
                     shutil.copyfileobj(source, writer, 16 << 20)
-
-
-def make_samples(inputs: Sequence[ModelInput], prepare: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Returns a function from a number of rows to example inputs of the network."""
-    if any(item.column is None for item in inputs):
-        raise NoProgramError("the types of its inputs are not known")
-    function = prepare_function(prepare, torch.device("cpu"), training=False)
-
-    def samples(rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():
-            return prepare_inputs(function, _samples(inputs, rows, length))
-
-    return samples
-
-
-def record_module(
-    module: nn.Module, inputs: Sequence[ModelInput], prepare: Any = None, inner: Iterable[str] = ()
-) -> Program:
-    """Records the module as a program for any number of rows; raises NoProgramError if that fails.
-
-    Args:
-        prepare: The user's function transformInPrediction; the program takes the results of `prepare`.
-        inner: Names of modules whose outputs the program keeps.
-    """
-    samples = make_samples(inputs, prepare)
-    arrays = [item.array for item in inputs]
-    longest = max((array.shape[0] for array in arrays if array.varies), default=0)
-    # A trace may follow a branch on the length that holds only for the traced length.
-    every, some = range(1, longest + 1), max(1, longest // 16)
-    return record_program(module, samples, _varying(inputs), [*every[:32], *every[32::some]], tuple(inner))
-
-
-def _samples(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Returns sample inputs; a ragged row has `_VALUES` values, a padded row at most `length` values."""
-    made = []
-    for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
-        array = item.array
-        if place == number:
-            made.append(torch.arange(rows) * _VALUES)
-            continue
-        sample = zeros(array, rows if place is None else rows * _VALUES)
-        if array.varies:
-            # A single row has full length; several rows differ in length.
-            sample = sample[:, : length or (rows + _VALUES if rows > 1 else None)]
-        made.append(sample)
-    return tuple(made)
-
-
-def _varying(inputs: Sequence[ModelInput], max_rows: int = _MAX_ROWS) -> list[dict[int, Any]]:
-    # Equal dimensions share a name: the rows, and the concatenated arrays of one column.
-    batch = torch.export.Dim("batch", min=1, max=max_rows)
-    ends: dict[int, Any] = {}
-    dims = []
-    for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
-        if place is not None and place != number:
-            dims.append({0: ends.setdefault(place, torch.export.Dim(f"values{place}", min=0))})
-        else:
-            # torch may refuse a bound on a length that the network does not treat specially.
-            dims.append({0: batch} | ({1: torch.export.Dim.AUTO} if item.array.varies else {}))
-    return dims
-
-
-def _places(inputs: Sequence[ModelInput]) -> InputLayout:
-    return layout_of_inputs(inputs) or (None,) * len(inputs)
 
 
 def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from standalone import SPARK, spark_environment, standalone_cluster
 
-from ringspark.jobs.check import _Answer, _check_packages, _Findings, _versions
+from ringspark.extras.commands.check import _Answer, _check_packages, _Findings, _versions
 
 COMMAND = Path(__file__).parent.parent.parent / "jobs" / "command.py"
 

@@ -1,18 +1,17 @@
 """Lists, describes, verifies and removes shards, shard caches, and runs that `fit` left behind.
 
-    python -m ringspark.jobs.shards list /data/cache
-    python -m ringspark.jobs.shards describe /data/shards
-    python -m ringspark.jobs.shards verify /data/shards
-    python -m ringspark.jobs.shards remove /data/cache 3f2a
-    python -m ringspark.jobs.shards runs /data/storage --remove-older-than 24
+    python -m ringspark.extras.commands.shards list /data/cache
+    python -m ringspark.extras.commands.shards describe /data/shards
+    python -m ringspark.extras.commands.shards verify /data/shards
+    python -m ringspark.extras.commands.shards remove /data/cache 3f2a
+    python -m ringspark.extras.commands.shards runs /data/storage --remove-older-than 24
 
-The job does not start Spark, so a path without a scheme is on this machine.
+The command does not start Spark, so a path without a scheme is on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
@@ -24,15 +23,9 @@ _KEY_DIGITS = 20
 DESCRIPTION = "Show, verify and remove shards and shard caches."
 
 
-def build_parser() -> cli.JobParser:
-    parser = cli.JobParser("shards", DESCRIPTION)
-    add_arguments(parser)
-    return parser
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
-        dest="what", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+        dest="what", required=True, metavar="COMMAND", parser_class=cli.JobParser
     )
     for command, argument, what in (
         ("list", "root", "show the entries of a cache"),
@@ -41,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("runs", "root", "show runs that calls of fit left behind: hours since the last change, state, size"),
         ("remove", "root", "remove an entry of a cache, or all"),
     ):
-        added = commands.add_parser(
-            command, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
-        )
-        # A wrong option prints one line, like the job's own errors.
-        added.error = parser.error  # type: ignore[method-assign]
+        added = commands.add_parser(command, help=what, description=f"{what[0].upper()}{what[1:]}.")
         added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
         if command == "runs":
             added.add_argument(
@@ -108,7 +97,3 @@ def _print_runs(root: str, runs: list[StoredRun], what: str) -> None:
         )
     total = cli.format_size(sum(run.num_bytes for run in runs))
     print(f"shards: {len(runs)} runs and shards, {total} {what} in {root}")
-
-
-if __name__ == "__main__":
-    sys.exit(cli.main(build_parser(), run))

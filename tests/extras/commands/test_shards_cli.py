@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ringspark.extras.reuse.cache_entries import CacheEntry, begin, folder_of, publish
-from ringspark.jobs import cli, shards
+from ringspark.jobs import command
 from ringspark.pipelines import ShardManifest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,7 +20,7 @@ KEY = "0123456789abcdef" * 4
 
 
 def run(*options: str) -> int:
-    return cli.main(shards.build_parser(), shards.run, options)
+    return command.main(["shards", *options])
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def test_describe_and_verify(cache, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", manifest.uri) == 0
     assert capsys.readouterr().out == f"shards: 64 rows in {len(manifest.files)} files, all there\n"
     (Path(manifest.uri) / manifest.files[0].path).unlink()
-    assert run("verify", manifest.uri) == 1
+    assert run("verify", manifest.uri) == 2
     assert "is missing" in capsys.readouterr().err
 
 
 def test_remove_takes_a_prefix_or_all(cache, capsys: pytest.CaptureFixture[str]) -> None:
     root, _ = cache
-    assert run("remove", str(root), "fff") == 1
+    assert run("remove", str(root), "fff") == 2
     assert f"pass one of: {KEY[:20]}" in capsys.readouterr().err
     assert run("remove", str(root), "0123") == 0
     assert " freed in " in capsys.readouterr().out
@@ -88,9 +88,9 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     assert run("runs", str(tmp_path), "--remove-older-than", "24") == 0
     assert f"shards: 1 runs and shards, 2 bytes removed in {tmp_path}\n" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["run-ba9876543210"]
-    assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 1
+    assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 2
     assert "without a change for 1 hours or more, got 0.5" in capsys.readouterr().err
-    assert run("runs", str(tmp_path), "--finished") == 1
+    assert run("runs", str(tmp_path), "--finished") == 2
     assert "--finished needs --remove-older-than HOURS" in capsys.readouterr().err
 
 
@@ -125,6 +125,7 @@ def test_what_is_wrong_is_one_line(options: list[str], code: int, message: str) 
 
 
 def test_no_spark_is_imported() -> None:
-    code = "import sys, ringspark.jobs.shards; print([m for m in ('pyspark', 'torch') if m in sys.modules])"
+    found = "[m for m in ('pyspark', 'torch') if m in sys.modules]"
+    code = f"import sys, ringspark.extras.commands.shards; print({found})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []

@@ -1,0 +1,1 @@
+"""Commands of `ringspark` beside `train` and `score`."""

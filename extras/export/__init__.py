@@ -1,0 +1,1 @@
+"""Exports a trained network: ONNX, ExecuTorch, and torch's own programs."""
