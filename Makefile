@@ -39,7 +39,7 @@ setup-frameworks: python ## Build .venv, and .venv-frameworks: JAX and TensorFlo
 # Else the OpenMP threads of gradient boosting busy-wait and slow a loaded machine.
 demo: export OMP_WAIT_POLICY = passive
 demo: setup ## Train the flights example end to end; options in ARGS="..."
-	@$(VENV_PYTHON) jobs/demo.py $(ARGS)
+	@$(VENV_PYTHON) examples/flights/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
 test test-extras test-python test-frameworks test-all test-floor: export OMP_NUM_THREADS = 1
@@ -68,7 +68,7 @@ test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; o
 lint: setup ## Check style (ruff), types (mypy) and spelling (codespell)
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
-	@$(VENV_PYTHON) -m mypy -p ringspark -p scripts
+	@$(VENV_PYTHON) -m mypy -p ringspark -p scripts -m demo -m docstrings
 	@$(VENV_PYTHON) -m codespell_lib
 
 docs: setup ## Build the pages of docs/ as HTML into build/docs; a warning is an error

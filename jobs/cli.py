@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ringspark.estimators.training.settings.setting import Setting
 
-DEFAULT_ROOT = "artifacts/flights"
 DEFAULT_MASTER = "local[2]"
 _INTERRUPTED = 130
 _METAVARS: dict[Any, str] = {int: "N", float: "X"}
@@ -129,13 +128,6 @@ def positive_int(text: str) -> int:
         if (value := int(text)) >= 1:
             return value
     raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
-
-
-def fraction(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0.0 < (value := float(text)) <= 1.0:
-            return value
-    raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
 
 
 @contextlib.contextmanager

@@ -5,18 +5,21 @@
 # MAGIC Will a flight arrive over 15 minutes late? Spark joins five real tables. Two workers train on the
 # MAGIC joined table as it is: strings, numbers and missing values.
 # MAGIC
-# MAGIC Needs `ringspark` with its `examples` extra on the cluster (`%pip install ringspark[examples]`).
+# MAGIC Needs `ringspark` with its `examples` extra on the cluster (`%pip install ringspark[examples]`),
+# MAGIC and this notebook in a Git folder with the repository.
 
 # COMMAND ----------
 
 import os
+import sys
 import tempfile
 
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.sql import functions as F
 
+sys.path.append(os.path.abspath("../examples/flights"))
+import flights
 from ringspark.estimators import TorchClassifier
-from ringspark.jobs import flights
 
 # A folder that the driver and all workers reach, and the share of the rows to use: 1.0 for all.
 FOLDER = "/dbfs/tmp/ringspark" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="quickstart-")

@@ -6,18 +6,21 @@
 # MAGIC column into a tokenizer's ids, both in `fit` and in `transform`. The predicted classes are strings
 # MAGIC again.
 # MAGIC
-# MAGIC Needs `ringspark` with its `text` extra on the cluster (`%pip install ringspark[text]`).
+# MAGIC Needs `ringspark` with its `text` extra on the cluster (`%pip install ringspark[text]`),
+# MAGIC and this notebook in a Git folder with the repository.
 
 # COMMAND ----------
 
 import os
+import sys
 import tempfile
 
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import functions as F
 
+sys.path.append(os.path.abspath("../examples/flights"))
+import docstrings
 from ringspark.estimators import TorchClassifier
-from ringspark.jobs import docstrings
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens, train_tokenizer
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pipelines", "models", "estimators", "extras", "jobs", "scripts", "notebooks", "docs", "tests")
+ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
+FOLDERS = (*ROOMS, "examples", "scripts", "notebooks", "docs", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 
 # Every edit of this script rebuilds the environments: reword it with its next change.

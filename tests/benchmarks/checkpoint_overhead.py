@@ -4,7 +4,7 @@ One training with the job's network runs on one rank in this process. The machin
 within minutes than a checkpoint costs. So stretches of `--stretch` steps with and without a checkpoint
 alternate, and each one with a checkpoint is compared with its two neighbours. The training copies the state
 in the middle of a stretch, and a thread writes it in the background. The first step of an epoch starts the
-reader and does not count. `--root` is the folder of the shards of jobs/etl.py, which runs once if they are
+reader and does not count. `--root` is the folder of the shards of flights/etl.py, which runs once if they are
 missing.
 
     python tests/benchmarks/checkpoint_overhead.py
@@ -22,10 +22,11 @@ from statistics import median
 import harness
 from precision import feature_sizes, flights_job
 
+import recipes
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.jobs import cli, recipes
+from ringspark.jobs import cli
 
 
 class Clock(Callback):

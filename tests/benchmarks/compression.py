@@ -30,6 +30,7 @@ import torch
 from links import link_refusal, shaped_hosts, wire_bytes
 from small_training import train_gang
 
+import recipes
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
@@ -37,7 +38,7 @@ from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.jobs import cli, recipes
+from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 
 COMPRESSIONS: dict[str, Any] = {

@@ -18,8 +18,9 @@ from pyspark.sql import functions as F
 from sklearn.metrics import roc_auc_score
 from torch.utils.flop_counter import FlopCounterMode
 
+import flights
 from ringspark.estimators import TorchClassifier
-from ringspark.jobs import cli, flights
+from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 
 if TYPE_CHECKING:

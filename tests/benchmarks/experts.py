@@ -22,9 +22,10 @@ import harness
 import pandas as pd
 import torch
 
+import docstrings
 from ringspark.estimators import TorchEstimator
 from ringspark.extras.planning.layers import count_layers
-from ringspark.jobs import cli, docstrings
+from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 
 if TYPE_CHECKING:

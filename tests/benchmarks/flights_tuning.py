@@ -1,7 +1,7 @@
 """Hyperparameter search for the flights on the validation month: the network against boosting, in equal time.
 
 Each search samples its grid in a seeded order until it has used `--seconds`. It starts with the recipe of
-jobs/recipes.py. The search that has used less time runs next. A recipe trains on months 1 to 8, and its score
+recipes.py. The search that has used less time runs next. A recipe trains on months 1 to 8, and its score
 is the ROC AUC of month 9. Only one member of the network's ensemble trains, so that more recipes can run.
 Boosting is scored after every 50 iterations of one training. The test months are not read.
 
@@ -23,8 +23,10 @@ import harness
 import precision
 from sklearn.metrics import average_precision_score, roc_auc_score
 
+import recipes
+import score
 from ringspark.estimators.launch.local import train_here
-from ringspark.jobs import cli, recipes, score
+from ringspark.jobs import cli
 from ringspark.pipelines import ShardManifest
 
 NETWORKS: dict[str, Sequence[Any]] = {
@@ -103,7 +105,7 @@ def search(
 
 
 def main() -> None:
-    """Runs both searches, then prints their best recipes and the recipe of jobs/recipes.py."""
+    """Runs both searches, then prints their best recipes and the recipe of examples/flights/recipes.py."""
     options = harness.parse(__doc__, seconds=(720, 1), members=(1, 1))
     root = harness.flights_root(options)
     manifest = ShardManifest.load(str(root / "shards"))

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
+import flights
 from ringspark.estimators import SequenceWindows, TorchRegressor
-from ringspark.jobs import cli, flights
+from ringspark.jobs import cli
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -24,10 +24,11 @@ from ringspark.models import ModelSpec
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+ROOT = Path(__file__).resolve().parents[2]
+FLIGHTS = ROOT / "examples" / "flights"
 # Folders of modules that tests and benchmarks share. pytest adds them too.
-sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("support", "faults", "hosts")]
+sys.path += [*(str(ROOT / "tests" / name) for name in ("support", "faults", "hosts")), str(FLIGHTS)]
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
 TINY_FRACTION = "0.02"  # flights
 MEANINGS = {"repeats": "measured rounds", "rows": "rows of data"}
 MASTER = "local[2]"
@@ -57,8 +58,12 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
         made.add_argument(
             option, type=cli.positive_int, default=size[is_tiny], metavar="N", help=text.strip()
         )
-    root = cli.DEFAULT_ROOT + ("-tiny" if is_tiny else "")
-    made.add_argument("--root", default=root, metavar="DIR", help="results of jobs/etl.py; made if missing")
+    from recipes import DEFAULT_ROOT
+
+    root = DEFAULT_ROOT + ("-tiny" if is_tiny else "")
+    made.add_argument(
+        "--root", default=root, metavar="DIR", help="results of examples/flights/etl.py; made if missing"
+    )
     made.add_argument("--chart", metavar="PNG", help="file to draw to, for those that draw; needs matplotlib")
     return made
 
@@ -69,12 +74,12 @@ def parse(description: str | None, **sizes: Size) -> argparse.Namespace:
 
 
 def flights_root(options: argparse.Namespace) -> Path:
-    """Returns the results of jobs/etl.py below `--root`. Runs the job if they are missing."""
+    """Returns the results of examples/flights/etl.py below `--root`. Runs the job if they are missing."""
     root = Path(options.root).resolve()
     # The manifest is written last, so its presence means that all files are complete.
     if not all((root / file).exists() for file in ("train", "test", "shards/manifest.json")):
         few = ["--shards", *(["--fraction", TINY_FRACTION] if options.tiny else [])]
-        subprocess.run([sys.executable, str(JOBS / "etl.py"), "--output", str(root), *few], check=True)
+        subprocess.run([sys.executable, str(FLIGHTS / "etl.py"), "--output", str(root), *few], check=True)
     return root
 
 

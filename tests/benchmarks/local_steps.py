@@ -22,9 +22,10 @@ import precision
 from short_sync import sync_of
 from small_training import train_gang
 
+import recipes
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.jobs import cli, recipes
+from ringspark.jobs import cli
 
 PERIODS = (8, 64, 500)
 COLORS = {"local SGD": "tab:blue", "DiLoCo": "tab:orange"}

@@ -3,7 +3,7 @@
 One rank in this process trains the three precisions in interleaved rounds, from the same shards and initial
 weights. Metrics of the validation rows are measured after the last epoch in fp32, as `transform` computes.
 There are no separate test rows, so the table shows the difference between precisions, not the quality of the
-networks. `--root` is the folder of the shards of jobs/etl.py, which runs once if they are missing. On a CPU
+networks. `--root` is the folder of the shards of flights/etl.py, which runs once if they are missing. On CPUs
 without 16-bit arithmetic (AVX2 only), a step of bf16 or fp16 takes many times as long as a step of fp32;
 lower `--members` and `--epochs` there.
 
@@ -23,11 +23,12 @@ import harness
 import numpy as np
 import torch
 
+import recipes
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
-from ringspark.jobs import cli, recipes
+from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
 
@@ -50,7 +51,7 @@ def feature_sizes(root: Path) -> tuple[list[int], int]:
     """Returns indices of each categorical column, and numbers per row. Needs a running Spark session."""
     from pyspark.ml import PipelineModel
 
-    from ringspark.jobs import flights
+    import flights
 
     return flights.feature_sizes(PipelineModel.load(str(root / "features")))
 

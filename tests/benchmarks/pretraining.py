@@ -18,8 +18,9 @@ import harness
 import numpy as np
 import pandas as pd
 
+import flights
 from ringspark.estimators import TorchAutoencoder, TorchClassifier
-from ringspark.jobs import cli, flights
+from ringspark.jobs import cli
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -218,7 +218,7 @@ def encode_flights() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns inputs (rows, columns) in fp32, labels and months, by public numbers only."""
     import pandas as pd
 
-    from ringspark.jobs import flights
+    import flights
 
     tables = flights.find_raw_tables()
     rows = pd.read_csv(tables["flights"]).dropna(subset=["arr_delay"])

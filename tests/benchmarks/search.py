@@ -35,9 +35,10 @@ from pyspark.ml.tuning import TrainValidationSplit
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+import flights
 from ringspark.estimators import TorchClassifier
 from ringspark.extras.search import Choice, OptunaSearch, PopulationSearch, Uniform
-from ringspark.jobs import cli, flights
+from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 
 PARALLELISM = 2

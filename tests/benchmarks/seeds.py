@@ -1,8 +1,8 @@
 """The flights demo over `--repeats` seeds: the network against gradient boosting, with mean and deviation.
 
-Each seed trains with jobs/train.py and is evaluated by jobs/score.py on the test months, which chose neither
+Each seed trains with flights/train.py. flights/score.py evaluates it on the test months, which chose neither
 recipe (see flights_tuning.py). The benchmark reads the table that score prints. `--root` is the folder of the
-results of jobs/etl.py, which runs once if they are missing. Models and reports go to a temporary
+results of examples/flights/etl.py, which runs once if they are missing. Models and reports go to a temporary
 folder that links to its data, so the folder is not changed otherwise.
 """
 
@@ -18,7 +18,7 @@ from statistics import mean, stdev
 
 import harness
 
-from ringspark.jobs import recipes
+import recipes
 
 ETL_RESULTS = ("train", "test")
 METRICS = ("ROC AUC", "average precision", "log loss")
@@ -33,7 +33,7 @@ def run_job(name: str, *options: str) -> str:
     Raises:
         SystemExit: The job failed; with its messages.
     """
-    command = [sys.executable, str(harness.JOBS / f"{name}.py"), *options]
+    command = [sys.executable, str(harness.FLIGHTS / f"{name}.py"), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} ended with code {done.returncode}\n{done.stdout}")
@@ -41,14 +41,14 @@ def run_job(name: str, *options: str) -> str:
 
 
 def read_scores(text: str) -> Scores:
-    """Returns model -> metrics from the output of jobs/score.py.
+    """Returns model -> metrics from the output of examples/flights/score.py.
 
     Raises:
         SystemExit: There is no such table in it.
     """
     scores: Scores = {name: tuple(map(float, values)) for name, *values in ROW.findall(text)}
     if not scores:
-        raise SystemExit(f"jobs/score.py printed no table with {', '.join(METRICS)}:\n{text}")
+        raise SystemExit(f"examples/flights/score.py printed no table with {', '.join(METRICS)}:\n{text}")
     return scores
 
 

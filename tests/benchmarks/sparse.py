@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import harness
 import numpy as np
 
-from ringspark.jobs import cli, flights
+import flights
+from ringspark.jobs import cli
 from ringspark.pipelines import Kind, Sparse, Vector, open_reader, write_shards
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import harness
 
+import docstrings
 from ringspark.estimators import TorchClassifier
-from ringspark.jobs import cli, docstrings
+from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens, train_tokenizer
 

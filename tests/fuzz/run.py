@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import mutations
-import targets
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "flights"))
+import mutations
+import targets
 
 ROUND = 200
 

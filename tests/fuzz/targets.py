@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+import etl
+import score
+import train
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec, join_shards
@@ -31,7 +34,6 @@ from ringspark.extras.external_tables.in_place.thrift_compact import (
     read_struct,
     write_struct,
 )
-from ringspark.jobs import etl, score, train
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.column_stats import ColumnStats
@@ -122,7 +124,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "safetensors": Target(good=_tensors(), parse=_tensor_file(folder), is_json=False),
         **_stages(folder),
         **{
-            f"jobs.{job.__name__.rpartition('.')[2]}": Target(
+            f"{job.__name__}.py": Target(
                 good=json.dumps(options).encode(), parse=_command(job), errors=(SystemExit, ValueError)
             )
             for job, options in (

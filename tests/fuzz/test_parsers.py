@@ -16,7 +16,7 @@ NAMES = [
     "manifest", "manifest of a table", "thrift",
     "checkpoint.json", "training.json", "training.json of parts", "config.json", "model spec",
     "history.json", "progress.json", "run.json", "heartbeat", "safetensors",
-    "jobs.train", "jobs.etl", "jobs.score",
+    "train.py", "etl.py", "score.py",
     "TorchRegressor ringspark.json", "TorchRegressor metadata/part-00000",
     "TorchRegressionModel ringspark.json", "TorchRegressionModel metadata/part-00000",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Options of the jobs: help without Spark, and one clear error per mistake."""
+"""Folders of earlier runs that a job may remove, and the Java options of its Spark session."""
 
 from __future__ import annotations
 
@@ -7,74 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from ringspark.estimators.run.folder import remove_old_run
-from ringspark.jobs import cli, demo, etl, score, train
-
-ROOT = Path(__file__).parent.parent.parent
-JOBS = {"etl": etl, "train": train, "score": score, "demo": demo}
-
-
-def test_a_job_is_a_script() -> None:
-    command = [sys.executable, str(ROOT / "jobs" / "train.py"), "--num-workers", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "train: error: argument --num-workers: must be at least 1, got 0; see --help\n"
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_help_names_every_option_with_its_default(job: str) -> None:
-    text = JOBS[job].build_parser().format_help()
-    assert text.startswith(f"usage: {job}")
-    assert "default:" in text
-
-
-@pytest.mark.parametrize(
-    ("job", "options", "message"),
-    [
-        ("etl", ["--fraction", "2"], "argument --fraction: must be above 0 and at most 1, got '2'"),
-        (
-            "train",
-            ["--precision", "fp8"],
-            "argument --precision: must be 'fp32', 'bf16' or 'fp16', got 'fp8'",
-        ),
-        ("score", ["--sed", "1"], "unrecognized arguments: --sed 1"),
-        ("demo", ["--epochs", "x"], "argument --epochs: must be a whole number, got 'x'"),
-    ],
-)
-def test_a_bad_option_is_one_line(
-    job: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(JOBS[job].build_parser(), JOBS[job].run, options)
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
-    assert told.startswith(f"{job}: error: ")
-
-
-@pytest.mark.spark
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
-        (train, "no rows at"),
-        (score, "no model at"),
-    ],
-)
-def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(
-    job: ModuleType, message: str, mounts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for data in ("/data/flights", f"viewfs://{mounts.name}/data/flights"):
-        assert cli.main(job.build_parser(), job.run, ["--data", data]) == 1
-        told = capsys.readouterr().err
-        assert told.startswith(job.build_parser().prog + ": error: ")
-        assert message in told
-        assert f"{mounts}/flights/" in told
-        assert told.count("\n") == 1
 
 
 def _run_folder(folder: Path, *, checkpoint: bool = False, finished: bool = False) -> Path:

@@ -6,7 +6,7 @@ have. The driver passes an `Entry` as JSON. The contestant's last line is `MARK`
 Jobs:
     network: rows of `harness.DIM` numbers, a network of 32-128-128-1, SGD, 2 workers, `BATCH_SIZE` rows each.
     reading: the same rows, shuffled, in batches as tensors, by one process.
-    flights: the encoded table of jobs/etl.py, late or not; trained on months 1 to 8, judged on 10 to 12.
+    flights: the encoded table of etl.py, late or not; trained on months 1 to 8, judged on 10 to 12.
     table: the rows of tests/support/mixed_table.py: 30 columns of numbers, strings and dates, two classes.
 """
 

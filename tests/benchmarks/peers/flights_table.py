@@ -1,4 +1,4 @@
-"""The encoded rows of jobs/etl.py as plain Parquet for all contestants."""
+"""The encoded rows of examples/flights/etl.py as plain Parquet for all contestants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ringspark.jobs import flights, score
+import flights
+import score
 from ringspark.pipelines import ShardManifest
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ import contest
 import harness
 import torch
 
+import recipes
 from ringspark.estimators import TorchClassifier, TorchRegressor
-from ringspark.jobs import cli, recipes
+from ringspark.jobs import cli
 from ringspark.pipelines import open_reader, write_shards
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def network(entry: contest.Entry) -> contest.Figures:
 
 
 def flights(entry: contest.Entry) -> contest.Figures:
-    """Trains three networks with the recipe of jobs/recipes.py."""
+    """Trains three networks with the recipe of examples/flights/recipes.py."""
     collective, reader = entry.variant.split("+")
     sizes = json.loads(Path(entry.flights, "sizes.json").read_text())
     estimator = TorchClassifier(

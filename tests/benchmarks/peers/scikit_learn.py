@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import OneHotEncoder
 
-from ringspark.jobs import recipes, score
+import recipes
+import score
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Perceptron:
-    """MLPClassifier over one-hot categories, with the layers, rate and batch size of jobs/recipes.py."""
+    """MLPClassifier over one-hot categories, with the layers, rate and batch size of recipes.py."""
 
     def __init__(self) -> None:
         self._encoder = OneHotEncoder(

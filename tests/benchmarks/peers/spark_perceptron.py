@@ -1,4 +1,4 @@
-"""Spark's MultilayerPerceptronClassifier on the flights, with the hidden layers of jobs/recipes.py."""
+"""Spark's MultilayerPerceptronClassifier on the flights, with the hidden layers of recipes.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pyspark.ml.feature import OneHotEncoder, VectorAssembler
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
+from recipes import NETWORK
 from ringspark.jobs import cli
-from ringspark.jobs.recipes import NETWORK
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -1,6 +1,6 @@
 """xgboost.spark's SparkXGBClassifier.
 
-On the flights it has the boosting recipe of jobs/recipes.py, on the mixed table its defaults.
+On the flights it has the boosting recipe of examples/flights/recipes.py, on the mixed table its defaults.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pyspark.ml.feature import StringIndexer
 from pyspark.sql import functions as F
 from xgboost.spark import SparkXGBClassifier
 
+from recipes import BOOSTING
 from ringspark.jobs import cli
-from ringspark.jobs.recipes import BOOSTING
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
 def with_features(frame: DataFrame) -> DataFrame:
-    """Encodes categories as numbers, like the baseline of jobs/score.py."""
+    """Encodes categories as numbers, like the baseline of examples/flights/score.py."""
     joined = F.concat(F.col("categorical").cast("array<float>"), "numeric")
     return frame.withColumn("features", joined)
 

@@ -15,8 +15,8 @@ pytest.importorskip("matplotlib")
 from browser import Browser, chromium
 from pyspark.ml.feature import VectorAssembler
 
+from flights import find_raw_tables
 from ringspark.estimators import TorchClassifier, TorchRegressor
-from ringspark.jobs.flights import find_raw_tables
 from ringspark.models import ModelSpec
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

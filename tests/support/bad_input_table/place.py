@@ -15,9 +15,12 @@ import torch
 from pyspark.sql import functions as F
 from torch import nn
 
+import etl
+import score
+import train
 from ringspark.estimators import TorchClassificationModel, TorchClassifier
 from ringspark.estimators.options.checked import WrongTypeError
-from ringspark.jobs import cli, etl, score, shards, train
+from ringspark.jobs import cli, shards
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ringspark.models import ModelSpec
 
 
+# The folder of all results.
+DEFAULT_ROOT = "artifacts/flights"
+
 # The network for tables: fewer epochs and narrower embeddings than by default, because later months differ.
 EPOCHS, BATCH_SIZE, LEARNING_RATE, WIDTH = 2, 1_024, 2e-3, 4
 

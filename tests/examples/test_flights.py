@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ringspark.jobs import flights
+import flights
 
 pytest.importorskip("pyspark")
 

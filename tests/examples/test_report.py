@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from sklearn.tree import DecisionTreeClassifier
 
-from ringspark.jobs import report
+import report
 
 HISTORY: list[report.Epoch] = [
     {"epoch": 0, "train_loss": 0.6, "validation_loss": 0.5, "learning_rate": 1e-3, "seconds": 2.0},

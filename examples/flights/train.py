@@ -1,8 +1,7 @@
-"""Trains on the flights of jobs/etl.py by one `fit` on the table.
+"""Trains on the flights of examples/flights/etl.py by one `fit` on the table.
 
-    python jobs/train.py --data artifacts/flights
-    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/train.py --data s3a://bucket/flights
-    python jobs/train.py job.yaml
+    python examples/flights/train.py --data artifacts/flights
+    spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/train.py --data s3a://bucket/flights
 
 Reads `train` below `--data`. Writes `model`, a Spark ML model, and `history.json`.
 After a failure, `--resume` continues from the last checkpoint, and `--no-resume` starts again.
@@ -13,17 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import recipes
 from ringspark.estimators.training.settings.data import Data
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.recovery import Recovery
 from ringspark.estimators.training.settings.setting import settings_of
 from ringspark.estimators.training.settings.training import Training
 from ringspark.estimators.training.settings.workers import Workers
-from ringspark.jobs import cli, recipes, train_job
+from ringspark.jobs import cli
 from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import resolve
 
@@ -50,8 +50,8 @@ def add_settings(parser: Any, defaults: Mapping[str, Any]) -> None:
 
 
 def build_parser() -> cli.JobParser:
-    parser = cli.JobParser("train", "Train on the flights of jobs/etl.py, or by a job file: `train FILE`.")
-    parser.add_argument("--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl")
+    parser = cli.JobParser("train", "Train on the flights of examples/flights/etl.py.")
+    parser.add_argument("--data", default=recipes.DEFAULT_ROOT, metavar="URI", help="output folder of etl")
     parser.add_argument("--output", metavar="URI", help="saved model; default: DATA/model")
     parser.add_argument(
         "--validate",
@@ -75,9 +75,9 @@ def build_parser() -> cli.JobParser:
 def run(args: argparse.Namespace) -> None:
     from pyspark.sql import functions as F
 
+    import flights
     from ringspark.estimators import TorchClassifier, WorkerError
     from ringspark.estimators.run.folder import remove_old_run
-    from ringspark.jobs import flights
     from ringspark.models import ModelSpec
 
     given = {name: getattr(args, name) for name in (*TRAINING, *RECOVERY)}
@@ -114,17 +114,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _read(spark: SparkSession, uri: str) -> DataFrame:
     if not storage.exists(uri):
-        raise ValueError(f"no rows at {uri}; run jobs/etl.py first, or give --data")
+        raise ValueError(f"no rows at {uri}; run examples/flights/etl.py first, or give --data")
     return spark.read.parquet(uri)
 
 
-def main(argv: Sequence[str]) -> int:
-    if not argv or argv[0].startswith("-"):
-        return cli.main(build_parser(), run, argv)
-    parser = cli.JobParser("train", train_job.DESCRIPTION)
-    train_job.add_arguments(parser)
-    return cli.main(parser, train_job.run, argv, refused=2)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.main(build_parser(), run))

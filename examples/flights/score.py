@@ -1,7 +1,7 @@
 """Predicts the test rows with the saved model, and compares the network with gradient boosting.
 
-    python jobs/score.py --data artifacts/flights
-    spark-submit --py-files dist/ringspark-0.1.0.zip jobs/score.py --data s3a://bucket/flights
+    python examples/flights/score.py --data artifacts/flights
+    spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/score.py --data s3a://bucket/flights
 
 Reads `model`, `train`, `test` and `history.json` below `--data`. Writes `predictions` (Parquet) and
 `report.png`. The baseline is trained on the same columns.
@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.jobs import cli, recipes
-from ringspark.jobs.flights import CATEGORICAL, NUMERIC
+import recipes
+import report
+from flights import CATEGORICAL, NUMERIC
+from ringspark.jobs import cli
 from ringspark.jobs.outputs import new_output, remove_output
 from ringspark.jobs.row_source import check_apart
 from ringspark.pipelines import ShardManifest, open_reader, storage
@@ -41,7 +43,7 @@ KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("score", "Predict the test rows with the saved model and report how well.")
     parser.add_argument(
-        "--data", default=cli.DEFAULT_ROOT, metavar="URI", help="output folder of etl and train"
+        "--data", default=recipes.DEFAULT_ROOT, metavar="URI", help="output folder of etl and train"
     )
     parser.add_argument("--model", metavar="URI", help="saved model; default: DATA/model")
     parser.add_argument("--test", metavar="URI", help="rows to predict; default: DATA/test")
@@ -63,15 +65,15 @@ def run(args: argparse.Namespace) -> None:
     missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
     if missing:
         raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
-    from ringspark.jobs import report
-
     with cli.spark("ringspark score", args.master) as spark:
         from ringspark.estimators import TorchClassificationModel
 
         where = _resolve_uris(args, spark)
         for name, job in (("model", "train"), ("test", "etl")):
             if not storage.exists(where[name]):
-                raise ValueError(f"no {name} at {where[name]}; run jobs/{job}.py first, or give --{name}")
+                raise ValueError(
+                    f"no {name} at {where[name]}; run examples/flights/{job}.py first, or give --{name}"
+                )
         inputs = [name for name in ("model", "test", "train", "history") if storage.exists(where[name])]
         for name, result in itertools.product(inputs, ("output", "report")):
             check_apart(spark, where[result], where[name], f"the {name}")
@@ -170,8 +172,6 @@ def boosting_matrix(rows: Encoded) -> npt.NDArray[np.float32]:
 
 
 def _score_boosting(train: Encoded, test: Encoded, seed: int) -> Any:
-    from ringspark.jobs import report
-
     started = time.perf_counter()
     boosting = train_boosting(recipes.BOOSTING, train, seed)
     print(f"score: gradient boosting trained in {time.perf_counter() - started:.1f} s", flush=True)
