@@ -80,7 +80,7 @@ bench: setup ## Measure, and print the tables; options in ARGS="..."
 
 # By the caller's Python, without the set-up: a machine with a GPU often has a torch of its own.
 gpu: ## Test and measure on a GPU in 9 minutes, by a Python with torch in PYTHON=...; options in ARGS="..."
-	@$(PYTHON) -m ringspark.gpu_check $(ARGS)
+	@$(PYTHON) tests/gpu/run.py $(ARGS)
 
 # Five rounds of 15 contestants; `ARGS="--tiny"` takes minutes and measures nothing.
 bench-peers: setup-peers ## Measure against horovod.spark, TorchDistributor and others; options in ARGS="..."

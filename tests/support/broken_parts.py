@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringspark.extras.gpu_check.part import Part, SkippedError, Value
+from check.part import Part, SkippedError, Value
 
 
 class Broken(Part):

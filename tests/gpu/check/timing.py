@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from ringspark.extras.gpu_check.part import Setup
+from check.part import Setup
 
 MIB = 2**20
 # A round is long compared with the start of a kernel and the resolution of the clock.

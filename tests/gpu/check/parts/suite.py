@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import ringspark
-from ringspark.extras.gpu_check.part import Part, SkippedError, Value
+from check.part import Part, SkippedError, Value
 
 _OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 # The last seconds are for the report of the tests that have run.
@@ -75,7 +74,7 @@ class Suite(Part):
 
 
 def _folder() -> Path:
-    return Path(ringspark.__path__[0]).parent / "tests" / "gpu"
+    return Path(__file__).resolve().parents[2]
 
 
 def _running(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-_FOLDER = "ringspark.extras.gpu_check.parts"
+_FOLDER = "check.parts"
 
 # Packages besides torch and NumPy that training from shards imports.
 SHARDS = ("annotated_types", "cloudpickle", "fsspec", "psutil", "pyarrow", "pydantic", "safetensors")

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from check.part import Part, SkippedError, Value
+from check.shards import train, write_shards
+from check.timing import MIB
+from check.workloads import workload
+from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.extras.gpu_check.part import Part, SkippedError, Value
-from ringspark.extras.gpu_check.shards import train, write_shards
-from ringspark.extras.gpu_check.timing import MIB
-from ringspark.extras.gpu_check.workloads import workload
-from ringspark.extras.planning.memory.plan import plan_memory
 
 # Params of `plan_memory`, which are the estimators' Params.
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from check.part import Part, Setup, SkippedError
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.extras.gpu_check.part import Part, Setup, SkippedError
 
 BROKEN = 70
 """Exit code after an error that leaves the device unusable for this process."""

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.training.precision import DTYPES, LossScaler, autocast, keep_norms_fp32
-from ringspark.extras.gpu_check.part import Part, Setup, Value
-from ringspark.extras.gpu_check.timing import compare, milliseconds, ratio
-from ringspark.extras.gpu_check.workloads import (
+from check.part import Part, Setup, Value
+from check.timing import compare, milliseconds, ratio
+from check.workloads import (
     NAMES,
     Name,
     Step,
@@ -21,6 +20,7 @@ from ringspark.extras.gpu_check.workloads import (
     torch_adamw,
     workload,
 )
+from ringspark.estimators.training.precision import DTYPES, LossScaler, autocast, keep_norms_fp32
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _STEPS = 20

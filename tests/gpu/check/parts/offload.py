@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from ringspark.extras.activations.hooks import saved_tensor_hooks
-from ringspark.extras.gpu_check.part import Part, Setup, SkippedError, Value
-from ringspark.extras.gpu_check.timing import compare, held_mib, milliseconds, ratio
-from ringspark.extras.gpu_check.workloads import NAMES, Step, torch_adamw, workload
+from check.part import Part, Setup, SkippedError, Value
+from check.timing import compare, held_mib, milliseconds, ratio
+from check.workloads import NAMES, Step, torch_adamw, workload
+from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
 
 
 def saving_step(

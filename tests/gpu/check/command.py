@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ringspark.extras.gpu_check import page
-from ringspark.extras.gpu_check.registry import PARTS
-from ringspark.extras.gpu_check.runner import PartResult, run_part
+from check import page
+from check.registry import PARTS
+from check.runner import PartResult, run_part
 
 SECONDS = 525.0  # a process that hangs takes some more seconds to end
 OUTPUT = Path("artifacts/gpu_check.md")
@@ -26,7 +26,7 @@ _SHORTEST = 15.0
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     listed = "\n".join(f"  {name:<12} {entry.title}" for name, entry in PARTS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m ringspark.gpu_check",
+        prog="tests/gpu/run.py",
         description="Tests and measures ringspark on the first CUDA device, or with tiny sizes on the CPU.",
         epilog=f"parts:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
         page.write(
             options.output,
             results,
-            command=" ".join(["python -m ringspark.gpu_check", *(sys.argv[1:] if words is None else words)]),
+            command=" ".join(["python3 tests/gpu/run.py", *(sys.argv[1:] if words is None else words)]),
             began=began,
             seconds=time.monotonic() - start,
         )

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from check.part import Part, Value
+from check.timing import compare, peak_mib, ratio
+from check.workloads import torch_adamw
 from ringspark.estimators.training.objective.losses import resolve_loss
-from ringspark.extras.gpu_check.part import Part, Value
-from ringspark.extras.gpu_check.timing import compare, peak_mib, ratio
-from ringspark.extras.gpu_check.workloads import torch_adamw
 from ringspark.models import ModelSpec
 from ringspark.models.tabpack import TabPack
 

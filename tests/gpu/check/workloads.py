@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ringspark.extras.gpu_check.part import Setup
+from check.part import Setup
 from ringspark.models import ModelSpec
 
 Name = Literal["mlp", "transformer"]

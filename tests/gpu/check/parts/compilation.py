@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import nn
 
+from check.part import Part, SkippedError, Value
+from check.timing import compare, milliseconds, ratio, synchronize
+from check.workloads import NAMES, Step, torch_adamw, workload
 from ringspark.estimators.training.compilation import compile_network
 from ringspark.estimators.training.precision import autocast
-from ringspark.extras.gpu_check.part import Part, SkippedError, Value
-from ringspark.extras.gpu_check.timing import compare, milliseconds, ratio, synchronize
-from ringspark.extras.gpu_check.workloads import NAMES, Step, torch_adamw, workload
 
 
 class Compilation(Part):

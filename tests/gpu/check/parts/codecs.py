@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from ringspark.extras.gpu_check.part import Part, Value
-from ringspark.extras.gpu_check.parts.offload import saving_step
-from ringspark.extras.gpu_check.timing import compare, held_mib, milliseconds, ratio
-from ringspark.extras.gpu_check.workloads import NAMES
+from check.part import Part, Value
+from check.parts.offload import saving_step
+from check.timing import compare, held_mib, milliseconds, ratio
+from check.workloads import NAMES
 
 # Smallest allowed cosine between the gradients and the exact gradients.
 _SIMILAR = {"bits": 1 - 1e-6, "int8": 0.98, "fp8": 0.98}

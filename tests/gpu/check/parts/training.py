@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from check.part import Part, Value
+from check.shards import train, write_shards
+from check.timing import MIB, ratio, seconds_of
+from check.workloads import Workload, workload
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.precision import DTYPES
-from ringspark.extras.gpu_check.part import Part, Value
-from ringspark.extras.gpu_check.shards import train, write_shards
-from ringspark.extras.gpu_check.timing import MIB, ratio, seconds_of
-from ringspark.extras.gpu_check.workloads import Workload, workload
 
 _EPOCH_SECONDS, _FEWEST, _MOST = 0.5, 8, 60
 

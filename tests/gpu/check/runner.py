@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import ringspark
-from ringspark.extras.gpu_check.child import BROKEN
-from ringspark.extras.gpu_check.registry import PARTS
+from check.child import BROKEN
+from check.registry import PARTS
+
+ROOT = Path(__file__).resolve().parents[3]
 
 State = Literal["ok", "failed", "skipped"]
 
@@ -87,7 +88,7 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
     command = [
         sys.executable,
         "-m",
-        "ringspark.extras.gpu_check.child",
+        "check.child",
         entry.path,
         "--results",
         str(results),
@@ -122,8 +123,7 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
 
 def child_environment() -> dict[str, str]:
     """Returns environment variables with which a process imports this ringspark and reports a crash."""
-    root = str(Path(ringspark.__path__[0]).parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests" / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Variables of a pytest that runs this check must not reach the pytest that it starts.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     return {

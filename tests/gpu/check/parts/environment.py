@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ringspark.extras.gpu_check.part import Part, SkippedError, Value
+from check.part import Part, SkippedError, Value
 
 _PACKAGES = (
     *("numpy", "pyarrow", "safetensors", "psutil", "fsspec", "cloudpickle", "torchmetrics", "triton"),

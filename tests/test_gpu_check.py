@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from check import command, page
+from check.registry import PARTS, Entry
+from check.runner import run_part
 
-from ringspark.extras.gpu_check import command, page
-from ringspark.extras.gpu_check.registry import PARTS, Entry
-from ringspark.extras.gpu_check.runner import run_part
-
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
 # Runs at the start of every process, and hides packages of this environment.
 HIDE = """
@@ -122,7 +121,7 @@ def test_torch_and_numpy_alone_run_the_parts_that_need_no_shards(tmp_path: Path)
     }
     words = ["--tiny", "--output", str(tmp_path / "page.md"), "training", "offload", "table", "tests"]
     done = subprocess.run(
-        [sys.executable, "-m", "ringspark.gpu_check", *words],
+        [sys.executable, "tests/gpu/run.py", *words],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from check.part import Part, Value
+from check.timing import compare, milliseconds, ratio
+from check.workloads import torch_adamw, workload
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
-from ringspark.extras.gpu_check.part import Part, Value
-from ringspark.extras.gpu_check.timing import compare, milliseconds, ratio
-from ringspark.extras.gpu_check.workloads import torch_adamw, workload
 
 # Between two 8-bit codes, devices may round differently; one code is 1 % of a step of 0.01.
 _TOLERANCE, _TOLERANCE_8BIT = 1e-4, 2e-3

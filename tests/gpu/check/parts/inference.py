@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from check.part import Part, Value
+from check.timing import compare, ratio
 from ringspark.estimators.inference.predictor import Predictor
-from ringspark.extras.gpu_check.part import Part, Value
-from ringspark.extras.gpu_check.timing import compare, ratio
 from ringspark.models import ModelSpec
 
 _DIM = 32

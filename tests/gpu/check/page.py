@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ringspark.extras.gpu_check.runner import CaseResult, PartResult
+from check.runner import CaseResult, PartResult
 
 
 def write(path: Path, results: Sequence[PartResult], *, command: str, began: str, seconds: float) -> None:

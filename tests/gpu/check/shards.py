@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from check.part import Setup
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
-from ringspark.extras.gpu_check.part import Setup
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Array, Column, Scalar, ShardFile, ShardManifest
 from ringspark.pipelines.kinds.base import make_lists
