@@ -13,8 +13,8 @@ from check.part import Part, SkippedError, Value
 from check.shards import train, write_shards
 from check.timing import MIB
 from check.workloads import workload
-from ringspark.estimators.memory import plan_memory
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.extras.planning.memory.plan import plan_memory
 
 # Params of `plan_memory`, which are the estimators' Params.
 _SETTINGS: dict[str, dict[str, Any]] = {

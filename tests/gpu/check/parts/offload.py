@@ -12,7 +12,7 @@ from torch import nn
 from check.part import Part, Setup, SkippedError, Value
 from check.timing import compare, held_mib, milliseconds, ratio
 from check.workloads import NAMES, Step, torch_adamw, workload
-from ringspark.estimators.training.saved_tensors.hooks import saved_tensor_hooks
+from ringspark.extras.activations.hooks import saved_tensor_hooks
 
 
 def saving_step(
