@@ -222,7 +222,6 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "find_table": f"{_IN_PLACE}.catalog:find_table",
         "keep_source": f"{_IN_PLACE}.tables:keep_source",
         "plan_least": "ringspark.extras.planning.memory.least:plan_least",
-        "rows_key": "ringspark.extras.reuse.cached_shards:rows_key",
         "loss_figure": "ringspark.extras.report:loss_figure",
         "summary_report": "ringspark.extras.report:report_summary",
         "time_shares": "ringspark.extras.timeline.trace:time_shares",

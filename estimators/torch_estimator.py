@@ -160,12 +160,12 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                 prepared.keep_plan(run.uri)
                 if self._source is not None:
                     FUNCTIONS["keep_source"](run.uri, self._source)
-                manifest, key = run_shards(prepared.dataset, fit.data, run)
+                manifest = run_shards(prepared.dataset, fit.data, run)
             else:
                 # The shards stay until the run has ended.
-                manifest, key = stack.enter_context(shards.shards(fit.data)), None
+                manifest = stack.enter_context(shards.shards(fit.data))
                 stack.enter_context(run.guarded())
-            model = prepared.estimator._train_on(spark, run, fit, manifest, key)
+            model = prepared.estimator._train_on(spark, run, fit, manifest)
             return cast(M, model._describe_columns(prepared.uses))
 
     def _run_uri(self, spark: SparkSession) -> str | None:
@@ -180,17 +180,10 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
     def _run_folder(self, root: str) -> RunFolder:
         return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
 
-    def _train_on(
-        self,
-        spark: SparkSession,
-        run: RunFolder,
-        fit: CheckedFit,
-        manifest: ShardManifest,
-        rows_key: str | None = None,
-    ) -> M:
+    def _train_on(self, spark: SparkSession, run: RunFolder, fit: CheckedFit, manifest: ShardManifest) -> M:
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
-        changes = run.begin(config, identity_of(config, fit.objects, manifest), rows_key)
+        changes = run.begin(config, identity_of(config, fit.objects, manifest))
         finished = run.result()
         start = RunStart(
             name=self.uid,

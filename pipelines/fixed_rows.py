@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringspark.pipelines.plan_fingerprint import is_repeatable
 from ringspark.pipelines.spark_errors import explain_worker_errors
+from ringspark.pipelines.spark_plans import is_repeatable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

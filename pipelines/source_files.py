@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import unquote
 
 from ringspark.pipelines import storage
 
@@ -21,20 +20,13 @@ _MAX_THREADS = 16
 FileState = tuple[str, int, str]
 
 
-def file_states(uris: Iterable[str]) -> tuple[FileState, ...]:
-    """Returns (path, number of bytes, state) of every file, sorted by path. Runs on the driver.
-
-    Args:
-        uris: Percent-encoded URIs, as from `df.inputFiles()`.
+def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
+    """Returns (path, number of bytes, state) of every file. Runs on the driver.
 
     Raises:
         OSError: A file cannot be reached.
         ValueError: The store reports neither a checksum nor a time nor a version of a file.
     """
-    return path_states(sorted({storage.normalize(unquote(uri)) for uri in uris}))
-
-
-def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
     remote = [path for path in paths if not storage.is_local(path)]
     for scheme in {path.partition("://")[0]: path for path in remote}.values():
         # fsspec caches listings, which would show the old state of a replaced file.
@@ -43,10 +35,6 @@ def path_states(paths: Sequence[str]) -> tuple[FileState, ...]:
         return ()
     with ThreadPoolExecutor(min(_MAX_THREADS, len(paths)), thread_name_prefix="ringspark-stat") as pool:
         return tuple(pool.map(_file_state, paths))
-
-
-def total_bytes(states: Sequence[FileState]) -> int:
-    return sum(size for _, size, _ in states)
 
 
 def _file_state(path: str) -> FileState:

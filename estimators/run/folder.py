@@ -112,10 +112,9 @@ def _seconds_since_heartbeat(uri: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """The content of `run.json`; within one Spark application, `rows_key` identifies the training rows."""
+    """The content of `run.json`."""
 
     identity: dict[str, Any]
-    rows_key: str | None = None
     format_version: int = FORMAT_VERSION
 
 
@@ -169,9 +168,7 @@ class RunFolder:
                 "give another folder"
             ) from None
 
-    def begin(
-        self, config: TrainConfig, identity: dict[str, Any], rows_key: str | None = None
-    ) -> list[SettingChange]:
+    def begin(self, config: TrainConfig, identity: dict[str, Any]) -> list[SettingChange]:
         """Takes over an unfinished run, or a finished one that gets more epochs, and writes `run.json`.
 
         Returns the settings that this start changes, after recording them. Refuses a run with another
@@ -183,7 +180,6 @@ class RunFolder:
             found, expected = split_changes(known.identity, identity)
             if changed := list_differences(expected, identity):
                 raise self.refusal(changed)
-            rows_key = known.rows_key
         if self.result() is not None:
             if not found:
                 return []
@@ -202,7 +198,7 @@ class RunFolder:
             data = json.dumps([asdict(change) for change in (*kept, *changes)], indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.CHANGES), data)
         if known is None or found:
-            data = json.dumps(asdict(Begun(identity=identity, rows_key=rows_key)), indent=1).encode()
+            data = json.dumps(asdict(Begun(identity=identity)), indent=1).encode()
             storage.write_atomic(storage.join(self.uri, run_layout.IDENTITY), data)
         storage.remove(storage.join(self.uri, run_layout.RESULT))
         return changes

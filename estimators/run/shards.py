@@ -1,8 +1,7 @@
 """The shards of a run: written once, read again by a resume, and checked at every restart.
 
 A DataFrame may return its rows in another order each time, so a resume reads the shards of the first start.
-The resume also writes new shards, and compares them with the first shards. It skips this if Spark's plan and
-the source files show that the DataFrame is unchanged (`pipelines.reuse`).
+The resume also writes new shards, and compares them with the first shards.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import logging
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from pyspark.sql import DataFrame
 
@@ -19,7 +18,6 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.run.identity import list_data_differences
 from ringspark.estimators.stages.fit_data import FitData
-from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.source_files import path_states
@@ -29,35 +27,30 @@ from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
 _logger = logging.getLogger(__name__)
 
 
-def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> tuple[ShardManifest, str | None]:
-    """Returns the run's shards, which it writes if there are none, and the key of the DataFrame's rows."""
+def run_shards(dataset: DataFrame, data: FitData, run: RunFolder) -> ShardManifest:
+    """Returns the run's shards, which it writes if there are none."""
     uri = storage.join(run.uri, run_layout.SHARDS)
-    settings = asdict(data)
-    del settings["root"], settings["imports"]
-    key = FUNCTIONS["rows_key"](dataset, **settings)
-    known = run.identity()
-    if known is None:
-        return data.write(dataset, uri), key
+    if run.identity() is None:
+        return data.write(dataset, uri)
     if not storage.exists(storage.join(uri, MANIFEST_NAME)):
         raise run.refusal(["data: shards given to fitOnShards -> a DataFrame"])
     manifest = ShardManifest.load(uri)
-    if key is None or key != known.rows_key:
-        prefix = storage.join(run.uri, f"{run_layout.SHARDS}-")
-        discard_abandoned(prefix)
-        written = data.write(dataset, f"{prefix}{uuid.uuid4().hex[:12]}")
-        discard_shards(written)
-        if changed := list_data_differences(manifest, written):
-            raise run.refusal(changed[:5])
-        if _digests(manifest) != _digests(written):
-            _logger.warning(
-                "the DataFrame has the same counts and statistics as the run in %r, but its files differ: "
-                "the rows came in another order, or changed without changing the statistics; the training "
-                "continues with the rows that the run wrote first",
-                run.uri,
-            )
+    prefix = storage.join(run.uri, f"{run_layout.SHARDS}-")
+    discard_abandoned(prefix)
+    written = data.write(dataset, f"{prefix}{uuid.uuid4().hex[:12]}")
+    discard_shards(written)
+    if changed := list_data_differences(manifest, written):
+        raise run.refusal(changed[:5])
+    if _digests(manifest) != _digests(written):
+        _logger.warning(
+            "the DataFrame has the same counts and statistics as the run in %r, but its files differ: the "
+            "rows came in another order, or changed without changing the statistics; the training continues "
+            "with the rows that the run wrote first",
+            run.uri,
+        )
     if run.result() is None or run.has_checkpoint():
         manifest.verify_files()
-    return manifest, key
+    return manifest
 
 
 def _digests(manifest: ShardManifest) -> list[tuple[str, str]]:

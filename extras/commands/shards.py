@@ -19,7 +19,6 @@ from ringspark.jobs import cli
 if TYPE_CHECKING:
     from ringspark.estimators.run.stored_runs import StoredRun
 
-_KEY_DIGITS = 20
 DESCRIPTION = "Show, verify and remove shards and shard caches."
 
 
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("describe", "uri", "show splits, columns and ranges of shards"),
         ("verify", "uri", "check that every file exists and has the rows that the manifest lists"),
         ("runs", "root", "show runs that calls of fit left behind: hours since the last change, state, size"),
-        ("remove", "root", "remove an entry of a cache, or all"),
+        ("remove", "root", "remove the entries of a cache with a key, or all"),
     ):
         added = commands.add_parser(command, help=what, description=f"{what[0].upper()}{what[1:]}.")
         added.add_argument(argument, metavar=argument.upper(), help="folder or URI")
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--finished", action="store_true", help="remove finished runs too, whose models are saved"
             )
     chosen = added.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("key", nargs="?", metavar="KEY", help="key of the entry, or its first digits")
+    chosen.add_argument("key", nargs="?", metavar="KEY", help="key of the entries, as given to cached_shards")
     chosen.add_argument("--all", action="store_true", help="remove all entries; other files stay")
 
 
@@ -83,9 +82,9 @@ def _list(root: str) -> None:
 
     entries = list_cached(root)
     for entry in entries:
-        print(f"{entry.key[:_KEY_DIGITS]}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
+        print(f"{entry.key}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
         print(f"{cli.format_size(entry.num_bytes)}  {', '.join(entry.columns)}")
-        print(f"  {entry.uri}\n  {entry.plan}")
+        print(f"  {entry.uri}")
     total = sum(entry.num_bytes for entry in entries)
     print(f"shards: {len(entries)} entries, {cli.format_size(total)} in {root}")
 

@@ -1,1 +1,1 @@
-"""Reuses shards: a cache of written shards, and rules that decide whether two plans give the same rows."""
+"""Reuses shards: a cache of written shards, found by the user's key."""

@@ -1,8 +1,8 @@
 """Folders of cached shards: layout, listing and removal.
 
-    <root>/<first 20 digits of the key>/.ringspark-entry   marks our folder; holds the key
-                                        run-<id>/          shards and manifest of one write
-                                        entry.json         which run is valid; written last: the commit
+    <root>/<first 20 digits of the digest>/.ringspark-entry   marks our folder; holds the user's key
+                                           run-<id>/          shards and manifest of one write
+                                           entry.json         which run is valid; written last: the commit
 
 Each writer has its own run folder, so concurrent writers with the same key do not collide. Files of other
 programs are left alone.
@@ -24,9 +24,9 @@ from ringspark.pipelines.typed_json import parse_object, record
 
 ENTRY_NAME = "entry.json"
 MARKER_NAME = ".ringspark-entry"
-KEY_DIGITS = 20
+DIGITS = 20
 
-_FOLDER = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}")
+_FOLDER = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
 _RUN = re.compile(r"run-[0-9a-f]{12}")
 
 
@@ -35,23 +35,19 @@ class CacheEntry:
     """Content of an `entry.json`.
 
     Attributes:
-        key: SHA-256 of everything that determines the rows, in hexadecimal.
+        key: The user's key.
+        digest: SHA-256 of key, schema and settings, in hexadecimal.
         run: Name of the run folder with the valid shards.
-        refusal: Reason why these shards must not be reused; None if they may be.
         created: UTC time of the write, in ISO 8601.
     """
 
     key: str
+    digest: str
     run: str
-    refusal: str | None
     created: str = ""
     rows: int = 0
     num_bytes: int = 0
     columns: tuple[str, ...] = ()
-    plan: str
-    plan_summary: str
-    settings: str
-    sources: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,70 +55,58 @@ class CachedShards:
     """One entry of a cache.
 
     Attributes:
-        key: Key of the entry; `remove_cached` takes its first digits.
+        key: Key that `cached_shards` was given.
         uri: Folder of the shards, for `ShardManifest.load`. For an unfinished entry, the entry's folder.
-        created: UTC time of the write, ISO 8601; empty if unfinished.
+        created: UTC time of the write, ISO 8601; empty if unfinished: being written, or interrupted.
         num_bytes: Bytes that removing the entry frees.
-        plan: Operators of the plan, or the problem of the entry.
-        is_reusable: Whether `cached_shards` may return these shards.
     """
 
     key: str
     uri: str
-    created: str
-    rows: int
+    created: str = ""
+    rows: int = 0
     num_bytes: int
-    columns: tuple[str, ...]
-    plan: str
-    is_reusable: bool
+    columns: tuple[str, ...] = ()
 
 
 def list_cached(root: str | os.PathLike[str]) -> list[CachedShards]:
     """Returns all entries below `root`, the newest first and the unfinished ones last."""
-    root = storage.normalize(root)
-    found = [
-        _describe_folder(storage.join(root, name))
-        for name in storage.list_names(root)
-        if _FOLDER.fullmatch(name)
-    ]
-    return sorted((each for each in found if each), key=lambda each: (each.created, each.key), reverse=True)
+    return sorted(_entries(root).values(), key=lambda each: (each.created, each.key, each.uri), reverse=True)
 
 
 def remove_cached(root: str | os.PathLike[str], key: str | None = None) -> int:
-    """Removes one entry or all entries; returns the number of bytes freed. Leaves files of other programs.
+    """Removes entries; returns the number of bytes freed. Leaves files of other programs.
 
     Args:
         root: Folder of the cache; see `list_cached`.
-        key: The entry's key or its first digits; None removes all entries.
+        key: Key of the entries, which may differ in columns and settings; None removes all entries.
 
     Raises:
-        ValueError: No entry or several entries match the key.
+        ValueError: No entry has the key.
     """
-    entries = list_cached(root)
-    if key is not None:
-        known = ", ".join(entry.key[:KEY_DIGITS] for entry in entries) or "none"
-        entries = [entry for entry in entries if key and entry.key.startswith(key)]
-        if len(entries) != 1:
-            fault = "several entries have keys that start" if entries else "no entry has a key that starts"
-            raise ValueError(f"{fault} with {key!r} in {os.fspath(root)!r}; pass one of: {known}")
-    for entry in entries:
-        _remove(folder_of(root, entry.key))
-    return sum(entry.num_bytes for entry in entries)
+    entries = _entries(root)
+    chosen = {folder: entry for folder, entry in entries.items() if key in (None, entry.key)}
+    if key is not None and not chosen:
+        known = ", ".join(sorted({entry.key for entry in entries.values()})) or "none"
+        raise ValueError(f"no entry has the key {key!r} in {os.fspath(root)!r}; pass one of: {known}")
+    for folder in chosen:
+        _remove(folder)
+    return sum(entry.num_bytes for entry in chosen.values())
 
 
-def folder_of(root: str | os.PathLike[str], key: str) -> str:
-    return storage.join(storage.normalize(root), key[:KEY_DIGITS])
+def folder_of(root: str | os.PathLike[str], digest: str) -> str:
+    return storage.join(storage.normalize(root), digest[:DIGITS])
 
 
-def begin(root: str | os.PathLike[str], key: str) -> str:
+def begin(root: str | os.PathLike[str], key: str, digest: str) -> str:
     """Creates an entry's folder with its marker file. Returns the name of a new run folder."""
-    storage.write_atomic(storage.join(folder_of(root, key), MARKER_NAME), key.encode())
+    storage.write_atomic(storage.join(folder_of(root, digest), MARKER_NAME), key.encode())
     return f"run-{uuid.uuid4().hex[:12]}"
 
 
 def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardManifest) -> None:
-    """Commits an entry whose shards are complete; replaces an older entry with the same key."""
-    folder = folder_of(root, entry.key)
+    """Commits an entry whose shards are complete; replaces an older entry with the same digest."""
+    folder = folder_of(root, entry.digest)
     complete = replace(
         entry,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -135,8 +119,8 @@ def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardMani
     storage.write_atomic(storage.join(folder, ENTRY_NAME), json.dumps(asdict(complete), indent=1).encode())
 
 
-def abandon(root: str | os.PathLike[str], key: str, run: str) -> None:
-    folder = folder_of(root, key)
+def abandon(root: str | os.PathLike[str], digest: str, run: str) -> None:
+    folder = folder_of(root, digest)
     remove_folder(storage.join(folder, run), SHARD_PATHS)
     if storage.list_names(folder) == [MARKER_NAME]:
         _remove(folder)
@@ -147,37 +131,34 @@ def load_entry(folder: str) -> CacheEntry | None:
         entry = record(CacheEntry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    names_match = entry.key.startswith(folder.rpartition("/")[2]) and _RUN.fullmatch(entry.run)
+    names_match = entry.digest.startswith(folder.rpartition("/")[2]) and _RUN.fullmatch(entry.run)
     return entry if names_match else None
+
+
+def _entries(root: str | os.PathLike[str]) -> dict[str, CachedShards]:
+    """Returns the entries below `root` by their folders."""
+    root = storage.normalize(root)
+    folders = [storage.join(root, name) for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
+    return {folder: entry for folder in folders if (entry := _describe_folder(folder)) is not None}
 
 
 def _describe_folder(folder: str) -> CachedShards | None:
     names = storage.list_names(folder)
     entry = load_entry(folder) if ENTRY_NAME in names else None
-    if entry is None and MARKER_NAME not in names:
-        return None
     num_bytes = sum(_bytes_below(storage.join(folder, name)) for name in names if _is_ours(name))
-    if entry is None:
+    if entry is not None:
         return CachedShards(
-            key=folder.rpartition("/")[2],
-            uri=folder,
-            created="",
-            rows=0,
+            key=entry.key,
+            uri=storage.join(folder, entry.run),
+            created=entry.created,
+            rows=entry.rows,
             num_bytes=num_bytes,
-            columns=(),
-            plan="unfinished: being written, or interrupted",
-            is_reusable=False,
+            columns=entry.columns,
         )
-    return CachedShards(
-        key=entry.key,
-        uri=storage.join(folder, entry.run),
-        created=entry.created,
-        rows=entry.rows,
-        num_bytes=num_bytes,
-        columns=entry.columns,
-        plan=entry.plan_summary if entry.refusal is None else f"not reused: {entry.refusal}",
-        is_reusable=entry.refusal is None,
-    )
+    if MARKER_NAME not in names:
+        return None
+    key = storage.read_bytes(storage.join(folder, MARKER_NAME)).decode()
+    return CachedShards(key=key, uri=folder, num_bytes=num_bytes)
 
 
 def _is_ours(name: str) -> bool:

@@ -23,7 +23,7 @@ from ringspark.extras.search.population_loop import ROUND, STATE
 from ringspark.extras.search.saved_search import SearchWriter, load_part
 from ringspark.extras.search.search_params import SearchParams
 from ringspark.extras.search.study import JOURNAL
-from ringspark.extras.search.trial_data import KEYS, SHARDS
+from ringspark.extras.search.trial_data import SHARDS
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.fixed_rows import fix_rows
@@ -108,7 +108,7 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         names = storage.list_names(run_uri)
         others = [name for name in names if name.startswith((IDENTITY, *_MARKS.difference(known)))]
         # OWNER does not mark a search, because the folder of a training has it too.
-        if not any(name.startswith((KEYS, f"{SHARDS}-", *known)) for name in names):
+        if not any(name.startswith((f"{SHARDS}-", *known)) for name in names):
             others += names
         if others:
             raise ValueError(

@@ -9,9 +9,7 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -23,8 +21,7 @@ from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
 from ringspark.pipelines.writing.row_counts import check_split
 
-# In the folder of a search: the keys of its rows, and its rows.
-KEYS = "rows.json"
+# In the folder of a search: its rows.
 SHARDS = "shards"
 
 
@@ -63,33 +60,17 @@ class TrialData:
             settings.pop(name)
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         uri = storage.join(run_uri, f"{SHARDS}-{digest}")
-        key = rows_key(self._dataset, **settings)
         if not storage.exists(storage.join(uri, MANIFEST_NAME)):
-            manifest = data.write(self._dataset, uri)
-            self._note(run_uri, digest, key)
-            return manifest
+            return data.write(self._dataset, uri)
         manifest = ShardManifest.load(uri)
-        if key is None or self._keys(run_uri).get(digest) != key:
-            discard_abandoned(f"{uri}-")
-            # Another driver of this search may compare its rows, too.
-            again = data.write(self._dataset, f"{uri}-{uuid.uuid4().hex[:12]}")
-            discard_shards(again)
-            if changed := list_data_differences(manifest, again):
-                raise ValueError(
-                    f"cannot resume the search in {run_uri!r}, because its data differ: "
-                    f"{'; '.join(changed[:5])}; fit the same rows, or set another runUri"
-                )
-            self._note(run_uri, digest, key)
+        discard_abandoned(f"{uri}-")
+        # Another driver of this search may compare its rows, too.
+        again = data.write(self._dataset, f"{uri}-{uuid.uuid4().hex[:12]}")
+        discard_shards(again)
+        if changed := list_data_differences(manifest, again):
+            raise ValueError(
+                f"cannot resume the search in {run_uri!r}, because its data differ: "
+                f"{'; '.join(changed[:5])}; fit the same rows, or set another runUri"
+            )
         manifest.verify_files()
         return manifest
-
-    def _keys(self, run_uri: str) -> Mapping[str, Any]:
-        try:
-            found = json.loads(storage.read_bytes(storage.join(run_uri, KEYS)))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def _note(self, run_uri: str, digest: str, key: str | None) -> None:
-        keys = {**self._keys(run_uri), digest: key}
-        storage.write_atomic(storage.join(run_uri, KEYS), json.dumps(keys).encode())

@@ -40,8 +40,8 @@ def _fill(folder: Path, *names: str) -> list[Path]:
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("name", ["journal.log", "shards-0123456789ab"])
 def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, name: str, resume: bool) -> None:
-    # A search writes "journal.log", "rows.json" and trials; population-based training writes only shards.
-    others = ["rows.json", "journal.log", "trials/3/result.json"] if name == "journal.log" else []
+    # A search writes "journal.log" and trials; population-based training writes only shards.
+    others = ["journal.log", "trials/3/result.json"] if name == "journal.log" else []
     before = _fill(tmp_path, "owner.json", "shards-0123456789ab/manifest.json", *others)
     with pytest.raises(ValueError, match=f"holds '{name}', which no training writes; give another"):
         RunFolder.given(str(tmp_path), resume)

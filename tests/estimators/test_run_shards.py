@@ -1,11 +1,8 @@
-"""A resumed run finds its rows by their query plan within one Spark application; otherwise it writes them
-again.
-"""
+"""A resumed run writes its rows again, compares them, and trains on the rows of the first start."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,22 +38,16 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def other_application(spark: Any) -> Iterator[None]:
-    """Changes Spark's application id, as a new application would."""
-    before = spark.conf.get("spark.app.id")
-    spark.conf.set("spark.app.id", f"{before}-2")
-    yield
-    spark.conf.set("spark.app.id", before)
-
-
-@pytest.fixture
 def begun(spark: Any, data: FitData, run: RunFolder) -> dict[Path, int]:
     """Starts a run of ten rows; returns its shard files and their modification times."""
-    _, key = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
-    assert key is not None
-    identity = {"format_version": FORMAT_VERSION, "identity": {}, "rows_key": key}
-    Path(run.uri, run_layout.IDENTITY).write_text(json.dumps(identity))
+    run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    _begin(run)
     return files_of(run)
+
+
+def _begin(run: RunFolder) -> None:
+    identity = {"format_version": FORMAT_VERSION, "identity": {}}
+    Path(run.uri, run_layout.IDENTITY).write_text(json.dumps(identity))
 
 
 def files_of(run: RunFolder) -> dict[Path, int]:
@@ -75,25 +66,16 @@ def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return written
 
 
-def test_the_same_application_writes_nothing_again(
-    spark: Any, data: FitData, run: RunFolder, begun: dict[Path, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = count_writes(monkeypatch)
-    manifest, _ = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
-    assert (written, manifest.num_rows, files_of(run)) == ([], 10, begun)
-
-
-def test_another_application_writes_once_more_and_trains_on_the_first(
+def test_a_resume_writes_once_more_and_trains_on_the_first(
     spark: Any,
     data: FitData,
     run: RunFolder,
     begun: dict[Path, int],
-    other_application: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     written = count_writes(monkeypatch)
-    manifest, _ = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    manifest = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     assert len(written) == 1
     assert not caplog.records, "equal digests prove equal rows"
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
@@ -108,12 +90,11 @@ def test_another_application_writes_once_more_and_trains_on_the_first(
         ("if(id < 9, id * 0.5D, 4.6D) as x", "maximum of column 'x': 4.5 -> 4.6"),
     ],
 )
-def test_another_application_with_other_rows_is_refused(
+def test_a_resume_with_other_rows_is_refused(
     spark: Any,
     data: FitData,
     run: RunFolder,
     begun: dict[Path, int],
-    other_application: None,
     rows: str,
     told: str,
 ) -> None:
@@ -142,9 +123,8 @@ def test_columns_made_in_another_way_are_refused(
     start, changed = (
         replace(data, kinds=json.dumps({"x": kind.to_json()})) for kind in (begun_with, resumed_with)
     )
-    _, key = run_shards(rows, start, run)
-    identity = {"format_version": FORMAT_VERSION, "identity": {}, "rows_key": key}
-    Path(run.uri, run_layout.IDENTITY).write_text(json.dumps(identity))
+    run_shards(rows, start, run)
+    _begin(run)
     run_shards(rows, start, run)
     with pytest.raises(RunRefusedError, match=told):
         run_shards(rows, changed, run)
@@ -155,10 +135,9 @@ def test_rows_that_only_statistics_prove_equal_are_told(
     data: FitData,
     run: RunFolder,
     begun: dict[Path, int],
-    other_application: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    manifest, _ = run_shards(spark.range(10).selectExpr("(9 - id) * 0.5D as x"), data, run)
+    manifest = run_shards(spark.range(10).selectExpr("(9 - id) * 0.5D as x"), data, run)
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
     assert files_of(run) == begun
     (told,) = [record.getMessage() for record in caplog.records]

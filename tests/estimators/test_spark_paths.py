@@ -53,7 +53,7 @@ TRAIN = """
 rows = rows.selectExpr("array(x) as v", "y")
 made = estimator.setParams(inputCols=["v"])
 at_mount = write_shards(rows, "/data/shards")
-cached = cached_shards(rows, "/data/cache")
+cached = cached_shards(rows, "/data/cache", key="v1")
 on_disk = write_shards(rows, f"file:{mounted}/disk")
 # What is returned means the same when it is given again, to us and to Spark.
 again = [made.copy({made.runUri: run}).fitOnShards(shards.uri)

@@ -584,9 +584,9 @@ def test_a_failed_upload_commits_nothing(
 def test_shards_in_a_bucket_are_used_again(spark_on_store: Any, store: Store, tmp_path: Path) -> None:
     source = str(tmp_path / "source")
     spark_on_store.range(100).write.parquet(source)
-    first = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache")
+    first = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache", key="v1")
     store.tell("clear")
-    again = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache")
+    again = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache", key="v1")
     assert again.uri == first.uri
     assert not [request for request in store.requests() if request["method"] == "PUT"]
     storage.remove("s3://bucket/spark/cache", recursive=True)

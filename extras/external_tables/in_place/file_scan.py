@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ringspark.extras.external_tables.in_place.reference_file import ReferenceFileWriter
 from ringspark.pipelines.columns import Column, quote
-from ringspark.pipelines.plan_fingerprint import (
-    explain,
-    find_unrepeatable_call,
-    is_cached,
-    section,
-    size_range,
-)
+from ringspark.extras.external_tables.in_place.reference_file import ReferenceFileWriter
+from ringspark.pipelines.spark_plans import explain, find_changing_call, is_cached, parse_size, section
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.references import REFERENCE_SQL
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
@@ -85,7 +80,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
             f"the DataFrame reads {lines[-1].rpartition('] ')[2] or 'no files'!r}, not Parquet files"
         )
     # Spark does not read `_metadata` from a cache, so it calls the function again.
-    call = find_unrepeatable_call(section(extended, "Analyzed Logical Plan").partition("\n")[2])
+    call = find_changing_call(section(extended, "Analyzed Logical Plan").partition("\n")[2])
     if call is not None and is_cached(*explain(df, "EXTENDED")):
         raise InPlaceError(
             f"the DataFrame is cached and calls {call!r}, so its files may now give other rows than the cache"
@@ -104,7 +99,7 @@ def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
         if column and column.name in stored:
             known = replace(column, fields=fields)
             found[name] = known if field_id is None else replace(known, name=name, field_id=field_id)
-    return FileScan(columns=found, num_bytes=size_range(cost)[0])
+    return FileScan(columns=found, num_bytes=parse_size(cost[cost.rindex("Relation ") :]))
 
 
 def _fields_in_files(data_type: Any, by_ids: bool) -> dict[str, FileColumn]:

@@ -16,7 +16,7 @@ from ringspark.jobs import command
 from ringspark.pipelines import ShardManifest
 
 ROOT = Path(__file__).parent.parent.parent
-KEY = "0123456789abcdef" * 4
+DIGEST = "0123456789abcdef" * 4
 
 
 def run(*options: str) -> int:
@@ -28,15 +28,11 @@ def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
     """A cache with one entry of 64 rows."""
     made = make_shards({"x": np.arange(64, dtype=np.float32), "y": np.arange(64)})
     root = tmp_path / "cache"
-    name = begin(root, KEY)
-    folder = Path(folder_of(root, KEY)) / name
+    name = begin(root, "v1", DIGEST)
+    folder = Path(folder_of(root, DIGEST)) / name
     Path(made.uri).rename(folder)
-    entry = CacheEntry(
-        key=KEY, run=name, refusal=None, plan="Range (0, 64, step=1)", plan_summary="Range",
-        settings="{}", sources="0 files",
-    )  # fmt: skip
     manifest = ShardManifest.load(folder)
-    publish(root, entry, manifest)
+    publish(root, CacheEntry(key="v1", digest=DIGEST, run=name), manifest)
     return root, manifest
 
 
@@ -44,11 +40,11 @@ def test_list_shows_every_entry(cache, capsys: pytest.CaptureFixture[str]) -> No
     root, manifest = cache
     assert run("list", str(root)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{KEY[:20]}  20")
+    assert lines[0].startswith("v1  20")
     assert "64 rows" in lines[0]
     assert lines[0].endswith("x, y")
-    assert lines[1:3] == [f"  {manifest.uri}", "  Range"]
-    assert lines[3].startswith("shards: 1 entries, ")
+    assert lines[1] == f"  {manifest.uri}"
+    assert lines[2].startswith("shards: 1 entries, ")
     assert run("list", str(root / "nothing")) == 0
     assert "0 entries, 0 bytes" in capsys.readouterr().out
 
@@ -64,11 +60,11 @@ def test_describe_and_verify(cache, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is missing" in capsys.readouterr().err
 
 
-def test_remove_takes_a_prefix_or_all(cache, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove_takes_a_key_or_all(cache, capsys: pytest.CaptureFixture[str]) -> None:
     root, _ = cache
-    assert run("remove", str(root), "fff") == 2
-    assert f"pass one of: {KEY[:20]}" in capsys.readouterr().err
-    assert run("remove", str(root), "0123") == 0
+    assert run("remove", str(root), "v") == 2
+    assert "pass one of: v1" in capsys.readouterr().err
+    assert run("remove", str(root), "v1") == 0
     assert " freed in " in capsys.readouterr().out
     assert list(root.iterdir()) == []
     assert run("remove", str(root), "--all") == 0

@@ -49,7 +49,7 @@ WAYS: dict[str, Way] = {
         columns={"word": Vocabulary()},
         validation_fraction=0.2,
     ),
-    "a cache": cached_shards,
+    "a cache": lambda df, uri: cached_shards(df, uri, key="v1"),
     "a fit": _fit(validation_fraction=0.25, seed=3),
     "a fit that skips": lambda df, uri: _fit(drops_invalid=True)(_with_nulls(df), uri),
     "a fit in place": _fit(place="auto"),
