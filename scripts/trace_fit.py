@@ -2,20 +2,16 @@
 
     python scripts/trace_fit.py
 
-Fits a `TorchClassifier` twice on 40 rows in local Spark, and counts during the second `fit`, when all modules
-are imported. A profiler sees every call on the driver's main thread, but not the worker processes.
+Fits a `TorchClassifier` on 40 rows in local Spark, and counts after the first `fit`, when all modules are
+imported. A profiler sees every call on the driver's main thread, but not the worker processes.
 
 It prints:
 
-- functions: the module-level functions of ringspark that ran (no methods, nested functions or lambdas), and
-  their files;
-- calls: all calls of named functions and methods of ringspark;
+- functions: the module-level functions of the five product folders that ran (no methods, nested functions or
+  lambdas), and their files; also without those in pipelines/;
+- the functions that nothing but `check_training` calls, directly or not;
+- calls: all calls of named functions and methods of the product;
 - the number of runs of each check that a fit needs once.
-
-On 2026-11-26, before `CheckedTraining`: 244 functions in 88 files, 4,705 calls, 13 validated configs;
-`make_heads` ran five times, and `check_columns`, `check_schema` and `expand_arguments` twice. After it: 243
-functions in 88 files, 3,971 calls, 9 validated configs, and each check once. Most of the functions are shared
-utilities such as storage, JSON and column types.
 """
 
 from __future__ import annotations
@@ -24,10 +20,13 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+FOLDERS = ("pipelines", "models", "estimators", "jobs", "extras")
 # Functions that a fit should run once.
 ONCE = (
     "training/check/driver.py:check_names",
@@ -39,15 +38,19 @@ ONCE = (
 )
 
 
-def count_calls(run: Any) -> Counter[CodeType]:
-    """Returns the calls of ringspark's functions on this thread during `run`."""
+def count_calls(run: Any, without: str = "") -> Counter[CodeType]:
+    """Returns the product's calls on this thread during `run`, without those below a function's frame."""
     import ringspark.estimators
 
-    package = Path(ringspark.estimators.__file__).parent.parent
+    root = Path(ringspark.estimators.__file__).resolve().parent.parent
+    folders = tuple(f"{root / name}{os.sep}" for name in FOLDERS)
+    resolve = cache(os.path.realpath)
     calls: Counter[CodeType] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(f"{package}{os.sep}"):
+        if event != "call" or not resolve(frame.f_code.co_filename).startswith(folders):
+            return
+        if not without or all(code.co_name != without for code in _stack(frame)):
             calls[frame.f_code] += 1
 
     sys.setprofile(note)
@@ -58,6 +61,24 @@ def count_calls(run: Any) -> Counter[CodeType]:
     return Counter({code: number for code, number in calls.items() if "<" not in code.co_name})
 
 
+def _stack(frame: FrameType | None) -> Iterable[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def find_functions(calls: Iterable[CodeType]) -> set[tuple[str, str]]:
+    """Returns the file and the name of every module-level function."""
+    return {(code.co_filename, code.co_name) for code in calls if code.co_qualname == code.co_name}
+
+
+def describe(functions: set[tuple[str, str]]) -> str:
+    """Returns the number of functions and of their files, with and without pipelines/."""
+    outside = {(file, name) for file, name in functions if f"{os.sep}pipelines{os.sep}" not in file}
+    counts = [f"{len(found)} in {len({file for file, _ in found})} files" for found in (functions, outside)]
+    return f"{counts[0]}; outside pipelines/ {counts[1]}"
+
+
 def count_checks(calls: Counter[CodeType]) -> dict[str, int]:
     """Returns how often each function of `ONCE` ran."""
     found = Counter({f"{code.co_filename}:{code.co_qualname}": number for code, number in calls.items()})
@@ -65,7 +86,7 @@ def count_checks(calls: Counter[CodeType]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Fits twice and prints the counts of the second fit."""
+    """Fits three times and prints the counts of the later fits."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
@@ -81,9 +102,10 @@ def main() -> None:
         TorchClassifier(model=model, **settings).fit(table)
         estimator = TorchClassifier(model=model, **settings)
         calls = count_calls(lambda: estimator.fit(table))
-    functions = {code for code in calls if code.co_qualname == code.co_name}
-    files = {code.co_filename for code in functions}
-    print(f"functions: {len(functions)} in {len(files)} files")
+        others = count_calls(lambda: estimator.fit(table), without="check_training")
+    functions = find_functions(calls)
+    print(f"functions: {describe(functions)}")
+    print(f"only below check_training: {describe(functions - find_functions(others))}")
     print(f"calls: {sum(calls.values())}")
     validated = sum(n for code, n in calls.items() if code.co_qualname == "TrainConfig.__post_init__")
     print(f"validated configs: {validated}")
