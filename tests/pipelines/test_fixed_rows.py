@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,10 @@ def _csv(spark: Any, files: Any) -> Any:
 
 
 @pytest.fixture
-def files(spark: Any, tmp_path: Path) -> Any:
+def files(spark: Any, tmp_path: Path) -> Iterator[Any]:
     spark.range(9).write.parquet(str(tmp_path / "files"))
-    return spark.read.parquet(str(tmp_path / "files"))
+    yield spark.read.parquet(str(tmp_path / "files"))
+    spark.catalog.clearCache()  # other tests have the same plans
 
 
 @pytest.mark.parametrize("kind", SAME)
