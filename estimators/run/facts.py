@@ -156,7 +156,7 @@ def _read_data(uri: str, config: TrainConfig | None) -> DataFacts | None:
     try:
         return DataFacts.from_json(storage.read_bytes(storage.join(uri, run_layout.DATA)))
     except FileNotFoundError:
-        # An older version wrote no such file, or the ranks have not begun.
+        # The ranks have not begun.
         if config is None or not storage.exists(storage.join(config.shards_uri, "manifest.json")):
             return None
         return DataFacts.of(ShardManifest.load(config.shards_uri))

@@ -1,7 +1,7 @@
 """Lists and removes folders that fits without `runUri` leave in their storageUri.
 
-Such a fit makes `run-<id>` and `shards-<id>`; earlier versions also made `table-<id>`. They stay if the
-driver dies. A finished run holds the weights of its model until the model is saved elsewhere.
+Such a fit makes `run-<id>` and `shards-<id>`. They stay if the driver dies. A finished run holds the weights
+of its model until the model is saved elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringspark.pipelines.typed_json import parse_object
 
 LEAST_HOURS = 1.0
 
-_FOLDER = re.compile(r"(run|shards|table)-[0-9a-f]{12}")
+_FOLDER = re.compile(r"(run|shards)-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,6 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
-from ringspark.pipelines.manifest import ShardFile
-from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.writing.task_reports import join_reports
 
 pytestmark = pytest.mark.spark
 
@@ -327,25 +323,6 @@ def test_a_struct_that_is_or_holds_a_null_is_a_null(spark: Any, tmp_path: Path) 
     kept = {r.id: r.prediction for r in model.setHandleInvalid("keep").transform(frame).collect()}
     assert {row for row, value in kept.items() if value is None or value != value} == missing
     assert {row: value for row, value in kept.items() if row not in missing} == wanted
-
-
-@pytest.mark.parametrize("own", [[0.5, 1.0, 2.0], [False, True, False]])
-def test_older_shards_with_an_own_column_named_like_a_null_mask_are_refused(
-    spark: Any, tmp_path: Path, own: list[Any]
-) -> None:
-    values = [pa.array([1.0, 2.0, 3.0]), pa.array(own), pa.array([0.0, 1.0, 2.0])]
-    kinds = [Scalar("float64"), Scalar("bool" if own[0] is False else "float64"), Scalar("float64")]
-    columns = [Column(name=n, kind=kind) for n, kind in zip(["x", "x.isnull", "y"], kinds, strict=True)]
-    plan = WritePlan(uri=str(tmp_path), folder="s", columns=tuple(columns), handle_invalid=("error",) * 3)
-    (tmp_path / "s").mkdir()
-    (report,) = write_partition(plan, iter([pa.RecordBatch.from_arrays(values, ["x", "m", "y"])]))
-    found = json.loads(report.column(0)[0].as_py())
-    join_reports(plan, [found], [ShardFile.from_json(file) for file in found["files"]]).save()
-    network = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
-    estimator = TorchRegressor(model=network, labelCol="y", storageUri=str(tmp_path / "runs"))
-    for name in ("x", "x.isnull"):
-        with pytest.raises(ValueError, match=r"'x.isnull' has the name of the null mask .* for 'x'; rename"):
-            estimator.copy({estimator.inputCols: [name]}).fitOnShards(str(tmp_path))
 
 
 class _Flags(nn.Module):

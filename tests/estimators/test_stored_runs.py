@@ -38,9 +38,8 @@ def root(tmp_path: Path) -> Path:
     make(tmp_path, "run-00000000a11e", 30, "owner.json", shards="shards-00000000a11e")
     make(tmp_path, "run-00000000a11e/heartbeat", 0.01, "rank-0.json")
     make(tmp_path, "shards-00000000a11e", 99, "manifest.json")
-    make(tmp_path, "table-00000000dead", 30, "manifest.json")
-    make(tmp_path, "run-00000000b0a7", 0.01, "owner.json", shards="table-00000000b0a7")
-    make(tmp_path, "table-00000000b0a7", 30, "manifest.json")
+    make(tmp_path, "run-00000000b0a7", 0.01, "owner.json", shards="shards-00000000b0a7")
+    make(tmp_path, "shards-00000000b0a7", 30, "manifest.json")
     make(tmp_path, "run-00000000d01e", 30, "owner.json", "result.json", "checkpoint/model.safetensors")
     make(tmp_path, "thesis", 99, "chapter.tex")
     make(tmp_path, "run-0000000cac8e", 99, "manifest.json")  # of cached_shards
@@ -54,9 +53,8 @@ def test_runs_are_listed_with_age_size_and_state(root: Path) -> None:
         "shards-00000000dead": ("shards", 30),
         "run-00000000a11e": ("unfinished", 0),
         "shards-00000000a11e": ("shards", 0),
-        "table-00000000dead": ("shards", 30),
         "run-00000000b0a7": ("unfinished", 0),
-        "table-00000000b0a7": ("shards", 0),
+        "shards-00000000b0a7": ("shards", 0),
         "run-00000000d01e": ("finished", 30),
     }
     assert found["shards-00000000dead"].num_bytes == 4
@@ -69,7 +67,7 @@ def test_only_the_dead_are_removed(root: Path) -> None:
     assert not remove_runs(str(root), 40)
     assert set(os.listdir(root)) == before
     removed = {Path(run.uri).name for run in remove_runs(str(root), 24)}
-    assert removed == {"run-00000000dead", "shards-00000000dead", "table-00000000dead"}
+    assert removed == {"run-00000000dead", "shards-00000000dead"}
     assert set(os.listdir(root)) == before - removed
     assert [Path(run.uri).name for run in remove_runs(str(root), 24, finished=True)] == ["run-00000000d01e"]
     assert set(os.listdir(root)) == before - removed - {"run-00000000d01e"}

@@ -17,8 +17,6 @@ from ringspark.estimators.training.objective.losses import resolve_loss, sees_ne
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.columns import MASK, check_masks
-from ringspark.pipelines.kinds import Scalar
 
 # Smaller weights lose digits, or are 0, in float32.
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
@@ -114,24 +112,8 @@ def check_columns(config: TrainConfig, manifest: ShardManifest) -> None:
                     f"column {name!r} holds values up to {largest:.3g} in the {split} rows, but networks "
                     "compute in float32, which ends at 3.4e38; scale the column before fit"
                 )
-    _check_masks(set(names), manifest)
     if config.weight_column is not None:
         _check_weights(config.weight_column, manifest)
-
-
-def _check_masks(names: Set[str], manifest: ShardManifest) -> None:
-    """Refuses shards of older versions in which a user's column has the name of a null mask."""
-    known = {column.name: column for column in manifest.columns}
-    for mask in known.values():
-        owner = mask.name.removesuffix(MASK)
-        if owner == mask.name or owner not in known or names.isdisjoint((owner, mask.name)):
-            continue
-        # A real null mask is boolean and has as many true values as its column has nulls.
-        stats = [(part[owner], part[mask.name]) for part in manifest.stats.values() if mask.name in part]
-        if mask.kind != Scalar("bool") or any(
-            left.nulls != round((right.mean or 0) * right.rows) for left, right in stats
-        ):
-            check_masks((owner, mask.name))
 
 
 def _check_weights(name: str, manifest: ShardManifest) -> None:
