@@ -206,7 +206,7 @@ def _describe(given: Any, *, tensors: bool) -> dict[str, Any]:
     plain = {
         name: text
         for name, value in sorted(own.items())
-        if name[0] != "_" and name not in states and (tensors or _is_plain(value))
+        if name[0] != "_" and name not in states and (tensors or is_plain(value))
         and (text := _text(value)) is not None
     }  # fmt: skip
     return {"is": _name(given), **plain}
@@ -232,19 +232,19 @@ def _text(value: Any) -> str | None:
     if isinstance(value, tuple | list):
         texts = [_text(item) for item in value]
         # Plain values have the text of stored runs.
-        return repr(value) if _is_plain(value) else None if None in texts else repr(texts)
+        return repr(value) if is_plain(value) else None if None in texts else repr(texts)
     if isinstance(value, np.ndarray) and value.dtype.kind in "fbiuc":
         value = torch.as_tensor(np.array(value, value.dtype.newbyteorder("=")))  # a copy in native order
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
         digest = hashlib.sha256(_bytes(value)).hexdigest()[:16]
         return f"{value.dtype} {list(value.shape)} {digest}"
     # Text, because JSON has no infinity and no NaN.
-    return repr(value) if _is_plain(value) else None
+    return repr(value) if is_plain(value) else None
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 

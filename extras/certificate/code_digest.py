@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ringspark.estimators.run.identity import is_plain
 from ringspark.estimators.training.settings.config import UserObjects
 
 _PACKAGES = ("estimators", "extras", "jobs", "models", "pipelines")
@@ -90,7 +91,7 @@ def _describe(value: Any, seen: set[int]) -> Iterator[str]:
             member = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(member, FunctionType):
                 yield from _describe(member, seen)
-            elif _is_plain(member) and not name.startswith("__"):
+            elif is_plain(member) and not name.startswith("__"):
                 yield f"{name} = {member!r}"
     elif isinstance(value, FunctionType):
         yield f"function {value.__qualname__}"
@@ -102,7 +103,7 @@ def _describe(value: Any, seen: set[int]) -> Iterator[str]:
             found = value.__globals__[name]
             if isinstance(found, FunctionType | type):
                 yield from _describe(found, seen)
-            elif _is_plain(found):
+            elif is_plain(found):
                 yield f"{name} = {found!r}"
 
 
@@ -122,15 +123,9 @@ def _list_names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 def _list_plain(values: Any) -> Any:
     named = values.items() if isinstance(values, dict) else enumerate(values or ())
-    return [(name, repr(value)) for name, value in named if _is_plain(value)]
+    return [(name, repr(value)) for name, value in named if is_plain(value)]
 
 
 def _is_installed(value: Any) -> bool:

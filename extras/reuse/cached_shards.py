@@ -15,8 +15,6 @@ from ringspark.extras.reuse.cache_entries import CacheEntry
 from ringspark.pipelines import storage
 from ringspark.pipelines.kinds import Kind
 from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
-from ringspark.extras.reuse import cache_entries
-from ringspark.extras.reuse.cache_entries import CacheEntry
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.writing.shards import write_shards
 

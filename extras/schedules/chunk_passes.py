@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ringspark.extras.model_parallel.pipeline.executor import select_differentiable
 from ringspark.extras.model_parallel.pipeline.sections import StageSection
 from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, forms_of, mark_gradients
 from ringspark.models.chain import Link, State, as_values
@@ -119,10 +120,10 @@ def _section_forward(
             if section.is_chunked:
                 _check_times(_as_tuple(result), lengths[number])
             if give is not None:
-                kept.append(ChunkPass(_differentiable(values), give(result, number)))
+                kept.append(ChunkPass(select_differentiable(values), give(result, number)))
             else:
                 outputs = _as_tuple(result)
-                kept.append(ChunkPass(_differentiable(values), _differentiable(outputs)))
+                kept.append(ChunkPass(select_differentiable(values), select_differentiable(outputs)))
             states = [_detach_state(state, kept[-1].states) for state in after]
         yield () if give is not None else _leaves(outputs)
 
@@ -215,7 +216,3 @@ def _detach_state(state: State, kept: list[tuple[torch.Tensor, torch.Tensor]]) -
 
 def _as_tuple(result: Any) -> Values:
     return as_values(result, Link("the next section", _as_tuple, ()))
-
-
-def _differentiable(values: Values) -> list[torch.Tensor]:
-    return [value for value in values if value is not None and value.requires_grad]

@@ -15,7 +15,6 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.run.identity import list_data_differences
 from ringspark.estimators.stages.fit_data import FitData
-from ringspark.extras.reuse.cached_shards import rows_key
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards

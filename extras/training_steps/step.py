@@ -7,7 +7,6 @@ gradients of the shares are summed over the ranks, so the optimizers see the gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -179,6 +178,3 @@ class Step:
 
     def _own(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device)[self.positions]
-
-
-TrainingStep = Callable[[Step], Any]

@@ -84,7 +84,7 @@ class Vocabulary(_Ids):
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         assert self.words is not None
-        ids = pc.index_in(values.cast(pa.string()), value_set=_value_set(self.words)).cast(pa.int64())
+        ids = pc.index_in(values.cast(pa.string()), value_set=value_set(self.words)).cast(pa.int64())
         ids = pc.fill_null(ids, len(self.words))
         if valid is not None:
             ids = pc.if_else(pa.array(valid), ids, pa.scalar(len(self.words), pa.int64()))
@@ -166,6 +166,6 @@ def check_seed(name: str, seed: int) -> None:
         raise ValueError(f"{name} must be a whole number of 64 bits, got {seed!r}")
 
 
-@lru_cache(maxsize=8)
-def _value_set(words: tuple[str, ...]) -> Any:
+@lru_cache(maxsize=256)
+def value_set(words: tuple[str, ...]) -> Any:
     return pa.array(words, pa.string())

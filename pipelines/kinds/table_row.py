@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta, timezone
 from decimal import Decimal
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, numbers
 from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.kinds.strings import value_set
 from ringspark.pipelines.rows import NumpyArray, Rows
 from ringspark.pipelines.spark_errors import MARK
 
@@ -159,7 +159,7 @@ class TableColumn:
         """Returns the ids of an Arrow array of strings or doubles: (rows,) int32."""
         if self.form == "words":
             values = pc.fill_null(values, NULL_WORD)
-            found = pc.fill_null(pc.index_in(values, value_set=_word_set(self.words)), -1)
+            found = pc.fill_null(pc.index_in(values, value_set=value_set(self.words)), -1)
             ids: NumpyArray = found.to_numpy(zero_copy_only=False) + 1
             return ids.astype(np.int32)
         levels, given = np.array(self.levels), _doubles(values)
@@ -243,6 +243,8 @@ class TableRow(Kind):
         """
         from pyspark.sql import functions as F
 
+        from ringspark.pipelines.columns import quote  # which imports this file
+
         if source is not None and self.is_selected(data_type):
             return source
         types = {field.name: field.dataType for field in data_type.fields}  # type: ignore[attr-defined]
@@ -253,9 +255,9 @@ class TableRow(Kind):
             is_plain = column.form == "words" or (is_number(column.type) and not column.origin)
             if source is None and not column.path and column.item is None and is_plain:
                 text = "STRING" if column.form == "words" else "DOUBLE"
-                texts[name] = f"CAST({_quote(column.name)} AS {text}) AS {_quote(name)}"
+                texts[name] = f"CAST({quote(column.name)} AS {text}) AS {quote(name)}"
             elif name not in others:
-                value = F.col(_quote(column.name)) if source is None else source.getField(column.name)
+                value = F.col(quote(column.name)) if source is None else source.getField(column.name)
                 others[name] = _select_value(value, value_type, column).alias(name)
         if not others:
             return F.expr(f"struct({', '.join(texts.values())})")
@@ -332,11 +334,6 @@ class TableRow(Kind):
     @property
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype([("numbers", "<f4", (self.num_numbers,)), ("ids", "<i4", (len(self.cardinalities),))])
-
-
-def _quote(name: str) -> str:
-    # `pipelines.columns` has the same function, and imports this file.
-    return "`" + name.replace("`", "``") + "`"
 
 
 def _select_value(value: SparkColumn, value_type: DataType, column: TableColumn) -> SparkColumn:
@@ -501,8 +498,3 @@ def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:
     start = known.astype("datetime64[M]" if part == "monthday" else "datetime64[Y]").astype("datetime64[D]")
     found = (known - start).astype(np.float64)
     return np.where(np.isfinite(days), found, np.nan)
-
-
-@lru_cache(maxsize=256)
-def _word_set(words: tuple[str, ...]) -> Any:
-    return pa.array(words, pa.string())

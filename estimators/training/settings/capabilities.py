@@ -106,11 +106,11 @@ def sentence(needing: SettingValue, taking: SettingValue, needed: str) -> str:
     return f"{reason}; {taking.remedy}, or {needing.remedy}"
 
 
-def _is_asynchronous(c: ConfigValues) -> bool:
+def is_asynchronous(c: ConfigValues) -> bool:
     return isinstance(c.sync, Asynchronous) and c.num_workers > 1
 
 
-def _is_zero3(c: ConfigValues) -> bool:
+def is_zero3(c: ConfigValues) -> bool:
     return c.sync.sharding == "parameters" and c.num_workers > 1
 
 
@@ -132,7 +132,7 @@ VALUES: tuple[SettingValue, ...] = (
     ),
     SettingValue(
         "sync",
-        lambda c: isinstance(c.sync, LocalTraining) or _is_asynchronous(c),
+        lambda c: isinstance(c.sync, LocalTraining) or is_asynchronous(c),
         takes={STEPS_TOGETHER: "lets each worker step on its own"},
         shown="sync=LocalSGD, DiLoCo, ElasticAveraging, ParameterServer or Hogwild",
     ),
@@ -144,13 +144,13 @@ VALUES: tuple[SettingValue, ...] = (
     ),
     SettingValue(
         "sync",
-        lambda c: _is_asynchronous(c) and not isinstance(c.sync, Hogwild),
+        lambda c: is_asynchronous(c) and not isinstance(c.sync, Hogwild),
         takes={WHOLE_PARAMETERS: "gives each server a shard of every parameter"},
         shown="sync=ParameterServer",
     ),
     SettingValue(
         "sync",
-        _is_asynchronous,
+        is_asynchronous,
         takes={REPEATABLE_STEPS: "makes steps depend on the timing of workers"},
         shown="sync=ParameterServer or Hogwild",
     ),
@@ -169,7 +169,7 @@ VALUES: tuple[SettingValue, ...] = (
     SettingValue("sync", lambda c: c.sync.sharding != "none", needs=(OWN_GRADIENTS,), shown="sync=Zero(...)"),
     SettingValue(
         "sync",
-        _is_zero3,
+        is_zero3,
         needs=(FIRST_DERIVATIVES, EAGER_CODE, PLAIN_ACTIVATIONS),
         takes={
             WHOLE_PARAMETERS: "leaves each worker a shard of every parameter",

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ringspark.estimators.options.sync import (
-    Asynchronous,
-    DiLoCo,
-    Hogwild,
-    LocalSGD,
-)
+from ringspark.estimators.options.sync import DiLoCo, Hogwild, LocalSGD
+from ringspark.estimators.training.settings.capabilities import is_asynchronous, is_zero3
 from ringspark.estimators.training.settings.values import ConfigValues
 
 
@@ -20,14 +16,6 @@ class Combination(NamedTuple):
     settings: str  # in a user's words
     is_broken: Callable[[ConfigValues], bool]
     message: str  # with fields of the config in braces, and `readers` and `replica`: see `TrainConfig`
-
-
-def _is_asynchronous(c: ConfigValues) -> bool:
-    return isinstance(c.sync, Asynchronous) and c.num_workers > 1
-
-
-def _is_zero3(c: ConfigValues) -> bool:
-    return c.sync.sharding == "parameters" and c.num_workers > 1
 
 
 def _private(other: str, is_broken: Callable[[ConfigValues], bool], why: str) -> Combination:
@@ -115,7 +103,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "sync=Zero(stage=3) with another collective than 'torch'",
-        lambda c: _is_zero3(c) and c.collective != "torch",
+        lambda c: is_zero3(c) and c.collective != "torch",
         "sync=Zero(stage=3) gathers each block's parameters by torch.distributed, which collective "
         "'{collective}' does not have; set collective='torch', or sync=Zero(stage=2)",
     ),
@@ -167,13 +155,13 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "sync=Hogwild() with useGpu",
-        lambda c: _is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.use_gpu,
+        lambda c: is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.use_gpu,
         "sync=Hogwild() trains in the memory of the host, but useGpu puts the weights on GPUs; set "
         "useGpu=False, or sync=ParameterServer()",
     ),
     Combination(
         "sync=Hogwild() with gradientCheckpointing",
-        lambda c: _is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.gradient_checkpointing != "none",
+        lambda c: is_asynchronous(c) and isinstance(c.sync, Hogwild) and c.gradient_checkpointing != "none",
         "gradientCheckpointing ('{gradient_checkpointing}') computes activations again in the backward pass, "
         "but with sync=Hogwild() other workers have changed the weights by then; set "
         "gradientCheckpointing='none', or sync=ParameterServer()",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringspark.extras.external_tables.in_place.reference_file import ReferenceFileWriter
 from ringspark.pipelines.columns import Column, quote
-from ringspark.extras.external_tables.in_place.reference_file import ReferenceFileWriter
 from ringspark.pipelines.spark_plans import explain, find_changing_call, is_cached, parse_size, section
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.references import REFERENCE_SQL

@@ -25,7 +25,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.extras.model_parallel.mesh_check import check_mesh
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.memory.budget import first_error_line, network_name
-from ringspark.extras.planning.memory.columns import BatchColumn, column_of
+from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.planning.meshes.candidates import candidates
 from ringspark.extras.planning.meshes.hardware import ASSUMED, calibration_rows, make_machine, measure_machine
@@ -120,7 +120,7 @@ def _choose(
         return ChosenMesh(config, "one worker has the whole network")
     known = [limit.num_bytes for limit in limits if limit is not None]
     memory = min(known, default=None) if budget is None else budget
-    columns = _columns(config, manifest, config.batch_size)
+    columns = shard_columns(config, manifest, config.batch_size)
     try:
         training = Training(config, objects, *columns)
         if explanation := _explain_without_plan(training, manifest, memory):
@@ -181,18 +181,10 @@ def _explain_without_plan(training: Training, manifest: ShardManifest, memory: i
     if count > SMALL_BYTES:
         return ""
     rows = -(-config.batch_size // config.num_workers)
-    columns = _columns(config, manifest, rows)
+    columns = shard_columns(config, manifest, rows)
     if memory is not None and Planner(config, training.objects, *columns).plan().peak > memory:
         return ""
     return f"data parallelism: the network is small, {show_bytes(count)}"
-
-
-def _columns(
-    config: TrainConfig, manifest: ShardManifest, rows: int
-) -> tuple[list[BatchColumn], list[BatchColumn]]:
-    """Returns the input columns and the label columns, with `rows` rows each."""
-    inputs = [column_of(manifest, name, rows) for name in config.input_columns]
-    return inputs, [column_of(manifest, name, rows) for name in config.label_columns]
 
 
 def _is_worth_measuring(training: Training, work: StepWork, workers: int) -> bool:

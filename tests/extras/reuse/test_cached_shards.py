@@ -16,8 +16,7 @@ import pytest
 
 from ringspark.extras.reuse import cache_entries
 from ringspark.extras.reuse import cached_shards as module
-from ringspark.extras.reuse.cache_entries import ENTRY_NAME, KEY_DIGITS, MARKER_NAME
-from ringspark.extras.reuse.cached_shards import rows_key
+from ringspark.extras.reuse.cache_entries import DIGITS, ENTRY_NAME
 from ringspark.pipelines import (
     ShardManifest,
     Tokens,
@@ -28,9 +27,6 @@ from ringspark.pipelines import (
     storage,
     write_shards,
 )
-from ringspark.extras.reuse import cache_entries
-from ringspark.extras.reuse import cached_shards as module
-from ringspark.extras.reuse.cache_entries import DIGITS, ENTRY_NAME
 from ringspark.pipelines.source_files import path_states
 
 spark_test = pytest.mark.spark

@@ -80,8 +80,3 @@ def train(
     return train_here(
         replace(config, **settings), UserObjects(callbacks=tuple(callbacks)), device=setup.device
     )
-
-
-def as_columns(inputs: Any, labels: Any) -> dict[str, npt.NDArray[Any]]:
-    """Returns tensors as the columns x and y of shards."""
-    return {"x": np.asarray(inputs.numpy()), "y": np.asarray(labels.numpy())}
