@@ -318,7 +318,7 @@ def test_rows_that_cannot_be_evaluated_are_refused_before_the_training(
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("search", ["journal.log", "shards-0123456789ab"])
+@pytest.mark.parametrize("search", ["population.json", "shards-0123456789ab"])
 def test_the_folder_of_a_search_is_refused_and_stays(
     spark: Any, tmp_path: Path, search: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
