@@ -43,11 +43,10 @@ def take_shard(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tenso
     )
 
 
-def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None = None) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int) -> torch.Tensor:
     """All-gathers the sharded `x`; each rank takes its shard of the gradient.
 
-    Args:
-        length: Length of the result along `dim`; None asks the ranks, which is one more message.
+    `length` is the result's length along `dim`.
     """
     return _apply(
         LinearOperation,
@@ -58,9 +57,7 @@ def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int | 
     )
 
 
-def all_gather_for_shards(
-    x: torch.Tensor, dim: int, collective: Collective, length: int | None = None
-) -> torch.Tensor:
+def all_gather_for_shards(x: torch.Tensor, dim: int, collective: Collective, length: int) -> torch.Tensor:
     """Like `all_gather`, for a result that ranks use differently: reduce-scatters its gradient."""
     return _apply(
         _LinearOnce,
@@ -137,14 +134,10 @@ class _LinearOnce(LinearOperation):
         return ctx.differentiate(gradient), None, None
 
 
-def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int | None) -> torch.Tensor:
+def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int) -> torch.Tensor:
     """All-gathers tensors with shapes that differ only in dimension `dim`."""
     first = x.movedim(dim, 0).contiguous()
-    if length is None:
-        own = torch.tensor([len(first)])
-        lengths = [int(n) for n in collective.all_gather(own, [1] * collective.size)]
-    else:
-        lengths = [shard_length(length, rank, collective.size) for rank in range(collective.size)]
+    lengths = [shard_length(length, rank, collective.size) for rank in range(collective.size)]
     width = first.shape[1:].numel()
     shards = collective.all_gather(first.reshape(-1), [n * width for n in lengths])
     # Not -1: there may be no rows.

@@ -74,12 +74,14 @@ def _all(collective: Collective) -> Any:
     for dim in (0, 1):
         whole = _gradient(lambda x: (x.square() * _own(0)).sum(), _whole())
         got = _gradient(
-            lambda x, dim=dim: (all_gather(x, dim, collective).square() * _own(0)).sum(),
+            lambda x, dim=dim: (all_gather(x, dim, collective, SHAPE[dim]).square() * _own(0)).sum(),
             shard_view(_whole(), dim, rank, size),
         )
         same(f"joined {dim}", got, (whole[0], shard_view(whole[1], dim, rank, size)))
         got = _gradient(
-            lambda x, dim=dim: all_gather(take_shard(x, dim, collective) * 2, dim, collective).square().sum(),
+            lambda x, dim=dim: (
+                all_gather(take_shard(x, dim, collective) * 2, dim, collective, SHAPE[dim]).square().sum()
+            ),
             _whole(),
         )
         same(f"part {dim}", got, _gradient(lambda x: (2 * x).square().sum(), _whole()))
@@ -91,6 +93,7 @@ def _all(collective: Collective) -> Any:
                         reduce_scatter(all_reduce_gradient(x, collective) * _own(rank), dim, collective),
                         dim,
                         collective,
+                        SHAPE[dim],
                     )
                     * _own(rank),
                     collective,
@@ -113,14 +116,14 @@ def _all(collective: Collective) -> Any:
         ),
         (
             "part and joined twice",
-            lambda x: all_gather(take_shard(x, 0, collective).sin(), 0, collective).square().sum(),
+            lambda x: all_gather(take_shard(x, 0, collective).sin(), 0, collective, 5).square().sum(),
             lambda x: x.sin().square().sum(),
         ),
     ):
         same(name, _gradient(_penalty(got), _whole()), _gradient(_penalty(want), _whole()))
     for name, function in (
         ("scattered", lambda x: reduce_scatter(x, 0, collective)),
-        ("joined for parts", lambda x: all_gather_for_shards(x, 0, collective)),
+        ("joined for parts", lambda x: all_gather_for_shards(x, 0, collective, 5 * size)),
         ("scaled", lambda x: scale_gradient(x, 0.5)),
     ):
         try:
@@ -130,7 +133,11 @@ def _all(collective: Collective) -> Any:
         else:
             found[f"{name} refuses second derivatives"] = False
     # A batch of zero rows still has a token dimension.
-    found["nothing joined"] = all_gather(torch.empty(0, 2, 3), 2, collective).shape == (0, 2, 3 * size)
+    found["nothing joined"] = all_gather(torch.empty(0, 2, 3), 2, collective, 3 * size).shape == (
+        0,
+        2,
+        3 * size,
+    )
     # Row i of rank r goes to rank (i + r) % size and comes back weighted.
     rows = torch.arange(4.0, dtype=torch.float64).view(4, 1) + 10 * rank
     order = sorted(range(4), key=lambda i: ((i + rank) % size, i))
