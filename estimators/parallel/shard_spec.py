@@ -15,6 +15,12 @@ def shard_length(length: int, rank: int, size: int) -> int:
     return length // size + (rank < length % size)
 
 
+def shard_range(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns the indices of a rank's first element and of the next rank's first element."""
+    begin = rank * (length // size) + min(rank, length % size)
+    return begin, begin + shard_length(length, rank, size)
+
+
 @dataclass(frozen=True)
 class ShardSpec:
     """How a parameter is sharded along one axis of the mesh. Checkpoints store its fields.
@@ -70,8 +76,8 @@ def copy_shard(whole: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> to
 
 
 def shard_view(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
-    begin = sum(shard_length(x.shape[dim], before, size) for before in range(rank))
-    return x.narrow(dim, begin, shard_length(x.shape[dim], rank, size))
+    begin, end = shard_range(x.shape[dim], rank, size)
+    return x.narrow(dim, begin, end - begin)
 
 
 def shard_parameter(whole: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> nn.Parameter:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.shard_spec import shard_length
+from ringspark.estimators.parallel.shard_spec import shard_range
 
 # First token, and end.
 Span = tuple[int, int]
@@ -29,9 +29,9 @@ class Spans:
     def of(self, rank: int, seq: int) -> list[Span]:
         """Returns a rank's spans of a row of `seq` tokens, in order; a span may be empty."""
         if not self.zigzag:
-            return [_span(rank, self.num_ranks, seq)]
+            return [shard_range(seq, rank, self.num_ranks)]
         number = 2 * self.num_ranks
-        return [_span(rank, number, seq), _span(number - 1 - rank, number, seq)]
+        return [shard_range(seq, rank, number), shard_range(seq, number - 1 - rank, number)]
 
     def lengths(self, seq: int) -> list[int]:
         return [sum(end - begin for begin, end in self.of(rank, seq)) for rank in range(self.num_ranks)]
@@ -54,8 +54,3 @@ class Spans:
         shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in self.lengths(seq)]
         pieces = collective.all_gather(x.contiguous().view(-1), [math.prod(shape) for shape in shapes])
         return self.join([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], dim)
-
-
-def _span(index: int, number: int, seq: int) -> Span:
-    begin = index * (seq // number) + min(index, seq % number)
-    return begin, begin + shard_length(seq, index, number)

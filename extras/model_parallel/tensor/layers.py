@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.shard_spec import ShardSpec, copy_shard, shard_parameter
+from ringspark.estimators.parallel.shard_spec import ShardSpec, shard_parameter, shard_range
 from ringspark.extras.model_parallel.communication import all_gather
 from ringspark.extras.model_parallel.tensor.grid import Grids
 from ringspark.extras.model_parallel.tensor.random_state import RankRandomState
@@ -140,9 +140,8 @@ class VocabularyEmbedding(nn.Module):
             )
         self.collective, self.boundary = region.collective, region.boundary
         collective, spec = region.collective, ShardSpec(AXIS, 0)
-        lengths = [len(copy_shard(layer.weight, spec, r, collective.size)) for r in range(collective.size)]
-        self._first = sum(lengths[: collective.rank])
-        self.num_ids = sum(lengths)
+        self.num_ids = len(layer.weight)
+        self._first, _ = shard_range(self.num_ids, collective.rank, collective.size)
         self._padding = layer.padding_idx
         self.weight = shard_parameter(layer.weight, spec, collective.rank, collective.size)
         self.cuts = {"weight": spec}

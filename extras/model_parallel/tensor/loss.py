@@ -16,12 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.shard_spec import shard_length
-from ringspark.estimators.training.objective.losses import ClassLoss
+from ringspark.estimators.parallel.shard_spec import shard_range
 from ringspark.extras.model_parallel.communication import all_gather
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.tensor.layers import VocabularyEmbedding
-from ringspark.models.transformer import TransformerLM
 
 
 class ShardedScores:
@@ -101,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
         collective: Collective,
         num_ids: int,
     ) -> torch.Tensor:
-        first = sum(shard_length(num_ids, rank, collective.size) for rank in range(collective.rank))
+        first, _ = shard_range(num_ids, collective.rank, collective.size)
         local = label - first
         is_here = kept & (local >= 0) & (local < logits.shape[1])
         local = local.where(is_here, 0).unsqueeze(1)  # (batch, 1, ...)
