@@ -203,6 +203,13 @@ def gather_bytes(collective: Collective, data: bytes, *, to_all: bool = True) ->
     return [piece.numpy().tobytes() for piece in gather(mine)]
 
 
+def all_reduce_together(tensors: Sequence[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
+    """All-reduces tensors of one dtype in one message. Runs on every rank."""
+    joined = collective.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    parts = torch.split(joined, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 

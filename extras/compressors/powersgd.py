@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.collectives.base import Collective
+from ringspark.estimators.collectives.base import Collective, all_reduce_together
 from ringspark.estimators.options.compression import PowerSGD
 from ringspark.extras.compressors.base import Compressor, Sent, generator_for
 
@@ -41,11 +41,13 @@ class PowerSgdCompressor(Compressor):
             largest = basis.abs().amax(0)
             is_lost = (largest == 0) | ~largest.isfinite()
             basis[:, is_lost] = drawn[:, is_lost]
-        left = _all_reduce([m @ basis for m, basis in zip(matrices, self._bases, strict=True)], collective)
+        left = all_reduce_together(
+            [m @ basis for m, basis in zip(matrices, self._bases, strict=True)], collective
+        )
         # Householder's method returns the identity for a matrix of zeros; other methods divide by 0.
         left = [torch.linalg.qr(product).Q for product in left]
         own = [m.T @ p for m, p in zip(matrices, left, strict=True)]
-        self._bases = _all_reduce(own, collective)
+        self._bases = all_reduce_together(own, collective)
         pairs = zip(left, self._bases, strict=True)
         total = torch.cat([(p @ q.T).view(-1) for p, q in pairs])
         error = vector - torch.cat([(p @ q.T).view(-1) for p, q in zip(left, own, strict=True)])
@@ -66,9 +68,3 @@ class PowerSgdCompressor(Compressor):
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         self._bases = [state[f"basis.{number}"].clone() for number in range(len(state))]
-
-
-def _all_reduce(tensors: list[torch.Tensor], collective: Collective) -> list[torch.Tensor]:
-    joined = collective.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    parts = torch.split(joined, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -34,7 +34,7 @@ from ringspark.extras.model_parallel.tensor.layers import (
 from ringspark.extras.model_parallel.tensor.loss import ShardedScores
 from ringspark.extras.model_parallel.tensor.random_state import RankRandomState
 from ringspark.extras.model_parallel.tensor.sequence_parallel import (
-    ReplicatedBoundary,
+    RegionBoundary,
     SequenceBoundary,
     SequenceShardedRows,
 )
@@ -138,7 +138,7 @@ def make_region(
     if sequence_parallel:
         # Every rank has other tokens between regions, and other units inside.
         return Region(collective, SequenceBoundary(collective), None, grids)
-    return Region(collective, ReplicatedBoundary(collective), RankRandomState(collective), grids)
+    return Region(collective, RegionBoundary(collective), RankRandomState(collective), grids)
 
 
 def check_sequence_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -7,13 +7,12 @@ a region and a reduce-scatter leaves it. The gradients of parameters between the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.shard_spec import shard_length, shard_view
+from ringspark.estimators.collectives.base import all_reduce_together
 from ringspark.extras.model_parallel.communication import (
     all_gather,
     all_gather_for_shards,
@@ -28,36 +27,28 @@ from ringspark.models.whole_rows import WholeRows
 _TOKENS = 1
 
 
-class RegionBoundary(Protocol):
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns all tokens of activations from outside the region; sums the gradients over the ranks."""
-
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a partial value over the ranks, and returns it in the form used outside the region."""
-
-
-class ReplicatedBoundary:
+class RegionBoundary:
     """Boundary of a region of sharded layers; all ranks have equal activations outside the region."""
 
     def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+        self.collective = collective
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce_gradient(x, self._collective)
+        """Returns all tokens of activations from outside the region; sums the gradients over the ranks."""
+        return all_reduce_gradient(x, self.collective)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x, self._collective)
+        """Sums a partial value over the ranks, and returns it in the form used outside the region."""
+        return all_reduce(x, self.collective)
 
 
-class SequenceBoundary:
-    """Boundary of a region of sharded layers; outside the region a rank has the activations of its tokens.
+class SequenceBoundary(RegionBoundary):
+    """Boundary whose ranks have the activations of their own tokens outside the region.
 
     `length` is the number of all tokens of a row. Uneven shards do not determine this number.
     """
 
-    def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self.length = 0
+    length = 0
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         own = shard_length(self.length, self.collective.rank, self.collective.size)
@@ -130,7 +121,4 @@ class PartialGradients:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             own = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = self._collective.all_reduce(torch.cat([gradient.reshape(-1) for gradient in own]))
-            parts = torch.split(flat, [gradient.numel() for gradient in own])
-            for gradient, part in zip(own, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            torch._foreach_copy_(own, all_reduce_together(own, self._collective))
