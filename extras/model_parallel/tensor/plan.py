@@ -7,6 +7,7 @@ to styles.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -104,15 +105,11 @@ def _check_plain(layer: nn.Module) -> None:
 
 def _avoid_fast_paths(module: nn.Module) -> None:
     for layer in module.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and any(
-            hasattr(c, "cuts") for c in layer.children()
-        ):
-            layer.activation_relu_or_gelu = 0
-    for layer in module.modules():
-        if isinstance(layer, nn.TransformerEncoder) and any(
-            getattr(own, "activation_relu_or_gelu", None) == 0 for own in layer.layers
-        ):
-            layer.use_nested_tensor = False
+        if any(hasattr(part, "cuts") for part in layer.modules()):
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                layer.activation_relu_or_gelu = 0
+            elif isinstance(layer, nn.TransformerEncoder):
+                layer.use_nested_tensor = False
 
 
 def plan_of(module: nn.Module, num_ranks: int) -> dict[str, Any]:
@@ -195,75 +192,38 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
     such as query, key and value, each sharded alone; or to ["grid", [rows, columns]] for a weight that is
     sharded in both dimensions.
     """
-    layers = dict(module.named_modules())
-    names: dict[int, list[str]] = {}
+    names: dict[nn.Module, list[str]] = {}
     for name, layer in module.named_modules(remove_duplicate=False):
-        names.setdefault(id(layer), []).append(name)
-    uses: dict[int, int] = {}
-    for owner in layers.values():
-        for parameter in owner.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        names.setdefault(layer, []).append(name)
+    uses = Counter(p for layer in names for p in layer.parameters(recurse=False))
     cuts: dict[str, ShardSpec] = {}
-    done: set[str] = set()
-    unused = []
+    unused, done = [], set[nn.Module]()
     for pattern, given in plan.items():
-        style, blocks = _style(pattern, given)
-        if style not in STYLES:
-            raise ValueError(
-                f"a plan's style must be one of {', '.join(STYLES)}, got {style!r}"
-                f"{nearest(str(style), STYLES)}"
-            )
-        found = [
-            own[0]
-            for own in names.values()
-            if any(fnmatchcase(name, pattern) for name in own) and own[0] not in done
-        ]
-        if not found:
-            unused.append(pattern)
-        for name in found:
-            layer = layers[name]
-            if len(names[id(layer)]) > 1:
+        style, argument = _style(pattern, given)
+        found = {
+            layer: own
+            for layer, own in names.items()
+            if layer not in done and any(fnmatchcase(name, pattern) for name in own)
+        }
+        unused += [] if found else [pattern]
+        done.update(found)
+        for layer, (name, *others) in found.items():
+            if others:
                 # The other name would keep the whole layer.
-                first, other, *_ = sorted(names[id(layer)], key=lambda own: not fnmatchcase(own, pattern))
+                first, other, *_ = sorted([name, *others], key=lambda own: not fnmatchcase(own, pattern))
                 raise ValueError(
                     f"parallelism's plan shards {first!r}, which the network also has as {other!r}; leave it "
                     "out of the plan"
                 )
-            if any(uses[id(p)] > 1 for p in layer.parameters(recurse=False)):
+            if any(uses[p] > 1 for p in layer.parameters(recurse=False)):
                 raise ValueError(
                     f"parallelism's plan shards {name!r}, but another layer has its weights; leave it out "
                     "of the plan"
                 )
-            adapter = take_adapter(layer)
-            try:
-                part = _make_shard(style, layer, region, blocks)
-                _check_plain(layer)
-            except ValueError as error:
-                raise ValueError(f"parallelism's plan cannot shard {name!r}: {error}") from None
-            if adapter is not None:
-                part.adapt(adapter)
-            if any(getattr(part, key).numel() < 1 for key in part.cuts):
-                raise ValueError(
-                    f"parallelism's 'tensor' has {region.collective.size} workers, but {name!r} is too small "
-                    "for that many shards; set a smaller 'tensor', or leave the layer out of the plan"
-                )
-            part.train(layer.training)
-            if isinstance(part, VocabularyEmbedding):
-                is_tokens = layer is getattr(module, "tokens", None)
-                if is_tokens:
-                    _shard_scores(module, name, part)
-                if not is_tokens and isinstance(region.boundary, SequenceBoundary):
-                    raise ValueError(
-                        f"parallelism's plan shards {name!r} by ids of the vocabulary; with "
-                        f"sequence_parallel=True only an embedding named 'tokens' can be sharded so; "
-                        f"leave {name!r} out of the plan"
-                    )
-            owner, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, part)
+            part = _shard_layer(module, name, region, style, argument)
             cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}
-            done.add(name)
     if unused and plan is not HUGGING_FACE:
-        known = [own[0] for own in names.values() if isinstance(layers[own[0]], nn.Linear | nn.Embedding)]
+        known = [own[0] for layer, own in names.items() if isinstance(layer, nn.Linear | nn.Embedding)]
         more = ", ..." if len(known) > _NAMED else ""
         raise ValueError(
             f"parallelism's plan names {unused[0]!r}, which fits no layer; leave it out, or name some of "
@@ -282,34 +242,67 @@ def shard_layers(module: nn.Module, region: Region, plan: Mapping[str, Any]) -> 
     return cuts
 
 
-def _shard_scores(module: nn.Module, name: str, table: VocabularyEmbedding) -> None:
-    if not isinstance(module, TransformerLM):
-        return
-    if module.scores is not scores:
+def _shard_layer(module: nn.Module, name: str, region: Region, style: str, argument: Any) -> Any:
+    """Replaces a layer of the network by this rank's shard, and returns the shard."""
+    layer = module.get_submodule(name)
+    adapter = take_adapter(layer)
+    try:
+        part = _make_shard(style, layer, region, argument)
+        _check_plain(layer)
+    except ValueError as error:
+        raise ValueError(f"parallelism's plan cannot shard {name!r}: {error}") from None
+    if adapter is not None:
+        part.adapt(adapter)
+    if any(getattr(part, key).numel() < 1 for key in part.cuts):
         raise ValueError(
-            f"parallelism's plan shards {name!r} by ids, but {type(module).__name__} has its own `scores`, "
-            f"which would only see one worker's ids; set 'plan' to a plan without {name!r}"
+            f"parallelism's 'tensor' has {region.collective.size} workers, but {name!r} is too small "
+            "for that many shards; set a smaller 'tensor', or leave the layer out of the plan"
         )
-    vars(module)["scores"] = ShardedScores(table)
+    if isinstance(part, VocabularyEmbedding):
+        _shard_scores(module, name, part)
+    module.set_submodule(name, part.train(layer.training))
+    return part
 
 
-def _style(pattern: str, given: Any) -> tuple[Any, Any]:
+def _shard_scores(module: nn.Module, name: str, table: VocabularyEmbedding) -> None:
+    if getattr(module, "tokens", None) is not module.get_submodule(name):
+        if isinstance(table.boundary, SequenceBoundary):
+            raise ValueError(
+                f"parallelism's plan shards {name!r} by ids of the vocabulary; with "
+                f"sequence_parallel=True only an embedding named 'tokens' can be sharded so; "
+                f"leave {name!r} out of the plan"
+            )
+    elif isinstance(module, TransformerLM):
+        if module.scores is not scores:
+            raise ValueError(
+                f"parallelism's plan shards {name!r} by ids, but {type(module).__name__} has its own "
+                f"`scores`, which would only see one worker's ids; set 'plan' to a plan without {name!r}"
+            )
+        vars(module)["scores"] = ShardedScores(table)
+
+
+def _style(pattern: str, given: Any) -> tuple[str, Any]:
     """Splits an entry of a plan into its style and the style's argument.
 
     The argument is the number of fused blocks, such as 3 for queries, keys and values, or a grid's shape.
     """
     if not isinstance(given, list | tuple):
-        return given, 1
-    if len(given) == 2 and given[0] == "grid":
+        given = [given, 1]
+    elif len(given) == 2 and given[0] == "grid":
         sizes = given[1] if isinstance(given[1], list | tuple) else []
         if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
             raise ValueError(
                 f"parallelism's plan for {pattern!r} must give the workers along outputs and along inputs, "
                 f"as ['grid', [2, 2]], got {list(given)!r}"
             )
-        return "grid", tuple(sizes)
-    if len(given) != 2 or not isinstance(given[1], int):
+        given = ["grid", tuple(sizes)]
+    elif len(given) != 2 or not isinstance(given[1], int):
         raise ValueError(
             f"parallelism's plan for {pattern!r} must be a style or [style, blocks], got {list(given)!r}"
         )
-    return given[0], given[1]
+    style, argument = given
+    if style not in STYLES:
+        raise ValueError(
+            f"a plan's style must be one of {', '.join(STYLES)}, got {style!r}{nearest(str(style), STYLES)}"
+        )
+    return style, argument
