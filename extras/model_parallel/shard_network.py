@@ -11,8 +11,6 @@ from torch import nn
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.layout import ModelLayout
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.shard_spec import ShardSpec
-from ringspark.extras.model_parallel import communication
 from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.pipeline.partition import partition_by_cost, partition_by_names
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
@@ -20,10 +18,10 @@ from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.sections import goes_along_time
 from ringspark.extras.model_parallel.sequence.shard_sequence import check_sequence, shard_sequence
 from ringspark.extras.model_parallel.tensor import (
-    MeshGrids,
     PartialGradients,
     SequenceShardedRows,
     check_sequence_parallel,
+    make_mesh_grids,
     make_region,
     plan_of,
     scores_of,
@@ -95,7 +93,7 @@ def shard_network(
     cuts: dict[str, ShardSpec] = {}
     if mesh.sizes["tensor"] > 1:
         plan = options.plan or plan_of(module, mesh.sizes["tensor"])
-        region = make_region(mesh.axes["tensor"], options.sequence_parallel, MeshGrids(mesh))
+        region = make_region(mesh.axes["tensor"], options.sequence_parallel, make_mesh_grids(mesh))
         cuts |= shard_layers(module, region, plan)
     if mesh.sizes["expert"] > 1:
         cuts |= shard_experts(module, mesh.axes["expert"])

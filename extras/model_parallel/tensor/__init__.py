@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank has a shard of every large matrix, and computes with all rows."""
 
-from ringspark.extras.model_parallel.tensor.grid import MeshGrids
+from ringspark.extras.model_parallel.tensor.grid import make_mesh_grids
 from ringspark.extras.model_parallel.tensor.layers import Region, VocabularyEmbedding
 from ringspark.extras.model_parallel.tensor.loss import ShardedCrossEntropy, ShardedScores, scores_of
 from ringspark.extras.model_parallel.tensor.plan import (
@@ -13,7 +13,6 @@ from ringspark.extras.model_parallel.tensor.plan import (
 from ringspark.extras.model_parallel.tensor.sequence_parallel import PartialGradients, SequenceShardedRows
 
 __all__ = [
-    "MeshGrids",
     "PartialGradients",
     "Region",
     "SequenceShardedRows",
@@ -21,6 +20,7 @@ __all__ = [
     "ShardedScores",
     "VocabularyEmbedding",
     "check_sequence_parallel",
+    "make_mesh_grids",
     "make_region",
     "plan_of",
     "scores_of",

@@ -7,7 +7,7 @@ the grid and all-gathered along column j, so each message is a shard and has few
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,21 +31,17 @@ AXIS = "tensor"
 Grids = Callable[[int, int], tuple[Collective, Collective]]
 
 
-class MeshGrids:
-    """Makes each grid of the ranks along 'tensor' once. Runs on every rank of the world."""
+def make_mesh_grids(mesh: RankMesh) -> Grids:
+    """Returns a function that makes each grid of the ranks along 'tensor' once. It runs on every rank."""
+    groups = group_ranks(mesh.sizes, (AXIS,))
 
-    def __init__(self, mesh: RankMesh) -> None:
-        self._mesh = mesh
-        self._made: dict[tuple[int, int], tuple[Collective, Collective]] = {}
+    @cache
+    def grid(rows: int, columns: int) -> tuple[Collective, Collective]:
+        down = [ranks[column::columns] for ranks in groups for column in range(columns)]
+        across = [ranks[i : i + columns] for ranks in groups for i in range(0, len(ranks), columns)]
+        return join_group(mesh.world, down), join_group(mesh.world, across)
 
-    def __call__(self, rows: int, columns: int) -> tuple[Collective, Collective]:
-        if (rows, columns) not in self._made:
-            groups = group_ranks(self._mesh.sizes, (AXIS,))
-            down = [ranks[column::columns] for ranks in groups for column in range(columns)]
-            across = [ranks[i : i + columns] for ranks in groups for i in range(0, len(ranks), columns)]
-            world = self._mesh.world
-            self._made[rows, columns] = join_group(world, down), join_group(world, across)
-        return self._made[rows, columns]
+    return grid
 
 
 def make_fake_grids(collective: Any) -> Grids:

@@ -13,16 +13,12 @@ from torch import nn
 
 # Projections of attention, and gated and plain MLPs.
 PLAN: dict[str, Any] = {
-    "*.q_proj": "column",
-    "*.k_proj": "column",
-    "*.v_proj": "column",
+    "*.[qkv]_proj": "column",
     "*.o_proj": "row",
     "*.gate_proj": "column",
     "*.up_proj": "column",
     "*.down_proj": "row",
-    "*.attention.self.query": "column",
-    "*.attention.self.key": "column",
-    "*.attention.self.value": "column",
+    **{f"*.attention.self.{key}": "column" for key in ("query", "key", "value")},
     "*.attention.output.dense": "row",
     "*.intermediate.dense": "column",
     "*.layer.*.output.dense": "row",

@@ -49,7 +49,7 @@ class ColumnLinear(nn.Module):
         self._region, self._gathers, collective = region, gathers, region.collective
         self._is_transposed = is_transposed(layer)
         dim = int(self._is_transposed)
-        self._outputs = layer.weight.shape[dim] if blocks == 1 else None
+        self._outputs = layer.weight.shape[dim]
         spec = ShardSpec(AXIS, dim, blocks)
         self.weight = shard_parameter(layer.weight, spec, collective.rank, collective.size)
         self.bias, self.cuts = None, {"weight": spec}

@@ -47,7 +47,7 @@ class ShardedScores:
             self.gathers = before
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self.gathers else all_gather(logits.detach(), 1, self.collective, self.num_ids)
+        return logits if self.gathers else all_gather(logits, 1, self.collective, self.num_ids)
 
     def split_loss(self, loss: Any) -> Any:
         whole = loss.unreduced if isinstance(loss, ClassLoss) else None
@@ -76,8 +76,7 @@ class ShardedCrossEntropy:
         """Returns each position's loss, equal on all ranks; `logits` are fp32, with this rank's classes."""
         scores = self._scores
         if scores.gathers or label.is_floating_point():
-            whole = logits if scores.gathers else all_gather(logits, 1, scores.collective, scores.num_ids)
-            losses: torch.Tensor = self._whole(whole, label)
+            losses: torch.Tensor = self._whole(scores.whole(logits), label)
             return losses
         ignored = self._whole.ignore_index
         kept = label != ignored

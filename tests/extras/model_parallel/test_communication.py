@@ -85,24 +85,14 @@ def _all(collective: Collective) -> Any:
             _whole(),
         )
         same(f"part {dim}", got, _gradient(lambda x: (2 * x).square().sum(), _whole()))
+
         # A partial value is reduce-scattered, then gathered for shards that use it differently.
-        got = _gradient(
-            lambda x, dim=dim: (
-                all_reduce(
-                    all_gather_for_shards(
-                        reduce_scatter(all_reduce_gradient(x, collective) * _own(rank), dim, collective),
-                        dim,
-                        collective,
-                        SHAPE[dim],
-                    )
-                    * _own(rank),
-                    collective,
-                )
-                .square()
-                .sum()
-            ),
-            _whole(),
-        )
+        def scattered(x: torch.Tensor, dim: int = dim) -> torch.Tensor:
+            own = reduce_scatter(all_reduce_gradient(x, collective) * _own(rank), dim, collective)
+            whole = all_gather_for_shards(own, dim, collective, SHAPE[dim])
+            return all_reduce(whole * _own(rank), collective).square().sum()
+
+        got = _gradient(scattered, _whole())
         want = _gradient(
             lambda x: sum(sum(x * _own(r) for r in ranks) * _own(q) for q in ranks).square().sum(), _whole()
         )
