@@ -11,37 +11,29 @@ plain loop without offload. Without a CUDA device it prints a message and measur
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import harness
 import torch
+from check.part import Setup
+from check.shards import read_batches, train
+from check.workloads import Workload, plain_rate, workload
 from read_rate import array_data, write
-from torch.nn import functional
 
-from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.optimizers.registry import make_optimizer
-from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest, open_reader
+from ringspark.pipelines import ShardManifest
 
-BATCH = 8192
-SPEC = ModelSpec("mlp", {"in_features": harness.DIM, "hidden": [2048] * 4, "out_features": 1})
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = "cuda:0"
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Case(NamedTuple):
     """Settings of a training."""
 
-    precision: Any
-    offload: Any
+    precision: str
+    activation_offload: str
     reader: str
     compile: bool = False
 
@@ -56,81 +48,41 @@ CASES = (
 )
 
 
-def worker_rate(manifest: ShardManifest, folder: Path, case: Case) -> float:
+def worker_rate(manifest: ShardManifest, work: Workload, setup: Setup, case: Case) -> float:
     """Returns rows/s of the last epoch of `train_worker` on one rank."""
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(folder / f"run-{uuid.uuid4().hex}"),
-        task="regression",
-        model=SPEC.to_json(),
-        losses=("mse",),
-        input_columns=("features",),
-        label_columns=("label",),
-        batch_size=BATCH,
-        epochs=2,
-        use_gpu=True,
-        precision=case.precision,
-        activation_offload=case.offload,
-        reader=case.reader,
-        compile=case.compile,
-    )
-    return manifest.num_rows / train_here(config, device=DEVICE).history[-1].seconds
-
-
-def bare_rate(batches: list[Pair], precision: str) -> float:
-    """Returns rows/s of the second epoch of a plain PyTorch loop."""
-    torch.manual_seed(0)
-    module = SPEC.build().to(DEVICE)
-    optimizer = make_optimizer("adamw", module.parameters(), 1e-3, 0.0)
-    scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
-
-    def epoch() -> None:
-        for pair in batches:
-            features, label = (t.to(DEVICE, non_blocking=True) for t in pair)
-            optimizer.zero_grad()
-            with torch.autocast("cuda", DTYPES[precision], enabled=precision != "fp32"):
-                output = module(features)
-            scaler.scale(functional.mse_loss(output.float().squeeze(-1), label)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        torch.cuda.synchronize()
-
-    epoch()
-    return sum(len(label) for _, label in batches) / harness.seconds_of(epoch)
+    history = train(manifest, work, setup, epochs=2, **case._asdict()).history
+    return manifest.num_rows / history[-1].seconds
 
 
 def main() -> None:
     """Measures every case and the plain loop of its precision in interleaved rounds."""
-    options = harness.parse(__doc__, rows=(1_000_000, BATCH * 2))
+    options = harness.parse(__doc__, rows=(1_000_000, 16_384))
     if not torch.cuda.is_available():
         print("gpu_training: skipped, there is no CUDA device here")
         return
     with tempfile.TemporaryDirectory() as name:
+        setup = Setup(device=DEVICE, is_tiny=False, is_short=False, folder=Path(name))
+        work = workload("mlp", setup)
         data = dict(array_data(options.rows).data)
         data["label"] = data["features"][:, 0] - data["features"][:, 1] * data["features"][:, 2]
-        manifest = write(data, Path(name) / "shards")
-        batches = [
-            (torch.tensor(batch["features"]).pin_memory(), torch.tensor(batch["label"]).pin_memory())
-            for batch in open_reader(manifest, batch_size=BATCH, engine="arrow").batches(0)
-        ]
+        manifest = write(data, setup.folder / "shards")
+        batches = read_batches(manifest, work.rows)
         cases: dict[str, Callable[[], float]] = {}
-        for precision in DTYPES:
-            cases[f"plain {precision}"] = partial(bare_rate, batches, precision)
+        for precision in ("fp32", "bf16", "fp16"):
+            cases[f"plain {precision}"] = partial(plain_rate, work, batches, DEVICE, precision)
         for case in CASES:
-            cases[f"{case}"] = partial(worker_rate, manifest, Path(name), case)
+            cases[f"{case}"] = partial(worker_rate, manifest, work, setup, case)
         rates = harness.measure_in_turns(cases, options.repeats)
+    rows = []
+    for case in CASES:
+        own, plain = rates[f"{case}"], rates[f"plain {case.precision}"]
+        title = ", ".join(case[:3]) + (", compiled" if case.compile else "")
+        medians = [f"{median(values):,.0f}" for values in (own, plain)]
+        rows.append([title, *medians, f"{harness.median_ratio(own, plain):.2f}"])
     harness.print_table(
-        f"gpu_training: {torch.cuda.get_device_name()}, {SPEC.kwargs}, batch {BATCH:,}",
+        f"gpu_training: {torch.cuda.get_device_name()}, {work.spec.kwargs}, batch {work.rows:,}",
         ["precision, offload, reader", "rows/s", "plain loop", "ratio"],
-        [
-            [
-                ", ".join(case[:3]) + (", compiled" if case.compile else ""),
-                f"{median(rates[f'{case}']):,.0f}",
-                f"{median(rates[f'plain {case.precision}']):,.0f}",
-                f"{harness.median_ratio(rates[f'{case}'], rates[f'plain {case.precision}']):.2f}",
-            ]
-            for case in CASES
-        ],
+        rows,
     )
 
 

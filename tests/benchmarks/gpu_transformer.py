@@ -10,7 +10,6 @@ Without a CUDA device it prints a message, measures nothing and ignores `--rows`
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,23 +18,23 @@ from statistics import median
 import harness
 import numpy as np
 import torch
+from check.part import Setup
+from check.shards import read_batches, train
+from check.workloads import Batch, Workload, plain_rate
 from read_rate import write
-from torch.nn import functional
 
-from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.history import read_history
-from ringspark.estimators.training.optimizers.registry import make_optimizer
-from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.pipelines import ShardManifest, open_reader
+from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest
 
 SEQ_LEN, VOCAB, BATCH = 512, 8192, 32
 SPEC = ModelSpec(
     "transformer_lm",
     {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "dim": 768, "depth": 12, "num_heads": 12},
 )
+WORK = Workload(spec=SPEC, rows=BATCH, shape=(SEQ_LEN,), vocabulary=VOCAB, classes=VOCAB)
 # Precision and checkpointing of each case.
 CASES = (("fp32", "none"), ("bf16", "none"), ("bf16", "sqrt"), ("bf16", "all"))
+DEVICE = "cuda:0"
 
 
 def write_tokens(folder: Path, rows: int) -> ShardManifest:
@@ -44,57 +43,22 @@ def write_tokens(folder: Path, rows: int) -> ShardManifest:
     return write({"ids": tokens[:, :-1], "next": tokens[:, 1:]}, folder)
 
 
-def worker_rate(
-    manifest: ShardManifest, folder: Path, device: str, peaks: dict[str, list[int]], case: tuple[str, str]
-) -> float:
+def worker_rate(manifest: ShardManifest, setup: Setup, precision: str, checkpointing: str) -> float:
     """Returns tokens/s of the second epoch of `train_worker` on one rank."""
-    run_uri = folder / f"run-{uuid.uuid4().hex}"
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(run_uri),
-        model=SPEC.to_json(),
-        losses=("cross_entropy",),
-        input_columns=("ids",),
-        label_columns=("next",),
-        batch_size=BATCH,
-        epochs=2,
-        reader="arrow",
-        use_gpu=True,
-        precision=case[0],  # type: ignore[arg-type]
-        gradient_checkpointing=case[1],
-    )
-    torch.cuda.reset_peak_memory_stats()
-    train_here(config, device=device)
-    peaks.setdefault(f"{case}", []).append(torch.cuda.max_memory_allocated())
-    return manifest.num_rows * SEQ_LEN / read_history(str(run_uri))[-1].seconds
+    settings = {"task": "any", "precision": precision, "gradient_checkpointing": checkpointing}
+    history = train(manifest, WORK, setup, epochs=2, **settings).history
+    return manifest.num_rows * SEQ_LEN / history[-1].seconds
 
 
-def bare_rate(
-    batches: list[tuple[torch.Tensor, torch.Tensor]],
-    device: str,
-    peaks: dict[str, list[int]],
-    case: tuple[str, str],
-) -> float:
+def bare_rate(batches: list[Batch], precision: str, checkpointing: str) -> float:
     """Returns tokens/s of the second epoch of a plain PyTorch loop."""
-    precision, checkpointing = case
-    torch.manual_seed(0)
+    return SEQ_LEN * plain_rate(WORK, batches, DEVICE, precision, checkpointing)
+
+
+def with_peak(peaks: list[int], call: Callable[..., float], *arguments: object) -> float:
     torch.cuda.reset_peak_memory_stats()
-    module = apply_activation_checkpoint(SPEC.build().to(device), checkpointing)
-    optimizer = make_optimizer("adamw", module.parameters(), 1e-3, 0.0)
-
-    def epoch() -> None:
-        for ids, following in batches:
-            optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
-                logits = module(ids.to(device, non_blocking=True))
-            loss = functional.cross_entropy(logits.float(), following.to(device, non_blocking=True))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        torch.cuda.synchronize()
-
-    epoch()
-    rate = sum(ids.numel() for ids, _ in batches) / harness.seconds_of(epoch)
-    peaks.setdefault(f"bare {case}", []).append(torch.cuda.max_memory_allocated())
+    rate = call(*arguments)
+    peaks.append(torch.cuda.max_memory_allocated())
     return rate
 
 
@@ -104,33 +68,30 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("gpu_transformer: skipped, there is no CUDA device here")
         return
-    device, peaks = "cuda:0", dict[str, list[int]]()
+    peaks: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as name:
-        manifest = write_tokens(Path(name) / "shards", options.rows)
-        reader = open_reader(manifest, batch_size=BATCH, engine="arrow")
-        batches = [
-            tuple(torch.tensor(batch[key]).pin_memory() for key in ("ids", "next"))
-            for batch in reader.batches(0)
-        ]
+        setup = Setup(device=DEVICE, is_tiny=False, is_short=False, folder=Path(name))
+        manifest = write_tokens(setup.folder / "shards", options.rows)
+        batches = read_batches(manifest, BATCH)
         cases: dict[str, Callable[[], float]] = {}
         for case in CASES:
-            cases[f"bare {case}"] = partial(bare_rate, batches, device, peaks, case)  # type: ignore[arg-type]
-            cases[f"{case}"] = partial(worker_rate, manifest, Path(name), device, peaks, case)
+            for key, call in (
+                (f"bare {case}", partial(bare_rate, batches)),
+                (f"{case}", partial(worker_rate, manifest, setup)),
+            ):
+                cases[key] = partial(with_peak, peaks.setdefault(key, []), call, *case)
         rates = harness.measure_in_turns(cases, options.repeats)
+    rows = []
+    for case in CASES:
+        own, bare = rates[f"{case}"], rates[f"bare {case}"]
+        figures = [f"{median(values):,.0f}" for values in (own, bare)]
+        figures.append(f"{harness.median_ratio(own, bare):.2f}")
+        figures += [f"{max(peaks[key]) / 2**30:.2f}" for key in (f"{case}", f"bare {case}")]
+        rows.append([", ".join(case), *figures])
     harness.print_table(
         f"gpu_transformer: {torch.cuda.get_device_name()}, {SPEC.kwargs}, batch {BATCH}",
         ["precision, checkpointing", "tokens/s", "bare", "ratio", "peak GiB", "bare"],
-        [
-            [
-                ", ".join(case),
-                f"{median(rates[f'{case}']):,.0f}",
-                f"{median(rates[f'bare {case}']):,.0f}",
-                f"{harness.median_ratio(rates[f'{case}'], rates[f'bare {case}']):.2f}",
-                f"{max(peaks[f'{case}']) / 2**30:.2f}",
-                f"{max(peaks[f'bare {case}']) / 2**30:.2f}",
-            ]
-            for case in CASES
-        ],
+        rows,
     )
 
 

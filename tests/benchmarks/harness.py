@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ringspark.jobs import cli
 from ringspark.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 FLIGHTS = ROOT / "examples" / "flights"
 # Folders of modules that tests and benchmarks share. pytest adds them too.
-sys.path += [*(str(ROOT / "tests" / name) for name in ("support", "faults", "hosts")), str(FLIGHTS)]
+sys.path += [*(str(ROOT / "tests" / name) for name in ("support", "faults", "hosts", "gpu")), str(FLIGHTS)]
 
 TINY_FRACTION = "0.02"  # flights
 MEANINGS = {"repeats": "measured rounds", "rows": "rows of data"}
@@ -47,6 +46,9 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
     benchmarks accept the common options and ignore those that they do not need, so that one command line can
     run all of them.
     """
+    from recipes import DEFAULT_ROOT
+    from ringspark.jobs import cli
+
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -58,8 +60,6 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
         made.add_argument(
             option, type=cli.positive_int, default=size[is_tiny], metavar="N", help=text.strip()
         )
-    from recipes import DEFAULT_ROOT
-
     root = DEFAULT_ROOT + ("-tiny" if is_tiny else "")
     made.add_argument(
         "--root", default=root, metavar="DIR", help="results of examples/flights/etl.py; made if missing"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_predictor import bare_predictor
 from small_training import config_of, weights_of
 
-from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_info
@@ -233,13 +233,10 @@ def test_predictions_are_those_of_the_cpu(
     rows = np.random.default_rng(1).normal(size=(1000, 6)).astype(np.float32)
     found = {}
     for where in (device, "cpu"):
-        predictor = Predictor(
-            model=SMOOTH.to_json(),
+        predictor = bare_predictor(
+            SMOOTH,
             weights_uri=result.checkpoint_uri,
             weights_id=read_info(result.checkpoint_uri).checkpoint_id,
-            feeds=(),
-            results=None,  # type: ignore[arg-type]  # only the forward passes run
-            output_widths=(1,),
             batch_size=batch_size,
             use_gpu=where != "cpu",
             offload=offload,

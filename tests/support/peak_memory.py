@@ -43,6 +43,7 @@ def memory_use(step: Callable[[], object], device: str = "cpu") -> MemoryUse:
 
 
 def _cuda(step: Callable[[], object]) -> MemoryUse:
+    gc.collect()  # do not count cycles of an earlier run
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -6,7 +6,6 @@ for the cases that are left.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -25,28 +24,19 @@ BROKEN = 70
 """Exit code after an error that leaves the device unusable for this process."""
 
 
-def choose_device() -> str:
-    """Returns the first CUDA device that this process sees, else the CPU."""
-    try:
+def prepare(device: str | None) -> str:
+    """Returns the device, by default the first CUDA device that this process sees, else the CPU."""
+    with contextlib.suppress(ImportError):  # the part "environment" reports it
         import torch
 
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about a driver that torch cannot use; the part "environment" reports it
-            return "cuda:0" if torch.cuda.is_available() else "cpu"
-    except ImportError:
-        return "cpu"
-
-
-def prepare(device: str) -> None:
-    with contextlib.suppress(ImportError):
-        import torch
-
+            warnings.simplefilter("ignore")  # about a driver that torch cannot use
+            device = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
         if device == "cpu":
             torch.set_num_threads(1)  # tiny operations take longer on several threads
         else:
             torch.cuda.set_device(device)  # Triton compiles for the current device
+    return device or "cpu"
 
 
 def describe(error: BaseException) -> str:
@@ -69,22 +59,30 @@ def is_usable() -> bool:
     return True
 
 
-class Results:
-    """The file of results; see `runner.py`, which reads it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.begun = {entry["case"] for entry in map(json.loads, lines) if "case" in entry}
-
-    def add(self, **entry: Any) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+def add_entry(path: Path, **entry: Any) -> None:
+    """Appends a line to the file of results."""
+    # The process may end while it writes, so the line begins with the line break.
+    with path.open("a") as file:
+        file.write("\n" + json.dumps(entry))
 
 
-def run_case(part: Part, case: str, results: Results) -> None:
+def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the header of the file of results, and the last entry of each case that has begun."""
+    header: dict[str, Any] = {}
+    cases: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            entry = json.loads(line)
+            if "case" in entry:
+                cases[entry["case"]] = entry
+            else:
+                header = entry
+    return header, cases
+
+
+def run_case(part: Part, case: str, results: Path) -> None:
     """Measures one case, and adds its result."""
-    results.add(case=case, state="begun")
+    add_entry(results, case=case, state="begun")
     start = time.monotonic()
     entry: dict[str, Any] = {}
     try:
@@ -96,40 +94,32 @@ def run_case(part: Part, case: str, results: Results) -> None:
     except Exception as error:
         traceback.print_exc()
         entry = {"state": "failed", "reason": describe(error)}
-    results.add(case=case, seconds=round(time.monotonic() - start, 2), **entry)
+    add_entry(results, case=case, seconds=round(time.monotonic() - start, 2), **entry)
 
 
-def main() -> None:
-    """Runs the part of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", help="import path of the part's class")
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--device")
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--cut", action="store_true")
-    options = parser.parse_args()
-    device = options.device or choose_device()
-    prepare(device)
+def main(
+    path: str, results: str, folder: str, device: str | None, tiny: bool, cut: bool, left: float
+) -> None:
+    """Runs the part with the class at the import path `path`."""
+    device = prepare(device)
     setup = Setup(
         device=device,
-        is_tiny=options.tiny or device == "cpu",
-        is_short=options.tiny,
-        is_cut=options.cut,
-        folder=options.folder,
-        seconds=options.seconds,
+        is_tiny=tiny or device == "cpu",
+        is_short=tiny,
+        is_cut=cut,
+        folder=Path(folder),
+        seconds=left,
     )
-    results = Results(options.results)
-    part: Part = load_object(options.part)(setup)
+    begun = read_entries(Path(results))[1]
+    part: Part = load_object(path)(setup)
     cases = list(part.cases())
-    results.add(columns=part.columns, note=part.note, cases=cases, device=device, is_tiny=setup.is_tiny)
+    header = {"columns": part.columns, "note": part.note, "device": device, "is_tiny": setup.is_tiny}
+    add_entry(Path(results), cases=cases, **header)
     for case in cases:
-        if case in results.begun:
-            continue
-        run_case(part, case, results)
-        if not is_usable():
-            end(BROKEN)
+        if case not in begun:
+            run_case(part, case, Path(results))
+            if not is_usable():
+                end(BROKEN)
 
 
 def end(code: int) -> None:
@@ -140,5 +130,7 @@ def end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # At the end of the path, because a benchmark may have the name of a module of Python.
+    sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("benchmarks", "support")]
+    main(**json.loads(sys.argv[1]))
     end(0)

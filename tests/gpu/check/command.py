@@ -32,18 +32,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("parts", nargs="*", metavar="part", help="run only these parts; default: all")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=OUTPUT,
-        help="page of figures; JSON is written next to it; default: %(default)s",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="time limit of the whole check; default: %(default)g"
-    )
-    parser.add_argument("--device", help='such as "cuda:1" or "cpu"; default: first CUDA device, else CPU')
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes and few tests, on any device")
+    add, default = parser.add_argument, "; default: %(default)s"
+    add("parts", nargs="*", metavar="part", help="run only these parts; default: all")
+    add("--output", type=Path, default=OUTPUT, help=f"page of figures; JSON is written next to it{default}")
+    add("--seconds", type=float, default=SECONDS, help=f"time limit of the whole check{default}")
+    add("--device", help='such as "cuda:1" or "cpu"; default: first CUDA device, else CPU')
+    add("--tiny", action="store_true", help="tiny sizes and few tests, on any device")
     options = parser.parse_args(words)
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
@@ -52,9 +46,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     if options.device and not re.fullmatch(r"cpu|cuda:\d+", options.device):
         parser.error(f'--device must be "cpu", "cuda" or "cuda:N", got {options.device!r}')
     if find_spec("torch") is None:
-        parser.error(
-            f"{sys.executable} has no torch; start a Python that has it, such as make gpu PYTHON=python3"
-        )
+        needed = "start a Python that has it, such as make gpu PYTHON=python3"
+        parser.error(f"{sys.executable} has no torch; {needed}")
     if not options.seconds > 0:
         parser.error(f"--seconds must be above 0, got {options.seconds:g}")
     try:
@@ -69,19 +62,15 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Returns 0 if every part ran or was skipped, 1 if one failed, 130 if it was stopped."""
     options = parse(words)
+    command = " ".join(["python3 tests/gpu/run.py", *(sys.argv[1:] if words is None else words)])
     start, began = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
     results: list[PartResult] = []
     # Parts run in sessions of their own, so SIGTERM, as from `timeout`, does not reach them.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def write() -> None:
-        page.write(
-            options.output,
-            results,
-            command=" ".join(["python3 tests/gpu/run.py", *(sys.argv[1:] if words is None else words)]),
-            began=began,
-            seconds=time.monotonic() - start,
-        )
+        seconds = time.monotonic() - start
+        page.write(options.output, results, command=command, began=began, seconds=seconds)
 
     try:
         with tempfile.TemporaryDirectory(prefix="ringspark-gpu-check-", ignore_cleanup_errors=True) as folder:

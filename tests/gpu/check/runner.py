@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from check.child import BROKEN
+from check.child import BROKEN, add_entry, read_entries
 from check.registry import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
 
-State = Literal["ok", "failed", "skipped"]
+State = Literal["begun", "ok", "failed", "skipped"]
 
 # A killed process that is in a driver call may not end; wait at most this long for it.
 _END_SECONDS = 10.0
@@ -65,13 +65,11 @@ class PartResult:
 
     def summary(self) -> str:
         """Returns what happened, in one line."""
-        counts = {
-            state: sum(case.state == state for case in self.cases) for state in ("ok", "failed", "skipped")
-        }
+        states = [case.state for case in self.cases]
+        counts = {state: states.count(state) for state in ("ok", "failed", "skipped")}
         found = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        bad = [case for case in self.cases if case.state == "failed"]
-        first = f"{bad[0].case}: {bad[0].reason}" if bad else ""
-        return "; ".join(text for text in (found, self.reason, first) if text)
+        bad = [f"{case.case}: {case.reason}" for case in self.cases if case.state == "failed"]
+        return "; ".join(text for text in (found, self.reason, *bad[:1]) if text)
 
 
 def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds: float) -> PartResult:
@@ -81,69 +79,67 @@ def run_part(name: str, folder: Path, *, tiny: bool, device: str | None, seconds
     if missing := entry.missing():
         result.is_skipped, result.reason = True, f"needs the package {', '.join(missing)}"
         return result
-    limit = min(seconds, entry.seconds)
-    is_cut = seconds < entry.seconds
     folder.mkdir(parents=True)
     results, log = folder / "results.jsonl", folder / "log.txt"
-    command = [
-        sys.executable,
-        "-m",
-        "check.child",
-        entry.path,
-        "--results",
-        str(results),
-    ]
-    command += ["--folder", str(folder)] + ["--tiny"] * tiny + ["--cut"] * is_cut
-    command += ["--device", device] if device else []
-    while True:
+    is_cut = seconds < entry.seconds
+    limit = min(seconds, entry.seconds)
+    given = {"path": entry.path, "results": str(results), "folder": str(folder), "device": device}
+    is_over = False
+    while not is_over:
         left = limit - (time.monotonic() - start)
-        code = _run([*command, "--seconds", f"{left:.1f}"], log, left)
-        begun = _read(results, result)
-        rest = _unmeasured(results, result)
-        if code == 0 or (begun is None and result.columns and not rest):
-            break
-        why = f"took more than {limit:.0f} s" if code is None else _ending(code, log)
-        if begun is not None:
-            state: State = "skipped" if code is None and is_cut else "failed"
-            result.cases.append(CaseResult(case=begun, state=state, reason=why))
-            rest.remove(begun)
-        elif code != BROKEN:
-            # The process ended before its first case.
-            result.is_skipped, result.reason = code is None and is_cut, why
-        # The cases that are left get a new process, unless no process gets as far as a case.
-        if code is None or result.reason or not rest:
-            skipped = "not measured, because the part ended early"
-            result.cases += [CaseResult(case=case, state="skipped", reason=skipped) for case in rest]
-            break
+        code = _run(json.dumps({**given, "tiny": tiny, "cut": is_cut, "left": left}), log, left)
+        is_over = _collect(result, results, code, f"took more than {limit:.0f} s", is_cut, log)
     if result.state == "failed":
         result.log = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     result.seconds = time.monotonic() - start
     return result
 
 
-def child_environment() -> dict[str, str]:
+def _collect(
+    result: PartResult, path: Path, code: int | None, too_long: str, is_cut: bool, log: Path
+) -> bool:
+    """Reads what a process has measured. Returns whether no other process has to run."""
+    header, entries = read_entries(path)
+    rest = [case for case in header.pop("cases", ()) if case not in entries]
+    vars(result).update(header)
+    result.cases = [CaseResult(**entry) for entry in entries.values()]
+    begun = next((case for case in result.cases if case.state == "begun"), None)
+    if code == 0 or (begun is None and header and not rest):
+        return True
+    why = too_long if code is None else _ending(code, log)
+    if begun is not None:
+        begun.state, begun.reason = ("skipped" if code is None and is_cut else "failed"), why
+        add_entry(path, **asdict(begun))
+    elif code != BROKEN:
+        # The process ended before its first case.
+        result.is_skipped, result.reason = code is None and is_cut, why
+    # The cases that are left get a new process, unless no process gets as far as a case.
+    if code is not None and not result.reason and rest:
+        return False
+    skipped = "not measured, because the part ended early"
+    result.cases += [CaseResult(case=case, state="skipped", reason=skipped) for case in rest]
+    return True
+
+
+def _environment() -> dict[str, str]:
     """Returns environment variables with which a process imports this ringspark and reports a crash."""
     paths = [str(ROOT), str(ROOT / "tests" / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Variables of a pytest that runs this check must not reach the pytest that it starts.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    path = {"PYTHONPATH": os.pathsep.join(paths)}
+    return {**kept, **path, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _run(command: list[str], log: Path, seconds: float) -> int | None:
+def _run(words: str, log: Path, seconds: float) -> int | None:
     """Returns the exit code of a process; ends it and returns None if it takes more than `seconds`."""
     # A file and no pipe, because a child that outlives the process would keep a pipe open.
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "check.child", words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=child_environment(),
+            env=_environment(),
             start_new_session=True,
         )
     try:
@@ -156,38 +152,6 @@ def _run(command: list[str], log: Path, seconds: float) -> int | None:
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
-
-
-def _read(path: Path, result: PartResult) -> str | None:
-    """Adds the results in the file to `result`; returns the case that began and has no result, if any."""
-    known = {case.case for case in result.cases}
-    begun = None
-    for entry in _entries(path):
-        if "columns" in entry:
-            result.columns, result.note = list(entry["columns"]), entry["note"]
-            result.device, result.is_tiny = entry["device"], entry["is_tiny"]
-        elif entry["state"] == "begun":
-            begun = entry["case"]
-        else:
-            begun = None
-            if entry["case"] not in known:
-                result.cases.append(CaseResult(**entry))
-    return None if begun in known else begun
-
-
-def _unmeasured(path: Path, result: PartResult) -> list[str]:
-    known = {case.case for case in result.cases}
-    cases: list[str] = next((entry["cases"] for entry in _entries(path) if "cases" in entry), [])
-    return [case for case in cases if case not in known]
-
-
-def _entries(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):  # a process was ended while it wrote this line
-            found.append(json.loads(line))
-    return found
 
 
 def _ending(code: int, log: Path) -> str:

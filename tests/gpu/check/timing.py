@@ -1,4 +1,4 @@
-"""Times and memory on a GPU or the CPU.
+"""Times on a GPU or the CPU.
 
 A call only queues work on the GPU, so the clock is read after the device has finished. Compared cases run in
 interleaved rounds, so that a change of the GPU's clock rate affects all of them.
@@ -6,12 +6,12 @@ interleaved rounds, so that a change of the GPU's clock rate affects all of them
 
 from __future__ import annotations
 
-import gc
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 
+import harness
 import torch
 
 from check.part import Setup
@@ -29,61 +29,42 @@ def synchronize(device: str) -> None:
 
 def seconds_of(call: Callable[[], object], device: str, count: int = 1) -> float:
     """Returns the seconds of one of `count` calls, to the end of their last kernel."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) / count
 
-
-def compare(cases: Mapping[str, Callable[[], object]], setup: Setup) -> dict[str, list[float]]:
-    """Returns the seconds of one call of each case, per round. Warm-up calls do not count."""
-    counts = {}
-    for name, call in cases.items():
-        # The first call allocates and chooses kernels; the second one fills torch's cache of memory.
-        for _ in range(1 if setup.is_tiny else 3):
+    def repeat() -> None:
+        for _ in range(count):
             call()
-        once = seconds_of(call, setup.device)
-        wanted = math.ceil(_ROUND_SECONDS / max(once, 1e-9))
-        counts[name] = 1 if setup.is_tiny else max(1, min(_MOST_CALLS, wanted))
-    rounds: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(setup.rounds):
-        for name, call in cases.items():
-            rounds[name].append(seconds_of(call, setup.device, counts[name]))
-    return rounds
+        synchronize(device)
+
+    synchronize(device)
+    return harness.seconds_of(repeat) / count
 
 
-def ratio(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Returns the median over the rounds of value / reference."""
-    return median(value / base for value, base in zip(values, reference, strict=True))
+class Rounds(dict[str, list[float]]):
+    """The seconds of one call of each case, per round."""
+
+    def milliseconds(self, *names: str) -> list[float | None]:
+        """Returns the median time of each case; None for a case that did not run."""
+        return [1000 * median(self[name]) if name in self else None for name in names]
+
+    def rate(self, name: str, rows: int) -> float:
+        return median(rows / seconds for seconds in self[name])
+
+    def ratio(self, name: str, reference: str) -> float:
+        return harness.median_ratio(self[name], self[reference])
 
 
-def milliseconds(values: Sequence[float]) -> float:
-    return 1000 * median(values)
+def compare(cases: Mapping[str, Callable[[], object]], setup: Setup) -> Rounds:
+    """Times the cases in interleaved rounds, after warm-up calls that do not count."""
+    timed = {
+        name: partial(seconds_of, call, setup.device, _warm_up(call, setup)) for name, call in cases.items()
+    }
+    return Rounds(harness.measure_in_turns(timed, setup.rounds, warm_ups=0))
 
 
-def held_mib(call: Callable[[], object], setup: Setup) -> float | None:
-    """Returns the device memory that the result of `call` keeps, in MiB; None on the CPU."""
-    return _memory(call, setup, peak=False)
-
-
-def peak_mib(call: Callable[[], object], setup: Setup) -> float | None:
-    """Returns the most device memory during `call` above the memory before, in MiB; None on the CPU."""
-    return _memory(call, setup, peak=True)
-
-
-def _memory(call: Callable[[], object], setup: Setup, *, peak: bool) -> float | None:
-    if not setup.on_gpu:
+def _warm_up(call: Callable[[], object], setup: Setup) -> int:
+    """Returns the number of calls per round."""
+    # The first call allocates and chooses kernels; the second one fills torch's cache of memory.
+    for _ in range(1 if setup.is_tiny else 3):
         call()
-        return None
-    gc.collect()
-    torch.cuda.synchronize(setup.device)
-    before = torch.cuda.memory_allocated(setup.device)
-    torch.cuda.reset_peak_memory_stats(setup.device)
-    result = call()
-    torch.cuda.synchronize(setup.device)
-    read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-    found = (read(setup.device) - before) / MIB
-    del result
-    return found
+    wanted = math.ceil(_ROUND_SECONDS / max(seconds_of(call, setup.device), 1e-9))
+    return 1 if setup.is_tiny else max(1, min(_MOST_CALLS, wanted))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from check.part import Setup
-from ringspark.models import ModelSpec
+from check.timing import seconds_of
+from ringspark.estimators.training.optimizers.registry import make_optimizer
+from ringspark.estimators.training.precision import DTYPES
+from ringspark.models import ModelSpec, apply_activation_checkpoint
 
-Name = Literal["mlp", "transformer"]
-NAMES: tuple[Name, ...] = ("mlp", "transformer")
+NAMES = ("mlp", "transformer")
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class Workload:
     vocabulary: int = 0
     classes: int = 0
 
-    def batch(self, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, device: str, seed: int = 0) -> Batch:
         generator = torch.Generator().manual_seed(seed)
 
         def values(ids: int, *shape: int) -> torch.Tensor:
@@ -46,8 +50,7 @@ class Workload:
 
     def build(self, device: str) -> nn.Module:
         torch.manual_seed(0)
-        module: nn.Module = self.spec.build()
-        return module.to(device).train()
+        return self.spec.build().to(device).train()
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.classes:
@@ -55,7 +58,7 @@ class Workload:
         return functional.mse_loss(outputs.float().reshape(labels.shape), labels)
 
 
-def workload(name: Name, setup: Setup, dropout: float = 0.0) -> Workload:
+def workload(name: str, setup: Setup, dropout: float = 0.0) -> Workload:
     """Returns a workload. Even tiny tensors exceed a page, because offload and codecs skip smaller ones."""
     if name == "mlp":
         width, rows = (64, 64) if setup.is_tiny else (2048, 8192)
@@ -73,21 +76,20 @@ class Step:
 
     Args:
         context: Entered around the forward pass.
-        scaler: Scales the loss and steps the optimizer, for fp16; by default, nothing is scaled.
+        scaler: Scales the loss and steps the optimizer; by default, nothing is scaled.
     """
 
     def __init__(
         self,
         work: Workload,
         device: str,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         context: Callable[[nn.Module], AbstractContextManager[object]] = lambda module: nullcontext(),
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: Any = None,
     ) -> None:
         self.work, self.module = work, work.build(device)
         self.inputs, self.labels = work.batch(device)
-        self.optimizer = optimizer(list(self.module.parameters()))
-        self._context, self._scaler = context, scaler
+        self.optimizer = torch_adamw(list(self.module.parameters()))
+        self._context, self._scaler = context, scaler or torch.amp.GradScaler(enabled=False)
 
     def forward(self) -> torch.Tensor:
         with self._context(self.module):
@@ -98,26 +100,53 @@ class Step:
         """Returns the loss before the step, on the device."""
         self.optimizer.zero_grad()
         loss = self.work.loss(self.forward(), self.labels)
-        if self._scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-        else:
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         return loss.detach()
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of one pass, with the same random seed in each call."""
         torch.manual_seed(1)
         self.optimizer.zero_grad()
-        self.work.loss(self.forward(), self.labels).backward()  # type: ignore[no-untyped-call]
+        self.work.loss(self.forward(), self.labels).backward()
         return [p.grad.clone() for p in self.module.parameters() if p.grad is not None]
 
 
 def torch_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Returns torch's own AdamW with its fastest kernel, as the reference of all comparisons."""
     return torch.optim.AdamW(parameters, lr=1e-4, fused=parameters[0].is_cuda or None)
+
+
+def torch_autocast(precision: str, device: str) -> AbstractContextManager[object]:
+    kind = torch.device(device).type
+    return torch.autocast(kind, DTYPES.get(precision), enabled=precision != "fp32")
+
+
+def torch_scaler(precision: str, device: str) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(torch.device(device).type, enabled=precision == "fp16")
+
+
+def plain_rate(
+    work: Workload, batches: Sequence[Batch], device: str, precision: str, checkpointing: str = "none"
+) -> float:
+    """Returns rows/s of the second epoch of a plain PyTorch loop over batches in host memory."""
+    module = apply_activation_checkpoint(work.build(device), checkpointing)
+    optimizer = make_optimizer("adamw", module.parameters(), 1e-3, 0.0)
+    scaler = torch_scaler(precision, device)
+
+    def epoch() -> None:
+        for pair in batches:
+            inputs, labels = (tensor.to(device, non_blocking=True) for tensor in pair)
+            optimizer.zero_grad()
+            with torch_autocast(precision, device):
+                outputs = module(inputs)
+            scaler.scale(work.loss(outputs, labels)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    epoch()
+    return sum(len(inputs) for inputs, _ in batches) / seconds_of(epoch, device)
 
 
 @contextmanager

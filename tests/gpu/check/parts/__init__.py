@@ -1,1 +1,0 @@
-"""The parts of the GPU check, one file per part."""

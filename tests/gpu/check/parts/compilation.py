@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import torch
-from torch import nn
 
 from check.part import Part, SkippedError, Value
-from check.timing import compare, milliseconds, ratio, synchronize
-from check.workloads import NAMES, Step, torch_adamw, workload
+from check.timing import compare, synchronize
+from check.workloads import NAMES, Step, workload
 from ringspark.estimators.training.compilation import compile_network
 from ringspark.estimators.training.precision import autocast
 
@@ -31,17 +30,20 @@ class Compilation(Part):
 
     def measure(self, case: str) -> Sequence[Value]:
         name, precision = case.split(", ")
-        own, eager, plain = (self._step(name, precision) for _ in range(3))
+        work, device = workload(name, self.setup), self.setup.torch_device
+        own, eager, plain = (
+            Step(work, self.setup.device, lambda module: autocast(precision, device)) for _ in range(3)
+        )
         with ExitStack() as stack:
             try:
-                stack.enter_context(compile_network(own.module, True, self.setup.torch_device))
+                stack.enter_context(compile_network(own.module, True, device))
             except RuntimeError as error:
                 if str(error).startswith("compile needs"):  # a compiler that this machine does not have
                     raise SkippedError(str(error).split(";")[0]) from error
                 raise
             start = time.perf_counter()
             found = own.forward()
-            found.sum().backward()  # type: ignore[no-untyped-call]
+            found.sum().backward()
             synchronize(self.setup.device)
             seconds = time.perf_counter() - start
             wanted = eager.forward()
@@ -53,14 +55,7 @@ class Compilation(Part):
                 steps["torch"] = plain
             rounds = compare(steps, self.setup)
         return [
-            *(milliseconds(rounds["own"]), milliseconds(rounds["eager"])),
-            ratio(rounds["eager"], rounds["own"]),
-            *(milliseconds(rounds["torch"]) if "torch" in rounds else None, seconds, difference),
+            *rounds.milliseconds("own", "eager"),
+            *(rounds.ratio("eager", "own"), *rounds.milliseconds("torch")),
+            *(seconds, difference),
         ]
-
-    def _step(self, name: str, precision: str) -> Step:
-        def context(module: nn.Module) -> AbstractContextManager[object]:
-            return autocast(precision, self.setup.torch_device)
-
-        work = workload("mlp" if name == "mlp" else "transformer", self.setup)
-        return Step(work, self.setup.device, torch_adamw, context)

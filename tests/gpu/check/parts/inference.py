@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from bare_predictor import bare_predictor
 from torch import nn
 
 from check.part import Part, Value
-from check.timing import compare, ratio
-from ringspark.estimators.inference.predictor import Predictor
+from check.timing import compare
 from ringspark.models import ModelSpec
 
 _DIM = 32
@@ -36,47 +35,26 @@ class Inference(Part):
 
     def measure(self, case: str) -> Sequence[Value]:
         name, text = case.split(", ")
-        batch = int(text.split()[0])
-        hidden = [16] if self.setup.is_tiny else _SIZES[name]
+        batch, device = int(text.split()[0]), self.setup.device
+        hidden, count = ([16], 100) if self.setup.is_tiny else (_SIZES[name], max(262_144, 4 * batch))
         spec = ModelSpec("mlp", {"in_features": _DIM, "hidden": hidden, "out_features": 1})
-        rows = np.random.default_rng(0).random((_count(batch, self.setup.is_tiny), _DIM), dtype=np.float32)
-        predictor = Predictor(
-            model=spec.to_json(),
-            weights_uri="",
-            weights_id="",
-            feeds=(),
-            results=None,  # type: ignore[arg-type]  # only the forward passes run
-            output_widths=(1,),
-            batch_size=batch,
-            use_gpu=self.setup.on_gpu,
-        )
+        rows = np.random.default_rng(0).random((count, _DIM), dtype=np.float32)
+        predictor = bare_predictor(spec, batch_size=batch, use_gpu=self.setup.on_gpu)
         torch.manual_seed(0)
         module = spec.build().eval()
-        few = rows[: min(len(rows), 3000)]
-        wanted = predictor.predict(module, [few], "cpu")
-        module = module.to(self.setup.device)
-        found = predictor.predict(module, [few], self.setup.device)
+        wanted = predictor.predict(module, [rows[:3000]], "cpu")
+        found = predictor.predict(module.to(device), [rows[:3000]], device)
         difference = float(np.abs(found - wanted).max() / np.abs(wanted).max())
         assert difference < 1e-3, f"an output differs by {difference:.2g} from the CPU's"
+        own = partial(predictor.predict, module, [rows], device)
         rounds = compare(
-            {
-                "own": partial(predictor.predict, module, [rows], self.setup.device),
-                "plain": partial(_plain, module, rows, batch, self.setup.device),
-            },
-            self.setup,
+            {"own": own, "plain": partial(predict_plainly, module, rows, batch, device)}, self.setup
         )
-        rates = {key: median(len(rows) / seconds for seconds in values) for key, values in rounds.items()}
-        return [
-            *(rates["own"], rates["plain"]),
-            *(ratio(rounds["plain"], rounds["own"]), difference),
-        ]
+        rates = [rounds.rate(key, len(rows)) for key in ("own", "plain")]
+        return [*rates, rounds.ratio("plain", "own"), difference]
 
 
-def _count(batch: int, is_tiny: bool) -> int:
-    return 100 if is_tiny else max(262_144, 4 * batch)
-
-
-def _plain(module: nn.Module, rows: Rows, batch: int, device: str) -> None:
+def predict_plainly(module: nn.Module, rows: Rows, batch: int, device: str) -> None:
     with torch.inference_mode():
-        for start in range(0, len(rows), batch):
-            module(torch.from_numpy(rows[start : start + batch]).to(device)).cpu()
+        for part in torch.from_numpy(rows).split(batch):
+            module(part.to(device)).cpu()

@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import read_rate
 import torch
 
 from check.part import Part, SkippedError, Value
-from check.shards import train, write_shards
+from check.shards import train
 from check.timing import MIB
 from check.workloads import workload
 from ringspark.estimators.training.callbacks import Callback, TrainingState
@@ -58,33 +59,27 @@ class Memory(Part):
 
     def measure(self, case: str) -> Sequence[Value]:
         name, setting = case.split(", ")
-        settings = _SETTINGS[setting]
-        if settings.get("activationOffload") == "host" and not self.setup.on_gpu:
+        settings, setup = _SETTINGS[setting], self.setup
+        if settings.get("activationOffload") == "host" and not setup.on_gpu:
             raise SkippedError("on the CPU everything is in host memory")
-        work = workload("mlp" if name == "mlp" else "transformer", self.setup, dropout=0.1)
+        work = workload(name, setup, dropout=0.1)
         inputs, labels = work.batch("cpu")
-        loss = "cross_entropy" if work.classes else "mse"
         plan = plan_memory(
-            work.spec, (inputs, labels), loss=loss, useGpu=self.setup.on_gpu, collective="local", **settings
+            work.spec,
+            (inputs, labels),
+            loss="cross_entropy" if work.classes else "mse",
+            useGpu=setup.on_gpu,
+            collective="local",
+            **settings,
         )
         columns = {"x": inputs.repeat(_STEPS, 1).numpy(), "y": labels.repeat(_STEPS).numpy()}
-        manifest = write_shards(columns, self.setup.folder / re.sub(r"\W+", "-", case))
-        peak = Peak(self.setup.device)
+        manifest = read_rate.write(columns, setup.folder / re.sub(r"\W+", "-", case))
+        peak = Peak(setup.device)
         given = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in settings.items()}
-        train(
-            manifest,
-            work.spec,
-            self.setup,
-            peak,
-            losses=(loss,),
-            batch_size=work.rows,
-            epochs=1,
-            task="classification" if work.classes else "regression",
-            **given,
-        )
+        train(manifest, work, setup, peak, epochs=1, **given)
         assert peak.value is not None, "no step was measured"
-        if not self.setup.on_gpu:
+        if not setup.on_gpu:
             return [plan.peak / MIB, None, None, None]
         gc.collect()
-        left = torch.cuda.memory_allocated(self.setup.device)
+        left = torch.cuda.memory_allocated(setup.device)
         return [plan.peak / MIB, peak.value / MIB, plan.peak / peak.value, left / MIB]

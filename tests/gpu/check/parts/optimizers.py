@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from check.part import Part, Value
-from check.timing import compare, milliseconds, ratio
+from check.timing import compare
 from check.workloads import torch_adamw, workload
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
 
@@ -42,8 +42,7 @@ class Optimizers(Part):
         leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
         held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         return [
-            *(milliseconds(rounds["own"]), milliseconds(rounds["torch"])),
-            ratio(rounds["own"], rounds["torch"]),
+            *(*rounds.milliseconds("own", "torch"), rounds.ratio("own", "torch")),
             *(held / sum(p.numel() for p in own), difference),
         ]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from statistics import median
+from typing import Any
 
 import torch
+from peak_memory import peak_bytes
 from torch import nn
 from torch.nn import functional
 
 from check.part import Part, Value
-from check.timing import compare, peak_mib, ratio
+from check.timing import MIB, compare
 from check.workloads import torch_adamw
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.models import ModelSpec
@@ -35,57 +36,48 @@ class Table(Part):
     def measure(self, case: str) -> Sequence[Value]:
         name, count = case.split(", ")
         rows = 8 if self.setup.is_tiny else int(count.split()[0])
-        numbers, ids, labels = _rows(rows)
-        difference = self._compare_with_cpu(name, numbers, ids, labels)
-        device = self.setup.device
-        own, plain = _network(name, self.setup.is_tiny).to(device), _mlp(self.setup.is_tiny).to(device)
-        on_device = [tensor.to(device) for tensor in (numbers, ids)]
-        own_step = _step(own, on_device, labels.to(device), "cross_entropy_per_member")
-        known = torch.nan_to_num(on_device[0])
-        plain_step = _step(plain, [known], labels.to(device), "cross_entropy")
-        peak = peak_mib(own_step, self.setup)
-        rounds = compare({"own": own_step, "plain": plain_step}, self.setup)
-        rates = {key: median(rows / seconds for seconds in values) for key, values in rounds.items()}
-        return [
-            *(rates["own"], rates["plain"]),
-            *(ratio(rounds["plain"], rounds["own"]), peak, difference),
-        ]
+        net, batch = self._network(name), _rows(rows)
+        difference = _compare_with_cpu(net, batch, self.setup.device)
+        numbers, ids, labels = (tensor.to(self.setup.device) for tensor in batch)
+        own = _step(net.to(self.setup.device), [numbers, ids], labels, "cross_entropy_per_member")
+        mlp = self._mlp().to(self.setup.device)
+        plain = _step(mlp, [torch.nan_to_num(numbers)], labels, "cross_entropy")
+        peak = peak_bytes(own, self.setup.device) / MIB
+        rounds = compare({"own": own, "plain": plain}, self.setup)
+        rates = [rounds.rate(key, rows) for key in ("own", "plain")]
+        return [*rates, rounds.ratio("plain", "own"), peak, difference]
 
-    def _compare_with_cpu(
-        self, name: str, numbers: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor
-    ) -> float:
-        first = _network(name, self.setup.is_tiny).eval()
-        second = copy.deepcopy(first).to(self.setup.device)
-        found = []
-        for net, device in ((first, "cpu"), (second, self.setup.device)):
-            inputs = (numbers.to(device), ids.to(device))
-            if isinstance(net, TabPack):
-                targets = functional.one_hot(labels, _CLASSES).double().to(device)
-                errors = net.candidates(*inputs).double() - targets
-                net.choose_members(torch.einsum("cbo,dbo->cd", errors, errors))
-            with torch.no_grad():
-                found.append(net(*inputs).softmax(1).cpu())
-        difference = float((found[0] - found[1]).abs().max())
-        assert difference < 1e-3, f"a probability differs by {difference:.2g} from the CPU's"
-        return difference
+    def _network(self, name: str) -> nn.Module:
+        edges = torch.linspace(-2, 2, 5 if self.setup.is_tiny else 49).tolist()
+        shape = {"edges": [edges] * _NUMBERS, "cardinalities": _CATEGORIES, "averages": "probabilities"}
+        return self._build(name, width=self._units, **shape)
+
+    def _mlp(self) -> nn.Module:
+        return self._build("mlp", in_features=_NUMBERS, hidden=[self._units] * 2)
+
+    def _build(self, name: str, **shape: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return ModelSpec(name, {**shape, "out_features": _CLASSES}).build()
+
+    @property
+    def _units(self) -> int:
+        return 16 if self.setup.is_tiny else _UNITS
 
 
-def _network(name: str, is_tiny: bool) -> nn.Module:
-    torch.manual_seed(0)
-    edges = torch.linspace(-2, 2, 5 if is_tiny else 49).tolist()
-    shape = {"edges": [edges] * _NUMBERS, "cardinalities": _CATEGORIES, "out_features": _CLASSES}
-    module: nn.Module = ModelSpec(
-        name, {**shape, "averages": "probabilities", "width": 16 if is_tiny else _UNITS}
-    ).build()
-    return module
+def _compare_with_cpu(net: nn.Module, batch: Sequence[torch.Tensor], device: str) -> float:
+    found = [_probabilities(copy.deepcopy(net).to(where).eval(), batch, where) for where in ("cpu", device)]
+    difference = float((found[0] - found[1]).abs().max())
+    assert difference < 1e-3, f"a probability differs by {difference:.2g} from the CPU's"
+    return difference
 
 
-def _mlp(is_tiny: bool) -> nn.Module:
-    hidden = [16 if is_tiny else _UNITS] * 2
-    module: nn.Module = ModelSpec(
-        "mlp", {"in_features": _NUMBERS, "hidden": hidden, "out_features": _CLASSES}
-    ).build()
-    return module
+def _probabilities(net: nn.Module, batch: Sequence[torch.Tensor], device: str) -> torch.Tensor:
+    *inputs, labels = (tensor.to(device) for tensor in batch)
+    if isinstance(net, TabPack):
+        errors = net.candidates(*inputs).double() - functional.one_hot(labels, _CLASSES).double()
+        net.choose_members(torch.einsum("cbo,dbo->cd", errors, errors))
+    with torch.no_grad():
+        return net(*inputs).softmax(1).cpu()
 
 
 def _rows(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +96,7 @@ def _step(
 
     def call() -> None:
         optimizer.zero_grad()
-        rows_loss(net(*inputs), labels).mean().backward()  # type: ignore[no-untyped-call]
+        rows_loss(net(*inputs), labels).mean().backward()
         optimizer.step()
 
     return call
