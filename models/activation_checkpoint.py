@@ -7,11 +7,9 @@ modules is replaced, so types, state-dict keys and hooks stay. On the CPU result
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -42,7 +40,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
     """
     if policy == "none":
         return net
-    if any(isinstance(vars(module).get("forward"), _ReplacedForward) for module in net.modules()):
+    if any(isinstance(vars(module).get("_call_impl"), _ReplacedCall) for module in net.modules()):
         raise ValueError(
             f"gradientCheckpointing={policy!r}: {type(net).__name__} is checkpointed already; apply it once"
         )
@@ -53,7 +51,7 @@ def apply_activation_checkpoint(net: Net, policy: str | int | Sequence[str]) -> 
             _apply_to_chain(branch, policy)
     else:
         for module in _find_named(net, list(policy)):
-            _replace_forward(module, _Recompute(module))
+            _Recompute(module)
     return net
 
 
@@ -76,12 +74,12 @@ def compile_segments(net: nn.Module, mode: str | None) -> bool:
     A module that contains recomputed submodules is not compiled: compiled code would skip the Python code
     that sets up the recomputation of the submodules.
     """
-    forwards = [vars(module).get("forward") for module in net.modules()]
-    recomputed = [forward for forward in forwards if isinstance(forward, _Recompute)]
-    for forward in recomputed:
-        held = {id(module) for module in forward.module.modules()} - {id(forward.module)}
-        if not any(id(other.module) in held for other in recomputed):
-            forward.compiled = torch.compile(forward.plain_forward(), mode=mode, dynamic=True)
+    calls = [vars(module).get("_call_impl") for module in net.modules()]
+    recomputed = [call for call in calls if isinstance(call, _Recompute)]
+    for call in recomputed:
+        held = set(call.module.modules()) - {call.module}
+        if not any(other.module in held for other in recomputed):
+            call.compiled = torch.compile(call.module.forward, mode=mode, dynamic=True)
     return bool(recomputed)
 
 
@@ -103,7 +101,7 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
     if policy == "all":
         # `dict.fromkeys`: a block may occur twice in the chain.
         for module in dict.fromkeys(module for block in chain for module in _callables(block)):
-            _replace_forward(module, _Recompute(module))
+            _Recompute(module)
         return
     # At least two: the last segment keeps its activations, so a single one would change nothing.
     num_segments = max(2, round(math.sqrt(len(chain)))) if policy == "sqrt" else int(policy)
@@ -121,8 +119,8 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
         for module in _callables(block):
             places.setdefault(module, []).append(segment)
     for module, own in places.items():
-        _replace_forward(module, _Recompute(module, own))
-    _replace_forward(net, _MarkPass(net))
+        _Recompute(module, own)
+    _MarkPass(net)
 
 
 def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
@@ -174,14 +172,9 @@ def _find_named(net: nn.Module, names: list[str]) -> list[nn.Module]:
     return list(dict.fromkeys(known[name] for name in names))
 
 
-def _replace_forward(module: nn.Module, forward: _ReplacedForward) -> None:
-    # nn.Module.__call__ looks up self.forward, so hooks still run.
-    module.forward = forward
-
-
 class _Pass:
     def __init__(self) -> None:
-        self._calls: Counter[int] = Counter()
+        self._places: dict[int, Iterator[int | None]] = {}
         self._place: int | None = None
         self._segment: Segment | None = None
 
@@ -190,8 +183,7 @@ class _Pass:
 
         If the module occurs several times in the chain, its calls are assumed to come in the chain's order.
         """
-        place = places[self._calls[id(module)] % len(places)]
-        self._calls[id(module)] += 1
+        place = next(self._places.setdefault(id(module), itertools.cycle(places)))
         if place != self._place:
             self._place, self._segment = place, None if place is None else Segment()
         return self._segment
@@ -200,35 +192,31 @@ class _Pass:
 _PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
 
 
-class _ReplacedForward:
-    """Replaces `module.forward`; a class, not a closure, so that networks can be deep-copied and pickled."""
+class _ReplacedCall:
+    """Replaces the call of `module`, with its hooks; a class, so that networks can be copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.original: Callable[..., Any] | None = vars(module).get("forward")
+        # nn.Module.__call__ looks up self._call_impl.
+        vars(module)["_call_impl"] = self
 
-    def plain_forward(self) -> Callable[..., Any]:
-        return self.original or functools.partial(type(self.module).forward, self.module)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward function without recomputation; `inspect.signature` reads it."""
-        return self.plain_forward()
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module)._call_impl(self.module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
-class _MarkPass(_ReplacedForward):
+class _MarkPass(_ReplacedCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = _PASS.set(_Pass())
         try:
-            return self.plain_forward()(*args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             _PASS.reset(token)
 
 
-class _Recompute(_ReplacedForward):
+class _Recompute(_ReplacedCall):
     """Recomputes the module's calls, separately or with the other calls of a segment.
 
     `places` has one entry for each occurrence of the module in the chain: the segment's number, or None for
@@ -244,13 +232,25 @@ class _Recompute(_ReplacedForward):
         # The compiled function belongs to this module, not to a copy.
         return {**vars(self), "compiled": None}
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self.module)
+        before = {name: value for name, value in own.items() if name == "forward"}
+        own |= {"forward": self.compiled} if self.compiled else {}
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            own.pop("forward", None)
+            own |= before
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.compiled or self.plain_forward()
         if not (self.module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
+            return self.run(*args, **kwargs)
         current = _PASS.get()
-        # A block that is called outside of the network's forward is a separate segment.
-        segment = current.segment_of(self.module, self.places) if self.places and current else Segment()
+        if self.places and current:
+            segment = current.segment_of(self.module, self.places)
+        else:
+            # A block that is called outside of the network's forward is a separate segment.
+            segment = Segment(is_single=True)
         if segment is None:
-            return forward(*args, **kwargs)
-        return segment.call(self.module, forward, args, kwargs)
+            return self.run(*args, **kwargs)
+        return segment.call(self.module, self.run, args, kwargs)

@@ -1,269 +1,184 @@
-"""A segment: a group of module calls that stores only its inputs, and runs again in the backward pass.
+"""A segment: consecutive module calls that store only their first inputs, and run again in the backward pass.
 
-As in `torch.utils.checkpoint` (non-reentrant), a rerun stops once all tensors that autograd saved in the
-forward pass are computed again. That function reruns one call, and stores its inputs. A segment reruns
-several calls, also if the network's own loop calls them. The network's code between two calls is not rerun.
-
-Autograd saves every tensor argument that comes from outside the segment. Hooks on saved tensors (offload,
-compression) therefore get these arguments, and changing an argument in place raises an error. No node of the
-graph refers to a later node, so a graph that is never used for a backward pass is freed at once.
+Each call is one `torch.utils.checkpoint`. It stores no tensor that an earlier call of its segment received or
+returned: if the backward pass needs the call, the earlier calls run again first, and provide these tensors.
+The network's code between two calls is not rerun. A call refers only to earlier calls, so a graph that is
+never used for a backward pass is freed at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import pickle
 import random
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Forward = Callable[..., Any]
-Buffers = dict[tuple[nn.Module, str], torch.Tensor]
-RandomStates = dict[str | torch.device, Any]  # "python", "numpy", "cpu" or a GPU -> state of its generator
+Buffers = dict[str, torch.Tensor]
 
-# Hundreds of blocks may store a state, of 22 KB for `random`, so an unchanged state is the same object.
-_latest: RandomStates = {}
+# Hundreds of calls may store a state of 11 KB, so equal states are one object.
+_share = lru_cache(maxsize=1)(bytes)
 
 
-def _random_states(tensors: Iterable[torch.Tensor]) -> RandomStates:
-    """Returns the states of the generators of `random`, NumPy and torch on the devices of `tensors`."""
-    states: RandomStates = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    for name, state in states.items():
-        if name in _latest and _memory(_latest[name]) == _memory(state):
-            states[name] = _latest[name]
-    # Copying NumPy's state takes 150 us, so its memory is compared first. It lacks the second normal number
-    # of a pair, so `_HAS_GAUSS` is checked, too.
-    generator, states["numpy"] = np.random.mtrand.get_bit_generator(), _latest.get("numpy")
-    is_known = isinstance(generator, np.random.MT19937)
-    memory = ctypes.string_at(generator.ctypes.state_address, 625 * 4) if is_known else b""
-    if not memory or memory != _latest.get("memory") or states["numpy"][_HAS_GAUSS]:
-        states["numpy"] = np.random.get_state()
-    _latest.update({**states, "memory": memory})
-    return states | {d: torch.cuda.get_rng_state(d) for d in {t.device for t in tensors if t.is_cuda}}
-
-
-def _memory(state: Any) -> Any:
+def _random_state() -> bytes:
+    """Returns the state of the generators of `random`, NumPy and torch."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     # Uses no torch operation, because a FLOP counter or the memory planner would count it.
-    return ctypes.string_at(state.data_ptr(), state.numel()) if isinstance(state, torch.Tensor) else state
+    tensors = [ctypes.string_at(s.data_ptr(), s.numel()) for s in (torch.get_rng_state(), *gpus)]
+    return _share(pickle.dumps((random.getstate(), np.random.get_state(), tensors)))
 
 
-_HAS_GAUSS = 3  # index in NumPy's state
+def _restore(state: bytes) -> None:
+    python, numpy, tensors = pickle.loads(state)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    cpu, *gpus = (torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in tensors)
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(gpus)
 
 
-def _restore(states: RandomStates) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["cpu"])
-    for device, state in states.items():
-        if isinstance(device, torch.device):
-            torch.cuda.set_rng_state(state, device)
-
-
-@contextlib.contextmanager
-def keep_random_state(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    before = _random_states(tensors)
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    before = _random_state()
     try:
         yield
     finally:
         _restore(before)
 
 
-def _buffers(module: nn.Module) -> Buffers:
-    return {
-        (owner, name): buffer
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    }
+@contextmanager
+def _record_changes(module: nn.Module, changed: Buffers) -> Iterator[None]:
+    """Adds the buffers that the context changes to `changed`, with their earlier values."""
+    before = {name: (b, b._version, b.detach().clone()) for name, b in module.named_buffers()}
+    yield
+    for name, (buffer, version, copy) in before.items():
+        # Batch normalization does not change the version of its buffers. A rerun does not read them.
+        if buffer._version != version or dict(module.named_buffers()).get(name) is not buffer:
+            changed[name] = copy
 
 
-@contextlib.contextmanager
-def _replace_buffers(module: nn.Module, recorded: Buffers) -> Iterator[None]:
+def _replace_buffers(module: nn.Module, changed: Buffers) -> AbstractContextManager[None]:
     """Replaces each buffer in a rerun by a copy of the recorded value (if none is recorded, the present one).
 
     The buffers are replaced, because writing into them would fail autograd's version check on saved tensors.
     """
-    kept = _buffers(module)
-    for (owner, name), buffer in kept.items():
-        owner._buffers[name] = recorded.get((owner, name), buffer).clone()
-    try:
-        yield
-    finally:
-        for (owner, name), buffer in kept.items():
-            owner._buffers[name] = buffer
+    copies = {name: changed.get(name, buffer).clone() for name, buffer in module.named_buffers()}
+    return _reparametrize_module(module, copies, tie_weights=True)
+
+
+def _explain(name: str) -> saved_tensors_hooks:
+    """Returns the hooks of the checkpoint around the caller, with an error that names the module."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def unpack_or_explain(packed: Any) -> Any:
+        try:
+            return unpack(packed)
+        except CheckpointError as error:
+            raise RuntimeError(
+                f"gradientCheckpointing: {name} must do the same when run again in the backward pass, but "
+                f"{_difference(str(error))}; do not change a cache or other state in its forward, do not "
+                "switch between train() and eval() before the backward pass, or name other modules"
+            ) from error
+
+    return saved_tensors_hooks(pack, unpack_or_explain)
+
+
+def _difference(message: str) -> str:
+    if found := re.search(r"position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)", message):
+        return f"saved tensor {found[1]} is {found[3]} instead of {found[2]}"
+    if counts := re.findall(r"^Number of tensors saved during .*: (\d+)", message, re.MULTILINE):
+        return f"saves {counts[1]} tensors instead of {counts[0]}"
+    return message
 
 
 class _Slot:
-    """Placeholder for a tensor among the arguments of a call, or for a tensor that the call returned."""
+    """Placeholder for a tensor that a call of the segment received or returned."""
+
+
+_RUNNING = _Slot()  # among the values while calls run again
 
 
 @dataclass
 class _Call:
     module: nn.Module
-    forward: Forward
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    random: RandomStates
-    autocast: list[torch.autocast]
-    buffers: Buffers = field(default_factory=dict)  # values before the call of the buffers that it changed
+    run: Callable[..., Any]
+    inputs: tuple[Any, Any] | None  # positional and keyword arguments; None after the forward pass
+    tree: TreeSpec
+    kept: list[_Slot | None]  # slots of the stored leaves of the arguments
+    values: dict[_Slot, Any]  # of the segment's slots, only while calls run again
+    earlier: tuple[torch.Tensor, ...] | None  # anchors of the segment's earlier calls
+    random: bytes = field(default_factory=_random_state)
+    changed: Buffers = field(default_factory=dict)
     outputs: list[_Slot] = field(default_factory=list)
 
-    def run_again(self, values: dict[_Slot, torch.Tensor], hooks: saved_tensors_hooks) -> None:
-        args, kwargs = tree_map_only(_Slot, values.__getitem__, self.arguments)
-        replaced = self.module.forward
+    def __call__(self, *stored: Any) -> tuple[Any, torch.Tensor | None]:
+        """Returns the output, and an anchor: reading the tensor that it saves reruns the call to the end."""
+        if self.inputs is None:
+            output = self._run_again(stored)
+        else:
+            (args, kwargs), self.inputs = self.inputs, None
+            with _record_changes(self.module, self.changed), _explain(type(self.module).__name__):
+                output = self.run(*args, **kwargs)
+        return output, None if self.earlier is None else torch.zeros(0, requires_grad=True).sin()
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.module.forward = replaced
-            # Restored last, because a hook of the module may have drawn before the forward pass.
+    def _run_again(self, stored: Sequence[Any]) -> Any:
+        with ExitStack() as stack:
+            if not self.values:
+                stack.callback(self.values.clear)
+                self.values[_RUNNING] = True
+                for anchor in self.earlier or ():
+                    _ = anchor.grad_fn._saved_self  # type: ignore[union-attr]
+            self.values.update((slot, leaf) for slot, leaf in zip(self.kept, stored, strict=True) if slot)
+            leaves = [self.values[leaf] if isinstance(leaf, _Slot) else leaf for leaf in stored]
+            args, kwargs = tree_unflatten(leaves, self.tree)
+            stack.enter_context(keep_random_state())
+            stack.enter_context(_replace_buffers(self.module, self.changed))
             _restore(self.random)
-            with hooks, _replace_buffers(self.module, self.buffers):
-                output = self.forward(*args, **kwargs)
-            values.update(zip(self.outputs, _tensors(output), strict=True))
+            output = self.run(*args, **kwargs)
+            self.values.update(zip(self.outputs, _tensors(output), strict=True))
             return output
-
-        self.module.forward = forward
-        try:
-            with contextlib.ExitStack() as stack:
-                for autocast in self.autocast:
-                    stack.enter_context(autocast)
-                # With the module's hooks: fully sharded modules gather their parameters there.
-                self.module(*args, **kwargs)
-        finally:
-            self.module.forward = replaced
-
-
-class _Holder:
-    """Placeholder in the autograd graph for a saved tensor."""
-
-    value: torch.Tensor | None = None
-
-
-class _Refilled(Exception):  # noqa: N818
-    """Ends a rerun once all saved tensors are recomputed, because the rest of the module need not run."""
 
 
 class Segment:
-    def __init__(self) -> None:
-        self._calls: list[_Call] = []
+    def __init__(self, is_single: bool = False) -> None:
         self._known = WeakTensorKeyDictionary()  # tensor -> (version, slot)
-        # Slot -> (result of `_keep`, whether the kept tensor requires a gradient).
-        self._kept: dict[_Slot, tuple[torch.Tensor, bool]] = {}
-        self._saved: list[tuple[weakref.ref[_Holder], str]] = []
+        self._values: dict[_Slot, Any] = {}
+        self._anchors: tuple[torch.Tensor, ...] | None = None if is_single else ()
 
-    def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
-        arguments = tree_map_only(torch.Tensor, self._slot, (args, kwargs))
-        autocast = [
-            torch.autocast(t, torch.get_autocast_dtype(t), torch.is_autocast_enabled(t))
-            for t in sorted({"cpu"} | {tensor.device.type for tensor in tensors if tensor.is_cuda})
-        ]
-        call = _Call(module, forward, arguments, _random_states(tensors), autocast)
-        self._calls.append(call)
-        before = {key: (b, b._version, b.detach().clone()) for key, b in _buffers(module).items()}
-        with saved_tensors_hooks(self._pack, self._unpack):
-            output = forward(*args, **kwargs)
-        after = _buffers(module)
-        for key, (buffer, version, copy) in before.items():
-            # Batch normalization does not change the version of its buffers. A rerun does not read them.
-            if after.get(key) is not buffer or buffer._version != version:
-                call.buffers[key] = copy
-        call.outputs = [self._new_slot(tensor) for tensor in _tensors(output)]
+    def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns `run(*args, **kwargs)`, which calls `module`."""
+        leaves, tree = tree_flatten((args, kwargs))
+        stored = [self._find(leaf) or leaf for leaf in leaves]
+        kept = [self._add(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in stored]
+        call = _Call(module, run, (args, kwargs), tree, kept, self._values, self._anchors)
+        output, anchor = checkpoint(call, *stored, use_reentrant=False, preserve_rng_state=False)
+        call.outputs = [self._add(tensor) for tensor in _tensors(output)]
+        if self._anchors is not None:
+            self._anchors = *self._anchors, anchor
         return output
 
-    def _slot(self, tensor: torch.Tensor) -> _Slot:
-        version, slot = self._known.get(tensor, (None, None))  # type: ignore[no-untyped-call]
-        # A tensor that was changed in place between two calls is kept, not recomputed.
-        if version != tensor._version:
-            slot = self._new_slot(tensor)
-            self._kept[slot] = _keep(tensor), tensor.requires_grad
-        return slot  # type: ignore[no-any-return]
+    def _find(self, leaf: Any) -> _Slot | None:
+        """Returns the slot of a known tensor, unless it was changed in place since."""
+        known = self._known.get(leaf) if isinstance(leaf, torch.Tensor) else None  # type: ignore[no-untyped-call]
+        return known[1] if known and known[0] == leaf._version else None
 
-    def _new_slot(self, tensor: torch.Tensor) -> _Slot:
+    def _add(self, tensor: torch.Tensor) -> _Slot:
         slot = _Slot()
         self._known[tensor] = tensor._version, slot
         return slot
-
-    def _pack(self, tensor: torch.Tensor) -> _Holder:
-        holder = _Holder()
-        self._saved.append((weakref.ref(holder), _description(tensor)))
-        return holder
-
-    def _unpack(self, holder: _Holder) -> torch.Tensor:
-        if holder.value is None:
-            self._run_again()
-        value, holder.value = holder.value, None
-        assert value is not None
-        return value
-
-    def _run_again(self) -> None:
-        """Fills the placeholders of the forward pass, in order, with the tensors that a rerun saves."""
-        values = {
-            slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
-            for slot, (keeper, requires_grad) in self._kept.items()
-        }
-        saved, count = list(self._saved), 0
-        difference = ""
-
-        def refill(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal count, difference
-            if difference or count == len(saved):
-                raise _Refilled
-            value = tensor.detach() if tensor.requires_grad else tensor
-            reference, before = saved[count]
-            if _description(value) != before:
-                difference = f"saved tensor {count} is {_description(value)} instead of {before}"
-                raise _Refilled
-            count += 1
-            if (holder := reference()) is not None:
-                holder.value = value
-            if count == len(saved):
-                raise _Refilled
-            # A rerun may differentiate too, such as a network for forces.
-            return value
-
-        hooks = saved_tensors_hooks(refill, lambda tensor: tensor)
-        with torch.enable_grad(), keep_random_state(list(values.values())), contextlib.suppress(_Refilled):
-            for call in self._calls:
-                call.run_again(values, hooks)
-        if count < len(saved):
-            names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in self._calls))
-            raise RuntimeError(
-                f"gradientCheckpointing: {names} must do the same when run again in the backward pass, but "
-                f"{difference or f'saves {count} tensors instead of {len(saved)}'}; do not change a cache or "
-                "other state in its forward, do not switch between train() and eval() before the backward "
-                "pass, or name other modules"
-            )
-
-
-class _Keep(torch.autograd.Function):
-    """Saves a tensor in the autograd graph, so that hooks on saved tensors and version checks apply to it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
-        return torch.empty(0)
-
-
-def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor whose `grad_fn` saves `tensor`.
-
-    Before torch 2.13, the node saves it only while the returned tensor is alive.
-    """
-    # Detached: otherwise the segment and the graph between its calls would refer to each other.
-    detached = tensor if tensor.is_leaf else tensor.detach()
-    return _Keep.apply(torch.empty(0, requires_grad=True), detached)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _description(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device}"
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -86,7 +86,7 @@ def measure_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[to
         flags = torch.backends.mkldnn.flags
         unchanged = [None] * (len(inspect.signature(flags).parameters) - 1)
         as_products = (flags(False, *unchanged), torch.backends.cudnn.flags(enabled=False))
-        with torch.no_grad(), keep_random_state(list(inputs)), as_products[0], as_products[1]:
+        with torch.no_grad(), keep_random_state(), as_products[0], as_products[1]:
             for index, link in enumerate(links):
                 with FlopCounterMode(display=False) as counter:
                     result = link.run(*values)
