@@ -1,8 +1,8 @@
 """Activation checkpointing: drops activations in the forward pass, and recomputes them in the backward pass.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": n blocks are divided into about sqrt(n)
-segments, and only the input of each segment is stored. Only the instance attribute `forward` of the chosen
-modules is replaced, so types, state-dict keys and hooks stay. On the CPU results are bitwise the same.
+segments, and only the input of each segment is stored. Only the calls of the chosen modules are replaced, so
+types, `forward`, state-dict keys and hooks stay. On the CPU results are bitwise the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from ringspark.models.checks import suggest
+from ringspark.models.module_hooks import replace_forward
 from ringspark.models.recompute import Segment
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -203,9 +205,6 @@ class _ReplacedCall:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module)._call_impl(self.module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
 
 class _MarkPass(_ReplacedCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,24 +232,15 @@ class _Recompute(_ReplacedCall):
         return {**vars(self), "compiled": None}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self.module)
-        before = {name: value for name, value in own.items() if name == "forward"}
-        own |= {"forward": self.compiled} if self.compiled else {}
-        try:
+        with replace_forward(self.module, self.compiled) if self.compiled else nullcontext():
             return super().run(*args, **kwargs)
-        finally:
-            own.pop("forward", None)
-            own |= before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.run(*args, **kwargs)
         current = _PASS.get()
-        if self.places and current:
-            segment = current.segment_of(self.module, self.places)
-        else:
-            # A block that is called outside of the network's forward is a separate segment.
-            segment = Segment(is_single=True)
+        # A block that is called outside of the network's forward is a separate segment.
+        segment = current.segment_of(self.module, self.places) if self.places and current else Segment()
         if segment is None:
             return self.run(*args, **kwargs)
         return segment.call(self.module, self.run, args, kwargs)

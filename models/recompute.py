@@ -1,9 +1,12 @@
-"""A segment: consecutive module calls that store only their first inputs, and run again in the backward pass.
+"""A segment: a group of module calls that stores only its inputs, and runs again in the backward pass.
 
-Each call is one `torch.utils.checkpoint`. It stores no tensor that an earlier call of its segment received or
-returned: if the backward pass needs the call, the earlier calls run again first, and provide these tensors.
-The network's code between two calls is not rerun. A call refers only to earlier calls, so a graph that is
-never used for a backward pass is freed at once.
+`torch.utils.checkpoint` reruns one call and stores its inputs. A segment is one checkpoint of several calls,
+also if the network's own loop calls them: later calls add their saved tensors to the checkpoint of the first
+call, and its rerun repeats all of them. The network's code between two calls is not rerun.
+
+Autograd saves every tensor argument that comes from outside the segment. Hooks on saved tensors (offload,
+compression) therefore get these arguments, and changing an argument in place raises an error. No node of the
+graph refers to a later node, so a graph that is never used for a backward pass is freed at once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import ctypes
 import pickle
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,11 +26,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
-
-Buffers = dict[str, torch.Tensor]
 
 # Hundreds of calls may store a state of 11 KB, so equal states are one object.
 _share = lru_cache(maxsize=1)(bytes)
@@ -59,41 +60,89 @@ def keep_random_state() -> Iterator[None]:
         _restore(before)
 
 
-@contextmanager
-def _record_changes(module: nn.Module, changed: Buffers) -> Iterator[None]:
-    """Adds the buffers that the context changes to `changed`, with their earlier values."""
-    before = {name: (b, b._version, b.detach().clone()) for name, b in module.named_buffers()}
-    yield
-    for name, (buffer, version, copy) in before.items():
-        # Batch normalization does not change the version of its buffers. A rerun does not read them.
-        if buffer._version != version or dict(module.named_buffers()).get(name) is not buffer:
-            changed[name] = copy
+class _Slot:
+    """Placeholder for a tensor among the arguments of a call, or for a tensor that the call returned."""
 
 
-def _replace_buffers(module: nn.Module, changed: Buffers) -> AbstractContextManager[None]:
-    """Replaces each buffer in a rerun by a copy of the recorded value (if none is recorded, the present one).
-
-    The buffers are replaced, because writing into them would fail autograd's version check on saved tensors.
-    """
-    copies = {name: changed.get(name, buffer).clone() for name, buffer in module.named_buffers()}
-    return _reparametrize_module(module, copies, tie_weights=True)
+def _autocast_contexts() -> list[AbstractContextManager[Any]]:
+    return [
+        torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        for device in ("cpu", "cuda")
+    ]
 
 
-def _explain(name: str) -> saved_tensors_hooks:
-    """Returns the hooks of the checkpoint around the caller, with an error that names the module."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+@dataclass
+class _Call:
+    module: nn.Module
+    run: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    random: bytes = field(default_factory=_random_state)
+    autocast: list[AbstractContextManager[Any]] = field(default_factory=_autocast_contexts)
+    # Values before the call of the buffers that it changed.
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: list[_Slot] = field(default_factory=list)
 
-    def unpack_or_explain(packed: Any) -> Any:
-        try:
-            return unpack(packed)
-        except CheckpointError as error:
-            raise RuntimeError(
-                f"gradientCheckpointing: {name} must do the same when run again in the backward pass, but "
-                f"{_difference(str(error))}; do not change a cache or other state in its forward, do not "
-                "switch between train() and eval() before the backward pass, or name other modules"
-            ) from error
+    def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = {name: (b, b._version, b.detach().clone()) for name, b in self.module.named_buffers()}
+        output = self.run(*args, **kwargs)
+        after = dict(self.module.named_buffers())
+        for name, (buffer, version, copy) in before.items():
+            # Batch normalization does not change the version of its buffers. A rerun does not read them.
+            if after.get(name) is not buffer or buffer._version != version:
+                self.buffers[name] = copy
+        return output
 
-    return saved_tensors_hooks(pack, unpack_or_explain)
+    def run_again(self, values: dict[_Slot, torch.Tensor]) -> None:
+        args, kwargs = tree_map_only(_Slot, values.__getitem__, self.arguments)
+        # Replaced, because writing into the buffers would fail autograd's version check on saved tensors.
+        copies = {name: self.buffers.get(name, b).clone() for name, b in self.module.named_buffers()}
+        _restore(self.random)
+        with ExitStack() as stack:
+            for context in (*self.autocast, _reparametrize_module(self.module, copies, tie_weights=True)):
+                stack.enter_context(context)
+            output = self.run(*args, **kwargs)
+        values.update(zip(self.outputs, _tensors(output), strict=True))
+
+
+@dataclass
+class _Checkpoint:
+    """The function that `checkpoint` runs; does not refer to the segment, which refers to its hooks."""
+
+    calls: list[_Call] = field(default_factory=list)
+    # Slot -> (result of `_keep`, whether the kept tensor requires a gradient).
+    kept: dict[_Slot, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    inputs: list[Any] = field(default_factory=list)  # arguments of the first call, until it has them
+
+    def __call__(self) -> tuple[Any, saved_tensors_hooks | None]:
+        """Runs the first call, and returns its output and the checkpoint's hooks; later reruns all calls."""
+        if self.inputs:
+            with (hooks := self._find_hooks()):
+                return self.calls[0].run_first(*self.inputs.pop()), hooks
+        values = {
+            slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
+            for slot, (keeper, requires_grad) in self.kept.items()
+        }
+        with keep_random_state():
+            for call in self.calls:
+                call.run_again(values)
+        return None, None
+
+    def _find_hooks(self) -> saved_tensors_hooks:
+        """Returns the hooks of the checkpoint in progress, with an error that names the modules."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def unpack_or_explain(packed: Any) -> Any:
+            try:
+                return unpack(packed)
+            except CheckpointError as error:
+                names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in self.calls))
+                raise RuntimeError(
+                    f"gradientCheckpointing: {names} must do the same when run again in the backward pass, "
+                    f"but {_difference(str(error))}; do not change a cache or other state in its forward, do "
+                    "not switch between train() and eval() before the backward pass, or name other modules"
+                ) from error
+
+        return saved_tensors_hooks(pack, unpack_or_explain)
 
 
 def _difference(message: str) -> str:
@@ -104,81 +153,56 @@ def _difference(message: str) -> str:
     return message
 
 
-class _Slot:
-    """Placeholder for a tensor that a call of the segment received or returned."""
-
-
-_RUNNING = _Slot()  # among the values while calls run again
-
-
-@dataclass
-class _Call:
-    module: nn.Module
-    run: Callable[..., Any]
-    inputs: tuple[Any, Any] | None  # positional and keyword arguments; None after the forward pass
-    tree: TreeSpec
-    kept: list[_Slot | None]  # slots of the stored leaves of the arguments
-    values: dict[_Slot, Any]  # of the segment's slots, only while calls run again
-    earlier: tuple[torch.Tensor, ...] | None  # anchors of the segment's earlier calls
-    random: bytes = field(default_factory=_random_state)
-    changed: Buffers = field(default_factory=dict)
-    outputs: list[_Slot] = field(default_factory=list)
-
-    def __call__(self, *stored: Any) -> tuple[Any, torch.Tensor | None]:
-        """Returns the output, and an anchor: reading the tensor that it saves reruns the call to the end."""
-        if self.inputs is None:
-            output = self._run_again(stored)
-        else:
-            (args, kwargs), self.inputs = self.inputs, None
-            with _record_changes(self.module, self.changed), _explain(type(self.module).__name__):
-                output = self.run(*args, **kwargs)
-        return output, None if self.earlier is None else torch.zeros(0, requires_grad=True).sin()
-
-    def _run_again(self, stored: Sequence[Any]) -> Any:
-        with ExitStack() as stack:
-            if not self.values:
-                stack.callback(self.values.clear)
-                self.values[_RUNNING] = True
-                for anchor in self.earlier or ():
-                    _ = anchor.grad_fn._saved_self  # type: ignore[union-attr]
-            self.values.update((slot, leaf) for slot, leaf in zip(self.kept, stored, strict=True) if slot)
-            leaves = [self.values[leaf] if isinstance(leaf, _Slot) else leaf for leaf in stored]
-            args, kwargs = tree_unflatten(leaves, self.tree)
-            stack.enter_context(keep_random_state())
-            stack.enter_context(_replace_buffers(self.module, self.changed))
-            _restore(self.random)
-            output = self.run(*args, **kwargs)
-            self.values.update(zip(self.outputs, _tensors(output), strict=True))
-            return output
-
-
 class Segment:
-    def __init__(self, is_single: bool = False) -> None:
+    def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()  # tensor -> (version, slot)
-        self._values: dict[_Slot, Any] = {}
-        self._anchors: tuple[torch.Tensor, ...] | None = None if is_single else ()
+        self._checkpoint = _Checkpoint()
+        self._hooks: saved_tensors_hooks | None = None
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns `run(*args, **kwargs)`, which calls `module`."""
-        leaves, tree = tree_flatten((args, kwargs))
-        stored = [self._find(leaf) or leaf for leaf in leaves]
-        kept = [self._add(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in stored]
-        call = _Call(module, run, (args, kwargs), tree, kept, self._values, self._anchors)
-        output, anchor = checkpoint(call, *stored, use_reentrant=False, preserve_rng_state=False)
-        call.outputs = [self._add(tensor) for tensor in _tensors(output)]
-        if self._anchors is not None:
-            self._anchors = *self._anchors, anchor
+        call = _Call(module, run, tree_map_only(torch.Tensor, self._slot, (args, kwargs)))
+        self._checkpoint.calls.append(call)
+        if self._hooks is None:
+            self._checkpoint.inputs.append((args, kwargs))
+            output, self._hooks = checkpoint(self._checkpoint, use_reentrant=False, preserve_rng_state=False)
+        else:
+            with self._hooks:
+                output = call.run_first(args, kwargs)
+        call.outputs = [self._new_slot(tensor) for tensor in _tensors(output)]
         return output
 
-    def _find(self, leaf: Any) -> _Slot | None:
-        """Returns the slot of a known tensor, unless it was changed in place since."""
-        known = self._known.get(leaf) if isinstance(leaf, torch.Tensor) else None  # type: ignore[no-untyped-call]
-        return known[1] if known and known[0] == leaf._version else None
+    def _slot(self, tensor: torch.Tensor) -> _Slot:
+        version, slot = self._known.get(tensor, (None, None))  # type: ignore[no-untyped-call]
+        # A tensor that was changed in place between two calls is kept, not recomputed.
+        if version != tensor._version:
+            slot = self._new_slot(tensor)
+            self._checkpoint.kept[slot] = _keep(tensor), tensor.requires_grad
+        return slot  # type: ignore[no-any-return]
 
-    def _add(self, tensor: torch.Tensor) -> _Slot:
+    def _new_slot(self, tensor: torch.Tensor) -> _Slot:
         slot = _Slot()
         self._known[tensor] = tensor._version, slot
         return slot
+
+
+class _Keep(torch.autograd.Function):
+    """Saves a tensor in the autograd graph, so that hooks on saved tensors and version checks apply to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor whose `grad_fn` saves `tensor`.
+
+    Before torch 2.13, the node saves it only while the returned tensor is alive.
+    """
+    # Detached: otherwise the segment and the graph between its calls would refer to each other.
+    detached = tensor if tensor.is_leaf else tensor.detach()
+    return _Keep.apply(torch.empty(0, requires_grad=True), detached)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from torch import nn
 from ringspark.estimators.environment import environment
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.models.activation_checkpoint import compile_segments
+from ringspark.models.module_hooks import replace_forward
 
 
 @contextmanager
@@ -80,19 +81,13 @@ def skip_single_rows(setting: bool | str, num_rows: int) -> AbstractContextManag
 def _compile_calls(network: nn.Module, mode: str | None) -> None:
     """Lets calls of the network run its compiled `forward`, and its hooks uncompiled.
 
-    `nn.Module.compile` compiles none of torch's own classes, such as `nn.Sequential`. The network has the
-    compiled `forward` only during a call, so copies and pickles never hold it.
+    `nn.Module.compile` compiles none of torch's own classes, such as `nn.Sequential`.
     """
     forward = torch.compile(network.forward, mode=mode, dynamic=True)
-    own = {name: value for name, value in vars(network).items() if name == "forward"}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        vars(network)["forward"] = forward
-        try:
+        with replace_forward(network, forward):
             return network._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            vars(network).pop("forward", None)
-            vars(network).update(own)
 
     network._compiled_call_impl = call
 

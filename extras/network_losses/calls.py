@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ringspark.estimators.training.precision import autocast
+from ringspark.models.module_hooks import replace_forward
 
 
 @contextmanager
@@ -20,12 +21,5 @@ def calls_in(network: nn.Module, precision: str, device: torch.device) -> Iterat
     if precision == "fp32":
         yield
         return
-    own = vars(network).get("forward")
-    network.forward = autocast(precision, device)(network.forward)  # type: ignore[operator]
-    try:
+    with replace_forward(network, autocast(precision, device)(network.forward)):
         yield
-    finally:
-        if own is None:
-            del network.forward
-        else:
-            network.forward = own

@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from ringspark.extras.model_parallel.pipeline.actions import Action, Arrival, PassType, Steps
-from ringspark.extras.model_parallel.pipeline.split_backward import WeightPass, run_input_pass
+from ringspark.extras.model_parallel.pipeline.split_backward import (
+    WeightPass,
+    run_input_pass,
+    run_weight_passes,
+)
 from ringspark.extras.model_parallel.pipeline.transfers import StagePlacement, StageTransfers
 from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, Wire
 from ringspark.models.chain import as_values
@@ -191,8 +195,7 @@ class Executor:
                     live.weights = run_input_pass(live.results, live.gradients, inputs)
                     live.results, live.gradients = [], ()
             elif live.weights is not None:
-                for weights in live.weights:
-                    weights.run()
+                run_weight_passes(live.weights)
             elif live.results:
                 torch.autograd.backward(live.results, live.gradients)
         if kind is not PassType.WEIGHT and stage > 0:

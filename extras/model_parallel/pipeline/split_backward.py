@@ -8,10 +8,12 @@ weights that reach a result without passing a node that depends on an input (tor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # An edge of the graph, and the gradient that enters there.
@@ -50,6 +52,23 @@ class WeightPass:
                 handle.remove()
 
 
+def run_weight_passes(passes: Sequence[WeightPass]) -> None:
+    """Stores the gradients of the weights in `.grad`.
+
+    Passes with several joins run first: they may use nodes of other passes, which free the saved tensors.
+    Passes with one join share no node, so they share the rerun of a recomputed layer. Before torch 2.10, each
+    pass reruns the layer.
+    """
+    share_rerun = getattr(torch.utils.checkpoint, "GraphExecGroup", nullcontext)
+    for one in passes:
+        if len(one.joins) > 1:
+            one.run()
+    with share_rerun():
+        for one in passes:
+            if len(one.joins) < 2:
+                one.run()
+
+
 def run_input_pass(
     results: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[WeightPass]:
@@ -79,8 +98,7 @@ def run_input_pass(
             for index, gradient in enumerate(own)
             if gradient is not None
         ]
-    # Passes with several joins run first: they may use nodes of other passes, which free the saved tensors.
-    return sorted((one for one in passes if one.starts), key=lambda one: len(one.joins) < 2)
+    return [one for one in passes if one.starts]
 
 
 def _children(node: Node) -> list[Node]:
