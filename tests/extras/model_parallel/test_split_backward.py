@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from torch import nn
 from torch.nn import functional as F
 
-from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass
+from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass, run_weight_passes
+from ringspark.models import apply_activation_checkpoint
 
 Weights = Sequence[torch.Tensor]
 Stage = Callable[[torch.Tensor, torch.Tensor, Weights], tuple[torch.Tensor, ...]]
@@ -45,8 +48,7 @@ def test_both_halves_give_the_gradients_of_a_whole_backward_pass(stage: Stage) -
     want = torch.autograd.grad(results, leaves, gradients, allow_unused=True, retain_graph=True)
     passes = run_input_pass(results, gradients, leaves[:2])
     assert all(leaf.grad is None for leaf in leaves[2:])
-    for weights in passes:
-        weights.run()
+    run_weight_passes(passes)
     for leaf, gradient in zip(leaves, want, strict=True):
         assert (leaf.grad is None) == (gradient is None)
         if gradient is not None:
@@ -72,7 +74,19 @@ def test_the_second_half_computes_no_gradient_of_values_again() -> None:
     y = x
     for weight in weights:
         y = Watched.apply(F.linear(y, weight))
-    for one in run_input_pass([y], [torch.ones_like(y)], [x]):
-        assert len(calls) == 3
-        one.run()
+    passes = run_input_pass([y], [torch.ones_like(y)], [x])
+    assert len(calls) == 3
+    run_weight_passes(passes)
+    assert len(calls) == 3
+
+
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "GraphExecGroup"), reason="torch is before 2.10")
+def test_each_half_runs_a_recomputed_layer_once() -> None:
+    calls: list[nn.Module] = []
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)))
+    net[0].register_forward_pre_hook(lambda layer, _: calls.append(layer))
+    y = apply_activation_checkpoint(net, 2)(x := torch.randn(4, 4, requires_grad=True))
+    passes = run_input_pass([y], [torch.ones_like(y)], [x])
+    assert len(calls) == 2
+    run_weight_passes(passes)
     assert len(calls) == 3
