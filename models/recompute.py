@@ -65,10 +65,8 @@ class _Slot:
 
 
 def _autocast_contexts() -> list[AbstractContextManager[Any]]:
-    return [
-        torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        for device in ("cpu", "cuda")
-    ]
+    devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
+    return [torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices]
 
 
 @dataclass

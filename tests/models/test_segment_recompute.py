@@ -245,36 +245,30 @@ def test_sqrt_keeps_the_inputs_of_the_segments_and_the_last_one(count_bytes: Any
     assert kept % row_bytes < 20_000
 
 
-def test_two_forward_passes_before_two_backward_passes() -> None:
+def two_passes(net: nn.Module) -> None:
+    first, second = (net(*inputs("looped", step)) for step in range(2))
+    first.sum().backward()
+    second.square().sum().backward()
+
+
+def a_second_backward_pass(net: nn.Module) -> None:
+    out = net(*inputs("looped"))
+    out.sum().backward(retain_graph=True)
+    out.square().sum().backward()
+
+
+def derivatives_of_derivatives(net: nn.Module) -> None:
+    (x,) = inputs("looped")
+    (slope,) = torch.autograd.grad(net(x.requires_grad_()).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+@pytest.mark.parametrize("run", [two_passes, a_second_backward_pass, derivatives_of_derivatives])
+def test_passes_over_several_or_the_same_graph(run: Callable[[nn.Module], None]) -> None:
     grads = []
     for net in (build("looped"), apply_activation_checkpoint(build("looped"), "sqrt")):
         seed()
-        first, second = (net(*inputs("looped", step)) for step in range(2))
-        first.sum().backward()
-        second.square().sum().backward()
-        grads.append([p.grad for p in net.parameters() if p.grad is not None])
-    assert_same(*grads)
-
-
-def test_a_second_backward_pass_over_the_same_graph() -> None:
-    grads = []
-    for net in (build("looped"), apply_activation_checkpoint(build("looped"), "sqrt")):
-        seed()
-        out = net(*inputs("looped"))
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
-        grads.append([p.grad for p in net.parameters() if p.grad is not None])
-    assert_same(*grads)
-
-
-def test_derivatives_of_derivatives() -> None:
-    grads = []
-    for net in (build("looped"), apply_activation_checkpoint(build("looped"), "sqrt")):
-        seed()
-        (x,) = inputs("looped")
-        x.requires_grad_()
-        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-        slope.square().sum().backward()
+        run(net)
         grads.append([p.grad for p in net.parameters() if p.grad is not None])
     assert_same(*grads)
 
