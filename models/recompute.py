@@ -1,8 +1,8 @@
 """A segment: a group of module calls that stores only its inputs, and runs again in the backward pass.
 
-`torch.utils.checkpoint` reruns one call and stores its inputs. A segment is one checkpoint of several calls,
-also if the network's own loop calls them: later calls add their saved tensors to the checkpoint of the first
-call, and its rerun repeats all of them. The network's code between two calls is not rerun.
+`checkpoint` of torch reruns one call and stores its inputs. A segment reruns several calls, also if the
+network's own loop calls them: the calls share one of torch's checkpoint frames, which drops their saved
+tensors and fills them again. The network's code between two calls is not rerun.
 
 Autograd saves every tensor argument that comes from outside the segment. Hooks on saved tensors (offload,
 compression) therefore get these arguments, and changing an argument in place raises an error. No node of the
@@ -15,19 +15,18 @@ import ctypes
 import pickle
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.utils.checkpoint as library
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Hundreds of calls may store a state of 11 KB, so equal states are one object.
@@ -36,7 +35,7 @@ _share = lru_cache(maxsize=1)(bytes)
 
 def _random_state() -> bytes:
     """Returns the state of the generators of `random`, NumPy and torch."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     # Uses no torch operation, because a FLOP counter or the memory planner would count it.
     tensors = [ctypes.string_at(s.data_ptr(), s.numel()) for s in (torch.get_rng_state(), *gpus)]
     return _share(pickle.dumps((random.getstate(), np.random.get_state(), tensors)))
@@ -65,7 +64,7 @@ class _Slot:
 
 
 def _autocast_contexts() -> list[AbstractContextManager[Any]]:
-    devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
+    devices = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]  # type: ignore[no-untyped-call]
     return [torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices]
 
 
@@ -102,45 +101,27 @@ class _Call:
         values.update(zip(self.outputs, _tensors(output), strict=True))
 
 
-@dataclass
-class _Checkpoint:
-    """The function that `checkpoint` runs; does not refer to the segment, which refers to its hooks."""
+# Slot -> (result of `_keep`, whether the kept tensor requires a gradient).
+_Kept = dict[_Slot, tuple[torch.Tensor, bool]]
 
-    calls: list[_Call] = field(default_factory=list)
-    # Slot -> (result of `_keep`, whether the kept tensor requires a gradient).
-    kept: dict[_Slot, tuple[torch.Tensor, bool]] = field(default_factory=dict)
-    inputs: list[Any] = field(default_factory=list)  # arguments of the first call, until it has them
 
-    def __call__(self) -> tuple[Any, saved_tensors_hooks | None]:
-        """Runs the first call, and returns its output and the checkpoint's hooks; later reruns all calls."""
-        if self.inputs:
-            with (hooks := self._find_hooks()):
-                return self.calls[0].run_first(*self.inputs.pop()), hooks
-        values = {
-            slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
-            for slot, (keeper, requires_grad) in self.kept.items()
-        }
-        with keep_random_state():
-            for call in self.calls:
-                call.run_again(values)
-        return None, None
+def _rerun(calls: Sequence[_Call], kept: _Kept) -> None:
+    values = {
+        slot: keeper.grad_fn.saved_tensors[0].detach().requires_grad_(requires_grad)  # type: ignore[union-attr]
+        for slot, (keeper, requires_grad) in kept.items()
+    }
+    with keep_random_state():
+        for call in calls:
+            call.run_again(values)
 
-    def _find_hooks(self) -> saved_tensors_hooks:
-        """Returns the hooks of the checkpoint in progress, with an error that names the modules."""
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-        def unpack_or_explain(packed: Any) -> Any:
-            try:
-                return unpack(packed)
-            except CheckpointError as error:
-                names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in self.calls))
-                raise RuntimeError(
-                    f"gradientCheckpointing: {names} must do the same when run again in the backward pass, "
-                    f"but {_difference(str(error))}; do not change a cache or other state in its forward, do "
-                    "not switch between train() and eval() before the backward pass, or name other modules"
-                ) from error
-
-        return saved_tensors_hooks(pack, unpack_or_explain)
+def _explain(calls: Sequence[_Call], error: Exception) -> NoReturn:
+    names = ", ".join(dict.fromkeys(type(call.module).__name__ for call in calls))
+    raise RuntimeError(
+        f"gradientCheckpointing: {names} must do the same when run again in the backward pass, but "
+        f"{_difference(str(error))}; do not change a cache or other state in its forward, do not switch "
+        "between train() and eval() before the backward pass, or name other modules"
+    ) from error
 
 
 def _difference(message: str) -> str:
@@ -153,20 +134,24 @@ def _difference(message: str) -> str:
 
 class Segment:
     def __init__(self) -> None:
+        calls: list[_Call] = []
+        kept: _Kept = {}
+        self._calls, self._kept = calls, kept
         self._known = WeakTensorKeyDictionary()  # tensor -> (version, slot)
-        self._checkpoint = _Checkpoint()
-        self._hooks: saved_tensors_hooks | None = None
+        # The frame must not refer to the segment, which refers to the frame.
+        frame = library._CheckpointFrame(
+            partial(_rerun, calls, kept), True, partial(_explain, calls), library._default_meta_extractor
+        )
+        if hasattr(library, "_NoopSaveInputs"):  # torch before 2.13
+            frame.input_saver = library._NoopSaveInputs.apply(torch.empty(0, requires_grad=True))
+        self._hooks = library._checkpoint_hook(frame)
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns `run(*args, **kwargs)`, which calls `module`."""
         call = _Call(module, run, tree_map_only(torch.Tensor, self._slot, (args, kwargs)))
-        self._checkpoint.calls.append(call)
-        if self._hooks is None:
-            self._checkpoint.inputs.append((args, kwargs))
-            output, self._hooks = checkpoint(self._checkpoint, use_reentrant=False, preserve_rng_state=False)
-        else:
-            with self._hooks:
-                output = call.run_first(args, kwargs)
+        self._calls.append(call)
+        with self._hooks:
+            output = call.run_first(args, kwargs)
         call.outputs = [self._new_slot(tensor) for tensor in _tensors(output)]
         return output
 
@@ -175,7 +160,7 @@ class Segment:
         # A tensor that was changed in place between two calls is kept, not recomputed.
         if version != tensor._version:
             slot = self._new_slot(tensor)
-            self._checkpoint.kept[slot] = _keep(tensor), tensor.requires_grad
+            self._kept[slot] = _keep(tensor), tensor.requires_grad
         return slot  # type: ignore[no-any-return]
 
     def _new_slot(self, tensor: torch.Tensor) -> _Slot:

@@ -21,5 +21,6 @@ def calls_in(network: nn.Module, precision: str, device: torch.device) -> Iterat
     if precision == "fp32":
         yield
         return
-    with replace_forward(network, autocast(precision, device)(network.forward)):
+    forward = autocast(precision, device)(network.forward)  # type: ignore[operator]
+    with replace_forward(network, forward):
         yield
