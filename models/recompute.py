@@ -143,7 +143,7 @@ class Segment:
             partial(_rerun, calls, kept), True, partial(_explain, calls), library._default_meta_extractor
         )
         if hasattr(library, "_NoopSaveInputs"):  # torch before 2.13
-            frame.input_saver = library._NoopSaveInputs.apply(torch.empty(0, requires_grad=True))
+            frame.input_saver = library._NoopSaveInputs.apply(torch.empty(0, requires_grad=True))  # type: ignore[attr-defined]
         self._hooks = library._checkpoint_hook(frame)
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
