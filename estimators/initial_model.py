@@ -12,7 +12,6 @@ from typing import Any
 
 from pyspark.sql.types import StructType
 
-from ringspark.estimators.columns.expressions import TEMPORAL
 from ringspark.estimators.columns.inputs import source_names
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.persistence import meaning_of
@@ -22,6 +21,7 @@ from ringspark.models.program import Program
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import HashBuckets, Kind, Scalar, Struct, TableRow, Tokens, Vocabulary
+from ringspark.pipelines.kinds.scalar import TEMPORAL
 from ringspark.pipelines.kinds.structs import join_path
 from ringspark.pipelines.table_plan import TablePlan
 

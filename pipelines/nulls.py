@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def fill_nulls(values: Any) -> Any:
     if pa.types.is_struct(values.type):
         # Only sparse vectors are structs here, and null becomes an empty vector. flatten() makes the parts of
         # a null struct null, so they are filled too.
-        return pa.StructArray.from_arrays(map(fill_nulls, values.flatten()), fields=list(values.type))
+        return pa.StructArray.from_arrays(map(fill_nulls, values.flatten()), names=_names(values))
     zero: Any = 0
     if pa.types.is_boolean(values.type):
         zero = False
@@ -56,3 +57,36 @@ def fill_nulls(values: Any) -> Any:
         number = pa.int32() if pa.types.is_date32(values.type) else pa.int64()
         return pc.fill_null(values.view(number), 0).view(values.type)
     return pc.fill_null(values, pa.scalar(zero, values.type))
+
+
+def map_leaf(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Changes the numbers of an Arrow array, or of all (nested) lists in it."""
+    if not is_list(values.type):
+        return change(values)
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    mask = values.is_null() if values.null_count else None
+    return pa.ListArray.from_arrays(offsets, map_leaf(values.flatten(), change), mask=mask)
+
+
+def hide_nan(values: Any) -> Any:
+    """Makes each NaN null, also in lists; a vector that holds one becomes null."""
+    if not pa.types.is_struct(values.type):
+        return map_leaf(values, nan_to_null)
+    parts = [hide_nan(part) for part in values.flatten()]
+    mask = values.is_null().to_numpy(zero_copy_only=False)
+    for part in parts:
+        if is_list(part.type) and (found := null_rows(part)) is not None:
+            mask = mask | found
+    return pa.StructArray.from_arrays(parts, names=_names(values), mask=pa.array(mask))
+
+
+def nan_to_null(leaf: Any) -> Any:
+    if not pa.types.is_floating(leaf.type) or not pc.any(pc.is_nan(leaf)).as_py():
+        return leaf
+    return pc.if_else(pc.is_nan(leaf), pa.scalar(None, leaf.type), leaf)
+
+
+def _names(values: Any) -> list[str]:
+    # Not the fields, because the lists of a copy may have another nullability.
+    return [field.name for field in values.type]

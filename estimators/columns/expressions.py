@@ -13,12 +13,10 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BooleanType, DataType, DoubleType, FloatType, IntegralType
 
-from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.kinds.scalar import TEMPORAL, number_of
 
 Expression = Column | str
 """A Spark column, or SQL text: for 1,000 columns, making Spark columns takes many seconds."""
-
-TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 
 
 def to_column(expression: Expression) -> Column:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from ringspark.estimators.training.feed import Array, to_network_input
-from ringspark.pipelines.kinds import Binary, Image, Kind, Padded, Ragged, Sparse
-from ringspark.pipelines.kinds.base import is_list, list_offsets, make_lists
+from ringspark.pipelines.kinds import Image, Kind, Ragged, Sparse
+from ringspark.pipelines.kinds.base import is_list, list_offsets
 from ringspark.pipelines.nulls import fill_nulls
 
 
@@ -48,10 +47,7 @@ class Feed:
         return self._select(self._make_arrays(self.kind, column))
 
     def _select(self, made: dict[str, Array]) -> Array:
-        assert self.kind is not None
-        is_starts = self.kind.arrays("")[self.part].offsets == self.part != ""
-        values = made[self.part]
-        return to_network_input(values[:-1] if is_starts else values)
+        return to_network_input(made[self.part])
 
     def _make_arrays(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
         valid = None
@@ -60,29 +56,11 @@ class Feed:
                 raise null_error(self.name)
             valid = column.is_valid().to_numpy(zero_copy_only=False)
             column = fill_nulls(column)
-        if isinstance(kind, Binary) and self.fills_nulls:
-            # The type is not nullable if the training rows held no null, but predicted rows may hold one.
-            kind = replace(kind, nullable=True)
-        if isinstance(kind, Padded | Ragged):
-            leaf = column.flatten()
-            if _holds_nan(leaf):
+        if isinstance(kind, Ragged | Sparse):
+            lists = column.field("values") if isinstance(kind, Sparse) else column
+            if _holds_nan(lists.flatten()):
                 raise null_error(self.name)
-            column = make_lists(list_offsets(column), _numbers(leaf).astype(kind.dtype), kind.dtype)
-        elif isinstance(kind, Sparse):
-            _check_vectors(self.name, column, kind, valid)
-        try:
-            encoded = kind.encode(column, valid)
-            rows = kind.decode(encoded.arrays)
-        except ValueError as error:
-            raise ValueError(f"column {self.name!r} {error}") from None
-        if isinstance(kind, Padded) and encoded.shapes is not None:
-            (longest,) = encoded.shapes[1]
-            if longest > (kind.length or 0):
-                raise ValueError(
-                    f"column {self.name!r} has an array of {longest} elements, but the model was trained "
-                    f"on at most {kind.length}; shorten the array with F.slice"
-                )
-        return {part.removeprefix(self.name): made for part, made in kind.finish(self.name, rows).items()}
+        return kind.make_arrays(self.name, column, valid)
 
 
 def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Array]:
@@ -98,19 +76,6 @@ def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Arra
             made[key] = feed._make_arrays(feed.kind, column)
         inputs.append(feed._select(made[key]))
     return inputs
-
-
-def _check_vectors(name: str, column: pa.Array, kind: Sparse, valid: Any) -> None:
-    sizes, _, values = column.flatten()
-    if _holds_nan(values.flatten()):
-        raise null_error(name)
-    found = sizes.to_numpy(zero_copy_only=False)
-    wrong = found[(found != kind.size) & (True if valid is None else valid)]
-    if len(wrong):
-        raise ValueError(
-            f"column {name!r} has a vector of size {wrong[0]} in transform, but the model was trained "
-            f"on size {kind.size}; give a column that was made as in the training"
-        )
 
 
 def unread_error(name: str, problem: str) -> ValueError:

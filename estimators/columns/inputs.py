@@ -18,7 +18,6 @@ from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import ArrayType, DataType, DecimalType, StringType, StructField, StructType
 
 from ringspark.estimators.columns.expressions import (
-    TEMPORAL,
     Expression,
     class_of,
     fill,
@@ -49,7 +48,7 @@ from ringspark.pipelines.kinds import (
     Vocabulary,
 )
 from ringspark.pipelines.kinds.base import BatchArray
-from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.kinds.scalar import SPARK_DTYPES, TEMPORAL
 from ringspark.pipelines.kinds.structs import Path, join_path
 from ringspark.pipelines.typed_json import added
 

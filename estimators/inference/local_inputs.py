@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark.sql.types import NullType, StructField, StructType
 
-from ringspark.estimators.columns.expressions import TEMPORAL
-from ringspark.estimators.columns.feeds import Feed, make_inputs, unread_error
-from ringspark.estimators.columns.inputs import ModelInput, source_columns
+from ringspark.estimators.columns.feeds import null_error, unread_error
+from ringspark.estimators.columns.inputs import ModelInput, shared_columns, source_names
 from ringspark.estimators.inference.predict import cached_module
 from ringspark.estimators.inference.predictor import Predictor
+from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.training.feed import Array, network_dtype
-from ringspark.pipelines.columns import MASK
 from ringspark.pipelines.kinds import Array as ArrayKind
-from ringspark.pipelines.kinds import HashBuckets, Padded, Ragged, Scalar, Sparse, Struct, TableRow
-from ringspark.pipelines.kinds.base import is_list
+from ringspark.pipelines.kinds import Scalar
+from ringspark.pipelines.local_rows import MISSING, LocalInput, read_frame
 
 
-def needs_spark(item: ModelInput) -> bool:
-    """Whether only Spark computes this input's values: hashes, structs, sparse vectors, times."""
-    column = item.column
-    if column is None:
-        return True
-    return isinstance(column.kind, HashBuckets | Struct | Sparse | TableRow) or column.source in TEMPORAL
+def local_inputs(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[LocalInput]:
+    """Returns the inputs that are read without Spark; `names` are the model's input columns."""
+    session = find_session()
+    # A time without an offset is in the time zone of this session.
+    zone = "UTC" if session is None else str(session.conf.get("spark.sql.session.timeZone"))
+    inputs = shared_columns(inputs)
+    sources = source_names(inputs, names)
+    # The mask and the values of a column are read once.
+    filled = {name for item, name in zip(inputs, sources, strict=True) if item.fills_nulls}
+    return [
+        LocalInput(
+            name=name,
+            kind=None if item.column is None else item.column.kind,
+            part=item.part,
+            source="" if item.column is None else item.column.source,
+            fills_nulls=name in filled,
+            zone=zone,
+        )
+        for item, name in zip(inputs, sources, strict=True)
+    ]
 
 
 def predict_frame(
@@ -44,73 +53,13 @@ def predict_frame(
 
     `names` are the model's input columns, `outputs` the result columns ("" omits one).
     """
-    schema = StructType([StructField(str(name), NullType()) for name in frame.columns])
-    fields = source_columns(inputs, names, schema, exact=False)
-    feeds, columns = [], []
-    for item, field in zip(inputs, fields, strict=True):
-        if needs_spark(item):
-            raise ValueError(
-                f"only Spark can prepare column {field.name!r}, so this model cannot predict a pandas "
-                "DataFrame; call transform with a Spark DataFrame"
-            )
-        feed, column = _make_feed(item, field.name, frame[field.name])
-        column, problems = feed.read(column)
-        if problems:
-            raise unread_error(field.name, next(iter(problems.values())))
-        feeds.append(feed)
-        columns.append(column)
-    predictor = replace(predictor, feeds=tuple(feeds))
-    values = predictor.predict(cached_module(predictor), make_inputs(feeds, columns))
+    columns, problems = read_frame(local_inputs(inputs, names), frame)
+    for name, why in problems.values():
+        raise null_error(name) if why == MISSING else unread_error(name, why)
+    values = predictor.predict(cached_module(predictor), columns)
     parts = zip(outputs, predictor.results.arrays(values), strict=True)
     made: dict[str, Any] = {name: part if part.ndim == 1 else list(part) for name, part in parts if name}
     return pd.DataFrame(made, index=frame.index)
-
-
-def _make_feed(item: ModelInput, name: str, series: pd.Series[Any]) -> tuple[Feed, pa.Array]:
-    assert item.column is not None
-    kind = item.column.kind
-    if item.part == MASK:
-        return Feed(name=name, shape=(), dtype="float32"), pa.array(series.isna().to_numpy(np.float32))
-    dtype = str(getattr(kind, "dtype", ""))
-    if kind.is_choice:
-        if isinstance(kind, Padded | Ragged) and "int" in dtype:
-            column = _to_integers(name, pa.array(_to_lists(series), from_pandas=True), dtype)
-        else:
-            column = pa.array(_to_lists(series), kind.selected, from_pandas=True)
-        feed = Feed(name=name, kind=kind, part=item.part, fills_nulls=item.fills_nulls)
-        return feed, column
-    dtype = str(network_dtype(dtype))
-    shape = getattr(kind, "shape", ()) or ()
-    feed = Feed(name=name, shape=shape, dtype=dtype, fills_nulls=item.fills_nulls)
-    column = pa.array(_to_lists(series), from_pandas=item.fills_nulls)
-    return feed, _to_integers(name, column, dtype) if dtype == "int64" else column
-
-
-def _to_integers(name: str, column: pa.Array, dtype: str) -> pa.Array:
-    """Casts numbers to integers without rounding; pandas and JSON may store whole numbers as doubles."""
-    leaf, wanted = column, pa.from_numpy_dtype(dtype)
-    while is_list(leaf.type):
-        leaf, wanted = leaf.flatten(), pa.list_(wanted)
-    if pa.types.is_floating(leaf.type) and pc.any(pc.is_nan(leaf)).as_py():
-        return column  # the feed refuses NaN
-    try:
-        return column.cast(wanted)
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"column {name!r} held {dtype} numbers in the training, but a value cannot be cast: {error}; "
-            "give whole numbers in the range of that type"
-        ) from None
-
-
-def _to_lists(series: pd.Series[Any]) -> Any:
-    if series.dtype != object:
-        return series.to_numpy()
-    return [
-        value.toArray().tolist()
-        if hasattr(value, "toArray")
-        else getattr(value, "tolist", lambda v=value: v)()
-        for value in series
-    ]
 
 
 def num_features(inputs: Sequence[ModelInput]) -> int:

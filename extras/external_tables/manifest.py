@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.extras.external_tables.footers import Footer, read_footers
-from ringspark.extras.external_tables.in_place.conversion import convert_like_spark, decode_column
+from ringspark.extras.external_tables.in_place.conversion import decode_column
 from ringspark.extras.external_tables.in_place.listing import Listing, escape_glob
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
@@ -58,7 +58,7 @@ parquet-mr and Arrow write pages of at most this many rows, so windows match pag
 MAX_UNSPLIT_BYTES = 2 << 30
 """Largest total size of the row groups in memory that cannot be split, over all readers, in bytes."""
 
-# Column types that let Spark convert values; `convert_like_spark` does the same without Spark.
+# Column types that let Spark convert values; `Kind.read_values` does the same without Spark.
 _CONVERTED = (Scalar, Vector, Sparse, Struct, Vocabulary, HashBuckets, Tokens, Image)
 # The streams of an epoch, with two row groups each (see `epoch_plan`).
 _GROUPS_IN_USE = 96
@@ -275,7 +275,7 @@ def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Ite
 
 def _given(values: Any, column: Column) -> Any:
     try:
-        return convert_like_spark(values, column.kind)
+        return column.kind.read_values(values)
     except (ValueError, pa.ArrowException) as error:
         # An OSError reaches the driver as one sentence.
         raise OSError(f"column {column.name!r} {error}") from error

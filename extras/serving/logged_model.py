@@ -60,8 +60,8 @@ def save(
             data_path=str(work / (_SERVED if is_served else _STAGE)),
             code_paths=[str(copy_package(work / "code"))] if is_served else None,
             mlflow_model=described,
-            signature=signature_of(model, is_served=is_served),
-            input_example=example_of(model, is_served=is_served),
+            signature=signature_of(model),
+            input_example=example_of(model),
             pip_requirements=[pin("mlflow-skinny"), *(of_stage if pins is None else pins)],
         )
         shutil.copytree(work / _STAGE, Path(folder) / _STAGE)

@@ -8,31 +8,17 @@ import numpy as np
 import pandas as pd
 from pyspark.sql.types import DoubleType
 
-from ringspark.estimators.columns.expressions import TEMPORAL
 from ringspark.estimators.columns.inputs import ModelInput, source_names
-from ringspark.estimators.inference.local_inputs import needs_spark
 from ringspark.estimators.served_model import class_name
-from ringspark.pipelines.kinds import (
-    Array,
-    HashBuckets,
-    Kind,
-    Padded,
-    Ragged,
-    Scalar,
-    Sparse,
-    Struct,
-    TableColumn,
-    TableRow,
-    Tokens,
-    Vocabulary,
-)
+from ringspark.pipelines.kinds import Kind, TableColumn, TableRow
+from ringspark.pipelines.kinds.scalar import TEMPORAL
 
 _EXAMPLE_ROWS = 2
 _FLOATS = ("float", "double")
 
 
-def signature_of(model: Any, *, is_served: bool = True) -> Any:
-    """Returns the names and types of the model's columns, or None if only Spark can prepare them.
+def signature_of(model: Any) -> Any:
+    """Returns the names and types of the model's columns, or None if they are not known.
 
     MLflow converts JSON to these types, and refuses rows of other types. Times, structs, and whole numbers
     with missing values come in several forms, so their type is Any here, and the model checks the values.
@@ -41,7 +27,7 @@ def signature_of(model: Any, *, is_served: bool = True) -> Any:
     from mlflow.types.schema import Array as Repeated
     from mlflow.types.schema import ColSpec, DataType, Schema
 
-    sources = _sources(model, is_served)
+    sources = _sources(model)
     if sources is None:
         return None
     names, results = model._outputs()
@@ -57,9 +43,9 @@ def signature_of(model: Any, *, is_served: bool = True) -> Any:
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
 
 
-def example_of(model: Any, *, is_served: bool = True) -> pd.DataFrame | None:
+def example_of(model: Any) -> pd.DataFrame | None:
     """Returns two example rows, or None if a column has no value that is known to be valid."""
-    sources = _sources(model, is_served)
+    sources = _sources(model)
     if sources is None:
         return None
     values: dict[str, Any] = {}
@@ -75,14 +61,14 @@ def example_of(model: Any, *, is_served: bool = True) -> pd.DataFrame | None:
     return pd.DataFrame({name: [value] * _EXAMPLE_ROWS for name, value in values.items()})
 
 
-def _sources(model: Any, is_served: bool) -> dict[str, ModelInput] | None:
+def _sources(model: Any) -> dict[str, ModelInput] | None:
     """Returns one input per source column, preferably an input that fills nulls.
 
-    Returns None if only Spark can prepare the inputs.
+    Returns None if the column of an input is not known.
     """
     found: dict[str, ModelInput] = {}
     for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
-        if item.column is None or (needs_spark(item) and not is_served):
+        if item.column is None:
             return None
         if name not in found or item.fills_nulls:
             found[name] = item
@@ -113,33 +99,28 @@ def _type(kind: Kind, source: str, takes_nulls: bool) -> Any:
     from mlflow.types.schema import AnyType, DataType
     from mlflow.types.schema import Array as Repeated
 
-    if isinstance(kind, Vocabulary | Tokens | HashBuckets):
+    if kind.request is None or source in TEMPORAL:
+        return AnyType()
+    dtype, shape = kind.request
+    if dtype == "str":
         return DataType.string
-    if isinstance(kind, Struct | Sparse) or source in TEMPORAL:
+    if takes_nulls and (shape or not dtype.startswith("float")):
         return AnyType()
-    dtype = str(getattr(kind, "dtype", ""))
-    if takes_nulls and not (isinstance(kind, Scalar) and dtype.startswith("float")):
-        return AnyType()
-    shape = _shape(kind)
-    if shape is None:
-        return DataType.binary
     # pandas and JSON have 64-bit numbers, and MLflow would refuse them for a smaller type.
-    found: Any = {"f": DataType.double, "b": DataType.boolean}.get(dtype[:1], DataType.long)
+    known = {"f": DataType.double, "boo": DataType.boolean, "byt": DataType.binary}
+    found: Any = next((known[key] for key in known if dtype.startswith(key)), DataType.long)
     for _ in shape:
         found = Repeated(found)
     return found
 
 
 def _value(kind: Kind, source: str) -> Any:
-    if isinstance(kind, Vocabulary):
-        return (kind.words or ("",))[0]
-    if isinstance(kind, Tokens | HashBuckets):
-        return "text"
-    if isinstance(kind, Struct | Sparse) or source in TEMPORAL or (shape := _shape(kind)) is None:
+    if kind.request is None or source in TEMPORAL or kind.request[0] == "bytes":
         return NotImplemented
-    dtype = str(getattr(kind, "dtype", ""))
-    zeros = np.zeros(shape, {"f": "float64", "b": "bool"}.get(dtype[:1], "int64"))
-    return zeros.tolist()
+    dtype, shape = kind.request
+    if dtype == "str":
+        return "text"
+    return np.zeros(shape, {"f": "float64", "b": "bool"}.get(dtype[:1], "int64")).tolist()
 
 
 def _table_value(columns: list[TableColumn]) -> Any:
@@ -151,11 +132,3 @@ def _table_value(columns: list[TableColumn]) -> Any:
     if first.form == "calendar":
         return str(np.datetime64(int(first.center), "s"))
     return float(next((column.center for column in columns if column.form == "number"), 0.0))
-
-
-def _shape(kind: Kind) -> tuple[int, ...] | None:
-    if isinstance(kind, Scalar):
-        return ()  # one number
-    if isinstance(kind, Padded | Ragged):
-        return (getattr(kind, "length", None) or 1,)
-    return (kind.shape or (1,)) if isinstance(kind, Array) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -13,25 +13,29 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ringspark.estimators.columns.inputs import ModelInput, source_names
+from ringspark.estimators.inference.local_inputs import local_inputs
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.inference.samples import record_module
 from ringspark.estimators.served_model import class_name
-from ringspark.estimators.stages.storage_root import find_session
-from ringspark.extras.export.export import EXPORTERS, Export
-from ringspark.extras.serving.plain.columns import READERS
+from ringspark.extras.export.export import EXPORTERS, Export, record_module
 from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
 from ringspark.models.outputs import as_outputs
 from ringspark.models.program import Program
 from ringspark.models.recording import first_line
-from ringspark.pipelines.kinds import Binary, HashBuckets, Image, Struct, TableRow, Tokens
 
 PACKAGE = "ringspark_served"
 """Name of the copied package `plain` in a logged model."""
 
 RUNTIMES = {"onnx": ("onnxruntime",), "torch": ("torch", "safetensors")}
 """Runtime -> packages that run the network."""
+
+# Packages of ringspark whose modules the copied package needs, and these modules; an empty tuple means all.
+_COPIED = {
+    "models": ("program.py", "operators.py"),
+    "pipelines": ("columns.py", "local_rows.py", "nulls.py", "rows.py", "spark_errors.py", "typed_json.py"),
+    "pipelines.kinds": (),
+}
 
 # Largest relative difference that counts as rounding.
 _TOLERANCE = 1e-3
@@ -66,20 +70,22 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
         "handle_invalid": stage.getHandleInvalid(),
     }
     (folder / FILE).write_text(json.dumps(text))
-    packages = ["numpy", "pandas", *RUNTIMES[name], *_packages_of(stage._inputs)]
-    return [pin(package) for package in packages]
+    columns = [item.column for item in stage._inputs if item.column is not None]
+    needed = [package for column in columns for package in column.kind.packages(column.source)]
+    return [pin(name) for name in dict.fromkeys(["numpy", "pandas", "pyarrow", *RUNTIMES[name], *needed])]
 
 
 def copy_package(folder: Path) -> Path:
-    """Copies the package `plain` into `folder`, also if ringspark was shipped as a zip."""
+    """Copies the package `plain` and `_COPIED` into `folder`, also if ringspark was shipped as a zip."""
     target = folder / PACKAGE
-    target.mkdir(parents=True)
-    for entry in files("ringspark.extras.serving.plain").iterdir():
-        if entry.name.endswith(".py"):
-            (target / entry.name).write_bytes(entry.read_bytes())
-    for name in ("program.py", "operators.py"):
-        source = (files("ringspark.models") / name).read_text(encoding="utf-8")
-        (target / name).write_text(source.replace("from ringspark.models.", "from ."), encoding="utf-8")
+    for source, place in {"extras.serving.plain": "", **{name: name for name in _COPIED}}.items():
+        package = target.joinpath(*place.split("."))
+        package.mkdir(parents=True)
+        for entry in files(f"ringspark.{source}").iterdir():
+            if entry.name.endswith(".py") and entry.name in (_COPIED.get(place) or (entry.name,)):
+                text = entry.read_text(encoding="utf-8")
+                copied = re.sub(r"^( *from )ringspark\.", rf"\1{PACKAGE}.", text, flags=re.MULTILINE)
+                (package / entry.name).write_text(copied, encoding="utf-8")
     return target
 
 
@@ -106,34 +112,20 @@ _WRITERS = {"onnx": _write_onnx, "torch": _write_program}
 
 
 def describe_inputs(stage: Any) -> list[dict[str, Any]]:
-    """Returns the entries of the network's inputs in `serving.json`.
-
-    Raises ValueError for a column type without a reader in the package `plain`.
-    """
-    session = find_session()
-    # A time without an offset is in the time zone of this session.
-    zone = "UTC" if session is None else str(session.conf.get("spark.sql.session.timeZone"))
-    described: list[dict[str, Any]] = []
+    """Returns the entries of the network's inputs in `serving.json`."""
     readings: dict[Any, int] = {}
-    names = source_names(stage._inputs, stage.inputColumns())
-    # The mask and the values of a column come from one `Reading`.
-    filled = {name for item, name in zip(stage._inputs, names, strict=True) if item.fills_nulls}
-    for item, name in zip(stage._inputs, names, strict=True):
-        kind = {} if item.column is None else item.column.kind.to_json()
-        if kind.get("kind", "") not in READERS:
-            raise ValueError(f"column {name!r} has the type {kind['kind']!r}, which only ringspark can read")
-        described.append(
-            {
-                "name": name,
-                "kind": kind,
-                "part": item.part,
-                "type": "" if item.column is None else item.column.source,
-                "fills_nulls": name in filled,
-                "zone": zone,
-                "reading": readings.setdefault((name, item.column), len(readings)),
-            }
-        )
-    return described
+    return [
+        {
+            "name": item.name,
+            "kind": {} if item.kind is None else item.kind.to_json(),
+            "part": item.part,
+            "type": item.source,
+            "fills_nulls": item.fills_nulls,
+            "zone": item.zone,
+            "reading": readings.setdefault((item.name, item.kind), len(readings)),
+        }
+        for item in local_inputs(stage._inputs, stage.inputColumns())
+    ]
 
 
 def pin(package: str) -> str:
@@ -142,23 +134,6 @@ def pin(package: str) -> str:
         return f"{package}=={version(package).partition('+')[0]}"
     except PackageNotFoundError:
         return package
-
-
-def _packages_of(inputs: Sequence[ModelInput]) -> Iterator[str]:
-    kinds = [item.column.kind for item in inputs if item.column is not None]
-    if any(
-        isinstance(kind, Image) or (isinstance(kind, Binary) and kind.decoder == "image") for kind in kinds
-    ):
-        yield "pillow"
-    if any(isinstance(kind, Tokens) for kind in kinds):
-        yield "tokenizers"
-    if any(isinstance(kind, HashBuckets) for kind in kinds):
-        yield "xxhash"
-    zones = [column.zone for kind in kinds if isinstance(kind, TableRow) for column in kind.columns]
-    types = [kind_type for kind in kinds if isinstance(kind, Struct) for kind_type in kind.types]
-    types += [item.column.source for item in inputs if item.column is not None]
-    if any(zones) or "timestamp" in types:
-        yield "tzdata"
 
 
 def _describe_results(stage: Any) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from ringspark.pipelines.kinds.base import (
     match_dtype,
     numbers,
 )
-from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.kinds.scalar import SPARK_DTYPES, TEMPORAL
+from ringspark.pipelines.kinds.values import to_numbers
 from ringspark.pipelines.rows import NumpyArray, Rows
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class Array(Kind):
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         return replace(self, dtype=match_dtype(name, self.dtype, element_dtype(name, data_type)))
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        return to_numbers(values, self.dtype, None if self.shape is None else len(self.shape))
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return self.dtype, self.shape or (1,)
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type(self.dtype)}
@@ -102,6 +110,13 @@ class Array(Kind):
             raise ValueError(f"column {name!r} has arrays of shape {low}, not shape={self.shape}; omit shape")
         return replace(self, shape=low, nullable=nullable)
 
+    def check_shapes(self, shapes: tuple[Shape, Shape] | None) -> None:
+        for shape in shapes or ():
+            if shape != self.shape:
+                raise ValueError(
+                    f"has an array of shape {shape}, but the model was trained on shape {self.shape}"
+                )
+
     def decode(self, columns: Sequence[Any]) -> Rows:
         (column,) = columns
         if pa.types.is_fixed_size_binary(column.type):
@@ -143,7 +158,7 @@ def element_dtype(name: str, data_type: DataType, depth: int | None = None) -> s
     while (inner := getattr(element, "elementType", None)) is not None:
         element, found = inner, found + 1
     simple = element.simpleString()
-    if not found or simple not in SPARK_DTYPES or simple in ("date", "timestamp", "timestamp_ntz"):
+    if not found or simple not in SPARK_DTYPES or simple in TEMPORAL:
         raise ValueError(
             f"column {name!r} has type {data_type.simpleString()}, not an array of numbers or booleans; "
             "make it one first, e.g. with F.flatten or F.transform"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -87,6 +87,28 @@ class Kind(ABC):
         """Returns the Spark expression whose values `read` and `encode` take. A null stays null."""
         return source
 
+    # Without Spark.
+
+    @abstractmethod
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        """Returns the Arrow array that `select` gives, for an Arrow array, a pandas column or a list.
+
+        Raises ValueError if a value has another type; the message is a clause that follows "column 'x'".
+
+        Args:
+            source: Spark type of the column; "" takes dates and times only as Arrow has them.
+            zone: Time zone of timestamps without an offset.
+        """
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        """Returns the packages that reading a column of the Spark type `source` needs."""
+        return ()
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        """Type of a value in JSON ("str", "bytes" or a dtype) and its shape; None if it has several forms."""
+        return None
+
     @abstractmethod
     def stored(self, name: str) -> dict[str, Any]:
         """Returns the Arrow type of each Parquet column of the stored form, by name."""
@@ -137,6 +159,29 @@ class Kind(ABC):
 
     def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
         return {name: rows}
+
+    def check_shapes(self, shapes: tuple[Shape, Shape] | None) -> None:
+        """Raises ValueError if new rows with these shapes do not fit the model; the message is a clause."""
+        return
+
+    def make_arrays(self, name: str, values: Any, valid: Any = None) -> dict[str, NumpyArray]:
+        """Returns the arrays of a batch by suffix, as a network takes them: offsets end with the last row.
+
+        `values` and `valid` are arguments of `encode`.
+        """
+        # The type is not nullable if the training rows held no null, but new rows may hold one.
+        kind: Any = self
+        if valid is not None and hasattr(self, "nullable"):
+            kind = replace(kind, nullable=True)
+        try:
+            encoded = kind.encode(values, valid)
+            kind.check_shapes(encoded.shapes)
+            rows = kind.decode(encoded.arrays)
+        except ValueError as error:
+            raise ValueError(f"column {name!r} {error}") from None
+        made = {key.removeprefix(name): array for key, array in kind.finish(name, rows).items()}
+        ends = {key for key, of in kind.arrays("").items() if key and of.offsets == key}
+        return {key: array[:-1] if key in ends else array for key, array in made.items()}
 
     def batch_names(self, name: str) -> tuple[str, ...]:
         return tuple(name + suffix for suffix in self.suffixes)

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
 from ringspark.pipelines.kinds.image_decoding import EIGHT_BITS, convert, is_turned, pillow, read_file
+from ringspark.pipelines.kinds.values import to_bytes, to_list
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -129,6 +130,18 @@ class Binary(Kind):
         if self.decoder == "image":
             pillow(_SUBJECT)
         return self
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        if isinstance(values, pa.Array) and pa.types.is_binary(values.type):
+            return values
+        return pa.array([value and to_bytes(value) for value in to_list(values)], pa.binary())
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("pillow",) if self.decoder == "image" else ()
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return "bytes", ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.binary()}

@@ -20,10 +20,12 @@ from ringspark.pipelines.kinds.image_decoding import (
     SPARK_FIELDS,
     decode,
     describe_problem,
+    image_bytes,
     pillow,
     refuse_bombs,
     spark_image,
 )
+from ringspark.pipelines.kinds.values import to_bytes, to_list
 from ringspark.pipelines.rows import NumpyArray, Rows
 
 if TYPE_CHECKING:
@@ -103,6 +105,18 @@ class Image(Kind):
         image: SparkColumn = spark_image(source)
         return image
 
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        if isinstance(values, pa.Array) and pa.types.is_binary(values.type):
+            return values
+        return pa.array([_bytes_of(value) for value in to_list(values)], pa.binary())
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("pillow",)
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return "bytes", ()
+
     def read(self, values: Any) -> tuple[Any, dict[int, str]]:
         pixels = np.zeros((len(values), *self.shape), np.uint8)
         is_valid = np.ones(len(values), bool)
@@ -167,6 +181,19 @@ class Image(Kind):
 
 def _per_channel(numbers: float | tuple[float, ...]) -> NumpyArray:
     return np.array(numbers, np.float32).reshape(-1, 1, 1)
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    struct = value.asDict() if hasattr(value, "asDict") else value
+    if isinstance(struct, dict):
+        data = struct.get("data")
+        return None if data is None else image_bytes(struct | {"data": to_bytes(data)})
+    try:
+        return None if value is None else to_bytes(value)
+    except ValueError:
+        if not isinstance(value, str):
+            raise
+        return value.encode()  # only the row that holds it cannot be read
 
 
 def is_spark_image(data_type: DataType) -> bool:

@@ -76,7 +76,7 @@ def spark_image(source: Any) -> Any:
 
 def image_bytes(image: Mapping[str, Any]) -> bytes:
     """Returns the bytes that `spark_image` makes of an image struct."""
-    header = {name: image[name] for name in SPARK_FIELDS[:-1] if image[name] is not None}
+    header = {name: image[name] for name in SPARK_FIELDS[:-1] if image.get(name) is not None}
     return b"\n".join((json.dumps(header).encode(), image["data"]))
 
 

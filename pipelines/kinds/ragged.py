@@ -19,6 +19,7 @@ from ringspark.pipelines.kinds.base import (
     match_dtype,
     range_of,
 )
+from ringspark.pipelines.kinds.values import to_numbers
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ class Ragged(Kind):
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         return replace(self, dtype=match_dtype(name, self.dtype, element_dtype(name, data_type, depth=1)))
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        return to_numbers(values, self.dtype, depth=1)
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return self.dtype, (1,)
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type(self.dtype)}
@@ -126,6 +134,18 @@ class Padded(Ragged):
         if self.length is None and longest == 0:
             raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
         return replace(self, length=self.length or longest)
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return self.dtype, (self.length or 1,)
+
+    def check_shapes(self, shapes: tuple[Shape, Shape] | None) -> None:
+        longest = shapes[1][0] if shapes else 0
+        if longest > (self.length or 0):
+            raise ValueError(
+                f"has an array of {longest} elements, but the model was trained on at most {self.length}; "
+                "shorten the array"
+            )
 
     def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         assert self.length is not None

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from ringspark.pipelines.kinds.base import HOLDS_NULLS, BatchArray, Encoded, Kind, match_dtype, number_type
+from ringspark.pipelines.kinds.base import (
+    HOLDS_NULLS,
+    BatchArray,
+    Encoded,
+    Kind,
+    Shape,
+    match_dtype,
+    number_type,
+)
+from ringspark.pipelines.kinds.values import EXACT_DIGITS, to_numbers, to_times
 from ringspark.pipelines.rows import Rows
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ SPARK_DTYPES = {
 }
 """Spark simple type name -> NumPy dtype of the same width."""
 
-EXACT_DECIMAL_DIGITS = 15
+TEMPORAL = ("date", "timestamp", "timestamp_ntz")
 
 
 @dataclass(frozen=True)
@@ -54,9 +63,9 @@ class Scalar(Kind):
         simple = data_type.simpleString()
         if simple.startswith("decimal"):
             digits = int(simple[len("decimal(") :].split(",")[0])
-            if digits > EXACT_DECIMAL_DIGITS:
+            if digits > EXACT_DIGITS:
                 raise ValueError(
-                    f"column {name!r} has type {simple}, but float64 holds {EXACT_DECIMAL_DIGITS} "
+                    f"column {name!r} has type {simple}, but float64 holds {EXACT_DIGITS} "
                     "digits; cast it to double first if rounding is fine, or to decimal(15, ...)"
                 )
             return replace(self, dtype=match_dtype(name, self.dtype, "float64"))
@@ -68,6 +77,19 @@ class Scalar(Kind):
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         return source.cast("double") if data_type.simpleString().startswith("decimal") else source
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        given = getattr(values, "type", pa.null())
+        if source in TEMPORAL:
+            return to_times(values, source, zone)
+        return values if not source and pa.types.is_temporal(given) else to_numbers(values, self.dtype)
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("tzdata",) if source == "timestamp" else ()
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return self.dtype, ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: number_type(self.dtype)}

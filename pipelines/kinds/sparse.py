@@ -19,7 +19,7 @@ from ringspark.pipelines.kinds.base import (
     make_lists,
     number_type,
 )
-from ringspark.pipelines.kinds.vector import Vectors, check_vector, common_size, vector_struct
+from ringspark.pipelines.kinds.vector import Vectors, check_vector, common_size, vector_struct, vector_values
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -52,6 +52,17 @@ class Sparse(Kind):
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         return vector_struct(source, self.dtype)
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        return vector_values(values, self.dtype)
+
+    def check_shapes(self, shapes: tuple[Shape, Shape] | None) -> None:
+        for (size,) in shapes or ():
+            if size != self.size:
+                raise ValueError(
+                    f"has a vector of size {size}, but the model was trained on size {self.size}; "
+                    "give a column that was made as in the training"
+                )
 
     def stored(self, name: str) -> dict[str, Any]:
         return {f"{name}.indices": list_type("int32"), f"{name}.data": list_type(self.dtype)}

@@ -9,13 +9,17 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
 from ringspark.pipelines.kinds.scalar import Scalar
+from ringspark.pipelines.kinds.values import to_texts
 from ringspark.pipelines.rows import Rows
 from ringspark.pipelines.typed_json import added
 
@@ -33,6 +37,10 @@ class _Ids(Kind):
     def adopt(self, name: str, data_type: DataType) -> Self:
         check_string(type(self), name, data_type)
         return self
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return "str", ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.int64()}
@@ -81,6 +89,9 @@ class Vocabulary(_Ids):
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         return source.cast("string")  # the cast drops the collation
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        return to_texts(values)
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         assert self.words is not None
@@ -135,6 +146,16 @@ class HashBuckets(_Ids):
         # xxhash64 returns a number for null too, but null must stay null.
         return F.when(source.isNotNull(), F.pmod(hashed, F.lit(self.num_buckets).cast("bigint")))
 
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        texts = to_texts(values)
+        ids = np.zeros(len(texts), dtype=np.int64)
+        is_valid = texts.is_valid().to_numpy(zero_copy_only=False)
+        ids[is_valid] = hash_buckets(texts.drop_null(), self.num_buckets, self.seed)
+        return pa.array(ids, mask=~is_valid)
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("xxhash",)
+
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         return Encoded([values])
 
@@ -144,6 +165,24 @@ class HashBuckets(_Ids):
 
     def __str__(self) -> str:
         return f"int64 of {self.num_buckets} buckets"
+
+
+def hash_buckets(strings: Any, num_buckets: int, seed: int) -> npt.NDArray[np.int64]:
+    """Returns Spark SQL's `pmod(xxhash64(seed, string), num_buckets)` for an Arrow array without nulls."""
+    # Imported here, because a cluster may lack the package until a table has such a column.
+    from xxhash import xxh64_intdigest
+
+    encoded = strings.dictionary_encode()
+    words = encoded.dictionary.cast(pa.large_binary())
+    _, offsets, data = words.buffers()
+    ends = np.frombuffer(offsets, np.int64)[words.offset :][: len(words) + 1].tolist() if len(words) else []
+    view = memoryview(data or b"")
+    # Spark hashes one column after the other: each hash is the seed of the next, and the first seed is 42.
+    start = xxh64_intdigest(seed.to_bytes(8, "little", signed=True), 42)
+    digests = [xxh64_intdigest(view[begin:end], start) for begin, end in pairwise(ends)]
+    hashes = np.array(digests, dtype=np.uint64).view(np.int64)
+    ids: npt.NDArray[np.int64] = (hashes % num_buckets)[encoded.indices.to_numpy()]
+    return ids
 
 
 def fill_vocabulary(kind: Vocabulary, counts: Sequence[tuple[str, int]]) -> Vocabulary:

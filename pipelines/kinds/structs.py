@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
 
 from ringspark.pipelines.kinds.array import Array
-from ringspark.pipelines.kinds.base import Shape, match_dtype
+from ringspark.pipelines.kinds.base import Shape, match_dtype, number_type
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES, Scalar, number_of
+from ringspark.pipelines.kinds.values import at_path, to_list
 from ringspark.pipelines.spark_errors import MARK
 
 if TYPE_CHECKING:
@@ -31,6 +35,11 @@ _FLOAT32_EXACT = {"bool", "int8", "int16", "float32"}
 
 FLOAT64_WHOLE = 1 << 53
 """Float64 holds every whole number up to this one, but not every larger one."""
+
+_TOO_LARGE = (
+    ", but float64, the common type of the fields, keeps whole numbers distinct only up to "
+    f"{FLOAT64_WHOLE}; select that field as a separate column"
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,34 @@ class Struct(Array):
             vector = F.when(is_large, error).otherwise(vector)
         return F.when(source.isNotNull(), vector)
 
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        given = values if isinstance(values, pa.Array) else to_list(values)
+        columns = []
+        for path, type_name in zip(self.fields, self.types, strict=True):
+            dtype = SPARK_DTYPES.get(type_name, "float64")
+            # Whole numbers may be larger than in the training, but stay whole.
+            scalar = Scalar("int64" if dtype.startswith("int") else dtype)
+            (number,) = scalar.encode(scalar.read_values(at_path(given, path), type_name, zone)).arrays
+            try:
+                columns.append(number.cast(number_type(self.dtype)))
+            except pa.ArrowInvalid:
+                large = max(number.drop_null().to_pylist(), key=abs)
+                raise ValueError(f"has a field {join_path(path)!r} that holds {large}{_TOO_LARGE}") from None
+        # Row i has the elements i, i + rows, i + 2 * rows and so on of the joined columns.
+        rows, width = len(columns[0]), len(columns)
+        order = pa.array(np.arange(rows * width).reshape(width, rows).T.reshape(-1))
+        offsets = pa.array(np.arange(0, rows * width + 1, width, dtype=np.int32))
+        is_arrow = isinstance(given, pa.Array)
+        mask = given.is_null() if is_arrow else pa.array([value is None for value in given], pa.bool_())
+        return pa.ListArray.from_arrays(offsets, pa.concat_arrays(columns).take(order), mask=mask)
+
+    @property
+    def request(self) -> None:
+        return None
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("tzdata",) if "timestamp" in self.types else ()
+
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         # The schema gives the number of fields even if all rows are null.
         return replace(self, nullable=nullable)
@@ -149,8 +186,5 @@ def _describe_large(
         name,
         F.lit(f" of {simple if len(simple) <= 80 else simple[:77] + '...'} holds "),
         value.cast("string"),
-        F.lit(
-            ", but float64, the common type of the fields, keeps whole numbers distinct only up to "
-            f"{FLOAT64_WHOLE}; select that field as a separate column"
-        ),
+        F.lit(_TOO_LARGE),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta, timezone
 from decimal import Decimal
@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, numbers
 from ringspark.pipelines.kinds.scalar import number_of
-from ringspark.pipelines.kinds.strings import value_set
+from ringspark.pipelines.kinds.table_values import doubles_of, is_text, items_of, seconds_of, words_of
+from ringspark.pipelines.kinds.values import at_path
 from ringspark.pipelines.rows import NumpyArray, Rows
 from ringspark.pipelines.spark_errors import MARK
 
@@ -131,6 +132,20 @@ class TableColumn:
         if self.form == "calendar":
             return int(self.has_trend) + 3 * len(self.parts)
         return int(self.form == "number")
+
+    def read_values(self, values: Any) -> Any:
+        """Returns the value in the struct that Spark sends to Python, as an Arrow array."""
+        try:
+            values = at_path(values, self.path)
+            if self.item is not None:
+                values = items_of(values, self.item, self.length)
+            if self.form == "words":
+                return words_of(values, self.type)
+            if self.form == "calendar":
+                return seconds_of(values, self.type, self.zone, self.day_first)
+            return doubles_of(values, self.type, self.origin)
+        except ValueError as error:
+            raise ValueError(f"{self.title!r} {error}") from None
 
     def found_type(self, data_type: DataType) -> str:
         """Returns the Spark type that the column has in a struct, or "missing"."""
@@ -262,6 +277,15 @@ class TableRow(Kind):
         if not others:
             return F.expr(f"struct({', '.join(texts.values())})")
         return F.struct(*map(F.expr, texts.values()), *others.values())
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        """Like `Kind.read_values`; `values` may also be the table's columns by name."""
+        columns = values if isinstance(values, Mapping) else {n: at_path(values, [n]) for n in self.sources}
+        made = {column.source: column.read_values(columns[column.name]) for column in self.columns}
+        return pa.StructArray.from_arrays(list(made.values()), fields=list(self.selected))
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("tzdata",) if any(column.zone for column in self.columns) else ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.binary(self._dtype.itemsize)}
@@ -442,11 +466,6 @@ def _find_field(data_type: DataType, name: str) -> Any:
 def _doubles(values: Any) -> NumpyArray:
     """Converts to float64. Nulls become NaN; infinities stay."""
     return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
-
-
-def is_text(type_name: str) -> bool:
-    """Whether a Spark type is text."""
-    return type_name.startswith(("string", "char", "varchar"))
 
 
 def is_number(type_name: str) -> bool:

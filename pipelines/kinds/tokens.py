@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from ringspark.pipelines import storage
 from ringspark.pipelines.kinds.base import (
     BatchArray,
     Encoded,
@@ -30,6 +29,7 @@ from ringspark.pipelines.kinds.base import (
     range_of,
 )
 from ringspark.pipelines.kinds.strings import check_string
+from ringspark.pipelines.kinds.values import to_texts
 from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows
 
 if TYPE_CHECKING:
@@ -159,6 +159,16 @@ class Tokens(Kind):
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         return source.cast("string")  # the cast drops the collation
 
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        return to_texts(values)
+
+    def packages(self, source: str) -> tuple[str, ...]:
+        return ("tokenizers",)
+
+    @property
+    def request(self) -> tuple[str, Shape] | None:
+        return "str", ()
+
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type("int32")}
 
@@ -249,6 +259,8 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
         )
     if isinstance(given, str) and given.lstrip().startswith("{"):
         return given, {}
+    from ringspark.pipelines import storage  # a served model has no fsspec
+
     uri = storage.normalize(given)
     folder = not uri.endswith(".json")
     file = storage.join(uri, "tokenizer.json") if folder else uri

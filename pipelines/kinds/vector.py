@@ -10,9 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from ringspark.pipelines.kinds.array import Array
-from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists, range_of
+from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists, number_type, range_of
+from ringspark.pipelines.kinds.values import to_list
+from ringspark.pipelines.nulls import fill_nulls, map_leaf
 from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SPARK_FLOATS = {"float32": "float", "float64": "double"}
+
+_PARTS = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())})
 
 # Longest vector whose zeros are stored.
 MAX_DENSE_SIZE = 1 << 16
@@ -43,6 +49,9 @@ class Vector(Array):
 
     def select(self, source: SparkColumn, data_type: DataType) -> SparkColumn:
         return vector_struct(source, self.dtype)
+
+    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
+        return vector_values(values, self.dtype)
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         vectors = Vectors(values)
@@ -92,6 +101,35 @@ class Vectors:
         indices: NumpyArray = np.arange(len(self.numbers)) - np.repeat(self.offsets[:-1], counts)
         indices[np.repeat(~self.is_dense, counts)] = self._indices.flatten().to_numpy()
         return indices
+
+
+def vector_values(values: Any, dtype: str) -> Any:
+    """Returns the structs of `vector_struct` for vectors in Spark's storage format, in JSON or as lists."""
+    if not (isinstance(values, pa.Array) and pa.types.is_struct(values.type)):
+        try:
+            values = pa.array([_parts_of(value) for value in to_list(values)], _PARTS, from_pandas=True)
+        except (pa.ArrowException, OverflowError) as error:
+            raise ValueError(f"holds a value that is not a vector of numbers ({error})") from None
+    names = [field.name for field in values.type]
+    if not {"size", "indices", "values"} <= set(names):
+        raise ValueError(f"should hold vectors, but the data is {values.type}")
+    parts = dict(zip(names, values.flatten(), strict=True))
+    # Arrow raises no error here, and rounds like Spark: a double beyond the range becomes infinite.
+    data = parts["values"].cast(pa.list_(number_type(dtype)), safe=False)
+    size = pc.coalesce(parts["size"], pc.list_value_length(data)).cast(pa.int32())
+    return pa.StructArray.from_arrays(
+        [pc.fill_null(size, 0), fill_nulls(parts["indices"]), map_leaf(data, lambda leaf: leaf)],
+        names=["size", "indices", "values"],
+        mask=values.is_null(),
+    )
+
+
+def _parts_of(value: Any) -> dict[str, Any] | None:
+    if value is None or (isinstance(value, dict) and "values" in value):
+        return value
+    if hasattr(value, "indices"):  # a sparse vector of Spark
+        return {"size": value.size, "indices": value.indices, "values": value.values}
+    return {"values": value.toArray() if hasattr(value, "toArray") else value}
 
 
 def common_size(name: str, shapes: tuple[Shape, Shape] | None) -> int:

@@ -23,7 +23,6 @@ from ringspark.estimators import TorchClassificationModel, TorchRegressionModel,
 from ringspark.estimators.columns.expressions import to_column
 from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
-from ringspark.estimators.inference.local_inputs import _make_feed
 from ringspark.estimators.served_model import ServedModel
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.estimators.training.feed import to_tensor
@@ -39,6 +38,7 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
+from ringspark.pipelines.local_rows import LocalInput, read_frame
 
 pytestmark = pytest.mark.spark
 
@@ -397,10 +397,10 @@ def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
 
 
 def _of_pandas(values: list[Any], kind: Scalar, *, fills_nulls: bool = False) -> list[float]:
-    item = ModelInput(column=Column(name="x", kind=kind), fills_nulls=fills_nulls)
-    feed, column = _make_feed(item, "x", pd.Series(values))
-    (made,) = make_inputs([feed], [column])
+    item = LocalInput(name="x", kind=kind, fills_nulls=fills_nulls)
+    (made,), problems = read_frame([item], pd.DataFrame({"x": values}))
     assert made.dtype == (np.int64 if kind.dtype == "int64" else np.float32)
+    assert list(problems) == [row for row, value in enumerate(values) if value is None and not fills_nulls]
     return list(made.tolist())
 
 
@@ -408,8 +408,7 @@ def _of_pandas(values: list[Any], kind: Scalar, *, fills_nulls: bool = False) ->
 def test_a_null_of_pandas_is_filled_where_the_training_kept_nulls(dtype: str) -> None:
     assert _of_pandas([1, None], Scalar(dtype), fills_nulls=True) == [1, 0]
     assert _of_pandas([None, None], Scalar(dtype), fills_nulls=True) == [0, 0]
-    with pytest.raises(ValueError, match="column 'x' has a null or NaN"):
-        _of_pandas([1, None], Scalar(dtype))
+    assert _of_pandas([1, None], Scalar(dtype)) == [1, 0]
 
 
 def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from ringspark.estimators import TorchRegressor
+from ringspark.estimators.served_model import ServedModel
 from ringspark.pipelines import Binary, HashBuckets, Image, Kind, Padded, Ragged, Sparse, Tokens, Vocabulary
 
 # Each type is fitted once and then scored in three ways; all three modes of Spark would take minutes.
@@ -275,11 +276,12 @@ def test_a_served_model_gives_what_transform_gives(fitted: Fitted, tmp_path: Pat
 
     write_served(fitted.model.stages[0], tmp_path / "served", runtime)
     rows = fitted.table.orderBy("id").select("x").collect()
-    served = plain.load(str(tmp_path / "served"))
-    found = served.predict(pd.DataFrame({"x": [row.x for row in rows]}))["prediction"]
-    assert torch.allclose(
-        torch.tensor(found.tolist()), torch.tensor(scores(fitted.model.transform(fitted.table))), atol=1e-5
-    )
+    for model in (plain.load(str(tmp_path / "served")), ServedModel(fitted.model.stages[0])):
+        found = torch.tensor(
+            model.predict(pd.DataFrame({"x": [row.x for row in rows]}))["prediction"].tolist()
+        )
+        wanted = torch.tensor(scores(fitted.model.transform(fitted.table)))
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def test_fit_sees_every_row_in_every_epoch(fitted: Fitted) -> None:

@@ -6,11 +6,12 @@ import datetime
 import decimal
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -34,6 +35,9 @@ from ringspark.pipelines import (
     write_shards,
 )
 from ringspark.pipelines.kinds import KINDS, TableColumn, TableRow
+from ringspark.pipelines.kinds.vector import is_vector
+from ringspark.pipelines.local_rows import LocalInput, read_column
+from ringspark.pipelines.nulls import hide_nan
 from ringspark.pipelines.readers import Batch
 from ringspark.pipelines.rows import RaggedRows
 
@@ -362,6 +366,78 @@ def _in_order(batch: Batch, rows: np.ndarray[Any, Any], examples: dict[str, Exam
 
 def test_every_kind_has_an_example(examples: dict[str, Example]) -> None:
     assert {example.tag for example in examples.values()} == set(KINDS)
+
+
+NAN = float("nan")
+ODD_ROWS = {
+    "float": [NAN, None],
+    "double": [NAN, None],
+    "array": [[1.0, NAN], [None, 1.0]],
+    "ragged": [[], [None]],
+    "padded": [[None, 1], []],
+    "hashed": ["🚲", None],
+    "flags": [[None, True], None],
+}
+
+
+def _to_file(batches: Iterator[Any]) -> Iterator[Any]:
+    table, file = pa.Table.from_batches(batches), io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    yield pa.RecordBatch.from_pydict({"file": [file.getvalue()]})
+
+
+@pytest.fixture(scope="module")
+def selected(
+    spark: Any, shards: ShardManifest, examples: dict[str, Example]
+) -> dict[str, tuple[Column, list[Any], Any, Any]]:
+    """Returns each column, its values, Spark's Arrow array of the values, and the array of `select`."""
+    from pyspark.sql import functions as F
+
+    values = {name: [*e.values, *ODD_ROWS.get(name, [None, None]), None] for name, e in examples.items()}
+    odd = {name: replace(example, values=values[name]) for name, example in examples.items()}
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        rows, wanted = frame(spark, odd, 1), []
+        for column in shards.columns:
+            source, data_type = F.col(column.name), rows.schema[column.name].dataType
+            given = F.unwrap_udt(source) if is_vector(data_type) else source
+            wanted += [given, column.kind.select(source, data_type)]
+        table = rows.select(*(each.alias(f"v{i}") for i, each in enumerate(wanted)))
+        # Not `toArrow`, which refuses null structs with fields that cannot be null.
+        (row,) = table.mapInArrow(_to_file, "file binary").collect()
+    finally:
+        spark.conf.unset("spark.sql.session.timeZone")
+    arrays = [column.combine_chunks() for column in pa.ipc.open_stream(row.file).read_all().columns]
+    return {
+        column.name: (column, values[column.name], *arrays[2 * number : 2 * number + 2])
+        for number, column in enumerate(shards.columns)
+    }
+
+
+def _plain(values: Any) -> str:
+    is_moment = pa.types.is_timestamp(values.type)
+    return repr((values.cast(pa.timestamp("us", "UTC")) if is_moment else values).to_pylist())
+
+
+@pytest.mark.parametrize("tag", KINDS)
+def test_values_are_read_without_spark_as_spark_selects_them(tag: str, selected: dict[str, Any]) -> None:
+    for column, values, given, wanted in (each for each in selected.values() if each[0].kind.tag == tag):
+        kind, source = column.kind, column.source
+        assert _plain(kind.read_values(given, source)) == _plain(wanted), column.name
+        # pandas has no null but NaN. A struct is a dict there, as in JSON.
+        pandas = pd.Series(given.to_pylist() if tag in ("struct", "table_row") else values, dtype=object)
+        found = kind.read_values(pandas, source)
+        assert _plain(hide_nan(found)) == _plain(hide_nan(wanted)), column.name
+        item = LocalInput(name="x", kind=kind, source=source, fills_nulls=True)
+        nothing = read_column(item, pandas[:0]).arrays if tag != "table_row" else {}
+        assert all(not len(array) for array in nothing.values())
+        refused = []
+        for wrong in (pa.array([datetime.timedelta(1)]), pd.Series([datetime.timedelta(1)], dtype=object)):
+            with pytest.raises(ValueError, match=r"datetime|vector") as error:
+                kind.read_values(wrong, source)
+            refused.append(str(error.value))
+        assert refused[0] == refused[1]
 
 
 def test_the_manifest_says_what_a_batch_holds(shards: ShardManifest, examples: dict[str, Example]) -> None:

@@ -1,9 +1,9 @@
 """Predicts rows of a pandas DataFrame like `transform`, without ringspark, Spark and pickle.
 
-A logged model contains a copy of this package, named `ringspark_served`. So its modules import each other
-relatively. They also import NumPy, pandas, the package that runs the network, and Pillow, tokenizers or
-xxhash if a column needs it. The model's folder contains `serving.json` for pre- and postprocessing, and the
-network as `network.onnx`, or as `network.json` and `network.safetensors`.
+A logged model contains a copy of this package, named `ringspark_served`, with copies of the modules of
+ringspark that it imports. They import NumPy, pandas, pyarrow, the package that runs the network, and those
+that a column needs (`Kind.packages`). The model's folder contains `serving.json` for pre- and postprocessing,
+and the network as `network.onnx`, or as `network.json` and `network.safetensors`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 
-from .values import NumpyArray
+from ringspark.pipelines.rows import NumpyArray
 
 Network = Callable[[Sequence[NumpyArray]], list[NumpyArray]]
 
@@ -40,7 +40,7 @@ def _load_torch(path: str) -> Network:
     import torch
     from safetensors.torch import load_file
 
-    from .program import Program
+    from ringspark.models.program import Program
 
     with open(path, encoding="utf-8") as file:
         program = Program(json.load(file))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .values import NumpyArray
+from ringspark.pipelines.rows import NumpyArray
 
 
 def columns_of(outputs: NumpyArray, results: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from .columns import READERS, Source
+from ringspark.pipelines.kinds import Kind, kind_from_json
+from ringspark.pipelines.local_rows import LocalInput, read_frame
+from ringspark.pipelines.rows import NumpyArray
+
 from .network import Network, load_network
 from .results import columns_of
-from .values import NumpyArray, Reading, to_network_input
 
 FILE = "serving.json"
 FORMAT_VERSION = 1
-MASK = ".isnull"
 
 
 class ServedModel:
@@ -30,6 +30,21 @@ class ServedModel:
     def __init__(self, text: dict[str, Any], network: Network) -> None:
         self.text = text
         self._network = network
+        kinds: dict[int, Kind | None] = {}
+        for entry in text["inputs"]:
+            if entry["reading"] not in kinds:
+                kinds[entry["reading"]] = kind_from_json(entry["kind"]) if entry["kind"] else None
+        self._inputs = [
+            LocalInput(
+                name=entry["name"],
+                kind=kinds[entry["reading"]],
+                part=entry["part"],
+                source=entry["type"],
+                fills_nulls=entry["fills_nulls"],
+                zone=entry["zone"],
+            )
+            for entry in text["inputs"]
+        ]
 
     @classmethod
     def load(cls, folder: str) -> ServedModel:
@@ -78,34 +93,8 @@ class ServedModel:
 
     def _read(self, frame: pd.DataFrame) -> tuple[list[NumpyArray], dict[int, str]]:
         """Returns the network's inputs, and the problem of each row that cannot be predicted."""
-        inputs, problems = [], dict[int, str]()
-        read: dict[int, Reading] = {}
-        for entry in self.text["inputs"]:
-            name, number = entry["name"], entry["reading"]
-            if number not in read:
-                read[number] = self._read_column(frame, entry)
-            reading = read[number]
-            is_mask = entry["part"] == MASK
-            if not is_mask:
-                problems |= {row: f"column {name!r} {why}" for row, why in reading.problems.items()}
-            inputs.append(to_network_input(reading.masked if is_mask else reading.arrays[entry["part"]]))
-        return inputs, problems
-
-    def _read_column(self, frame: pd.DataFrame, entry: dict[str, Any]) -> Reading:
-        kind = entry["kind"]
-        tables = {column["name"] for column in kind.get("columns", ())}
-        found = {name: frame[find_column(frame, name)] for name in (tables or {entry["name"]})}
-        source = Source(
-            kind=kind,
-            type=entry["type"],
-            fills_nulls=entry["fills_nulls"],
-            zone=entry["zone"],
-            columns=found,
-        )
-        try:
-            return READERS[kind.get("kind", "")](None if tables else found[entry["name"]], source)
-        except ValueError as error:
-            raise ValueError(f"column {error}" if tables else f"column {entry['name']!r} {error}") from None
+        inputs, problems = read_frame(self._inputs, frame)
+        return inputs, {row: f"column {name!r} {why}" for row, (name, why) in problems.items()}
 
     def _run(self, inputs: list[NumpyArray], rows: int) -> NumpyArray:
         if not rows:
@@ -128,19 +117,3 @@ class ServedModel:
                 dtype=object if is_lists or is_text else None,
             )
         return pd.DataFrame(columns, index=index)
-
-
-def find_column(frame: pd.DataFrame, name: str) -> Any:
-    """Returns the frame's name of a column.
-
-    Like Spark, ignores case. If two names differ only by case, the name must match exactly.
-    """
-    if name in frame.columns:
-        return name
-    names = [str(column) for column in frame.columns]
-    alike = [column for column in frame.columns if str(column).lower() == name.lower()]
-    if len(alike) == 1:
-        return alike[0]
-    near = get_close_matches(name, names, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; the request has {names}"
-    raise ValueError(f"the model needs the column {name!r}, and the request lacks it{hint}")

@@ -42,7 +42,7 @@ def programs(late: Served, pictures: Served, tmp_path_factory: pytest.TempPathFa
 
     for model in (late, pictures):
         run("pip", "install", "--quiet", "-r", str(model.folder / "requirements.txt"))
-    names = ["ringspark", "pyspark", "torch", "pyarrow"]
+    names = ["ringspark", "pyspark", "torch"]
     code = f"from importlib.util import find_spec; print([n for n in {names} if find_spec(n)])"
     assert run("python", "-c", code) == "[]"
     return programs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import re
@@ -15,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pyspark.sql import functions as F
 from torch import nn
 from without_ringspark import Served, predict_without, same
 
@@ -24,12 +22,9 @@ from ringspark.estimators.served_model import load_stage
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.extras.serving.logged_model import save
 from ringspark.extras.serving.plain import load
-from ringspark.extras.serving.plain.columns import READERS, Source
-from ringspark.extras.serving.plain.values import microseconds
 from ringspark.extras.serving.served_folder import write_served
 from ringspark.extras.serving.wheel_file import write_wheel
-from ringspark.pipelines import Array, Column, Padded, Scalar, Vocabulary
-from ringspark.pipelines.kinds import KINDS, HashBuckets, Kind
+from ringspark.pipelines import Column, Scalar
 
 # MLflow's libraries warn about each other's next versions.
 pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
@@ -62,7 +57,7 @@ def test_torch_runs_a_logged_model_without_onnx_runtime(late: Served, tmp_path: 
 def test_a_logged_model_holds_the_stage_and_a_wheel_of_ringspark(late: Served, tmp_path: Path) -> None:
     assert load_stage(late.folder.as_uri()).labels == late.stage.labels
     needs = (late.folder / "requirements.txt").read_text()
-    assert not re.search("ringspark|pyspark|torch|pyarrow", needs)
+    assert not re.search("ringspark|pyspark|torch", needs)
     assert re.search(r"^onnxruntime==", needs, re.MULTILINE)
     (wheel,) = (late.folder / "wheels").iterdir()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
@@ -79,82 +74,6 @@ def test_a_logged_model_holds_the_stage_and_a_wheel_of_ringspark(late: Served, t
 def test_equal_sources_make_equal_wheels(tmp_path: Path) -> None:
     first, second = write_wheel(tmp_path / "a"), write_wheel(tmp_path / "b")
     assert first.read_bytes() == second.read_bytes()
-
-
-def test_every_column_type_has_a_reader() -> None:
-    assert set(READERS) == {*KINDS, ""}
-
-
-# ------------------------------------------------------------------------------ readers
-
-
-def source(kind: Kind | None, data_type: str = "", *, fills_nulls: bool = False) -> Source:
-    return Source({} if kind is None else kind.to_json(), data_type, fills_nulls, "UTC", {})
-
-
-def read(kind: Kind | None, values: list[Any], **options: Any) -> Any:
-    found = source(kind, **options)
-    return READERS[found.kind.get("kind", "")](pd.Series(values, dtype=object), found)
-
-
-@pytest.mark.spark
-def test_strings_have_the_hashes_of_spark_sql(spark: Any) -> None:
-    texts, kind = ["", "a", "Grüße", "x" * 99, "🚲"], HashBuckets(1 << 20, seed=-7)
-    frame = spark.createDataFrame([(text,) for text in texts], "x string")
-    wanted = [row[0] for row in frame.select(kind.select(F.col("x"), frame.schema["x"].dataType)).collect()]
-    assert read(kind, texts).arrays[""].tolist() == wanted
-
-
-@pytest.mark.spark
-def test_times_without_an_offset_mean_what_they_mean_in_spark(spark: Any) -> None:
-    # In Berlin, the first time is skipped, the second comes twice, and others are far away.
-    texts = ["2024-03-31 02:30:00", "2024-10-27 02:30:00", "1850-01-01 00:00:00", "2500-06-01 12:00:00.25"]
-    zone = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
-    try:
-        frame = spark.createDataFrame([(text,) for text in texts], "x string")
-        wanted = [row[0] for row in frame.select(F.unix_micros(F.to_timestamp("x"))).collect()]
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
-    assert microseconds(texts, "Europe/Berlin")[0].tolist() == wanted
-
-
-def test_missing_values_are_zeros_with_a_mask_if_the_training_had_some() -> None:
-    found = read(Array("int32", (2,)), [[1, None], None, [3, 4]], fills_nulls=True)
-    assert found.arrays[""].tolist() == [[1, 0], [0, 0], [3, 4]]
-    assert (found.masked.tolist(), found.problems) == ([True, True, False], {})
-    words = read(Vocabulary(words=("a",)), ["a", None, "b"], fills_nulls=True)
-    assert (words.arrays[""].tolist(), words.masked.tolist()) == ([0, 1, 1], [False, True, False])
-
-
-def test_a_missing_value_is_a_problem_of_its_row_otherwise() -> None:
-    assert read(Scalar("float64"), [1.0, None, float("nan")]).problems == dict.fromkeys(
-        (1, 2), "has a missing value"
-    )
-
-
-def test_dates_are_days() -> None:
-    days = [datetime.date(1970, 1, 3), "1969-12-31", np.datetime64("1970-01-01T23:00")]
-    assert read(Scalar("int32"), days, data_type="date").arrays[""].tolist() == [2, -1, 0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "told"),
-    [
-        (Scalar("int64"), [2.0, 1.5], "int64 .* holds 1.5; give whole numbers"),
-        (Scalar("int64"), [2.0**70], "give whole numbers"),
-        (Scalar("int64"), ["7"], "holds '7', which is not a number"),
-        (Array("float32", (2,)), [[1.0]], r"shape \(1,\), but the model was trained on shape \(2,\)"),
-        (Array("float32", (2, 2)), [[[1.0], [1.0, 2.0]]], "nested lists of different lengths"),
-        (Padded("int8", 2), [[300, 1]], "int8 .* 300"),
-        (Padded("int8", 2), [[1, 2, 3]], "3 elements, .* at most 2"),
-        (Vocabulary(words=("a",)), [5], "holds 5, .* trained on strings"),
-        (None, [{"a": 1}], "not a list of numbers"),
-    ],
-)
-def test_values_of_another_type_are_refused(kind: Kind | None, values: list[Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        read(kind, values)
 
 
 # ------------------------------------------------------------------------------ small models

@@ -11,11 +11,11 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
 from ringspark.estimators.table_fit import TABLE_COLUMN, prepare_fit
-from ringspark.extras.serving.plain import table
-from ringspark.extras.serving.plain.table import read_table
-from ringspark.extras.serving.plain.values import microseconds
 from ringspark.pipelines import open_reader, write_shards
 from ringspark.pipelines.kinds.table_row import time_of
+from ringspark.pipelines.kinds.table_values import time_of_text
+from ringspark.pipelines.kinds.values import microseconds
+from ringspark.pipelines.local_rows import LocalInput, read_column
 
 pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -44,9 +44,9 @@ def test_odd_columns_are_served_as_spark_reads_them(spark: Any, tmp_path: Any, z
         spark.conf.set("spark.sql.session.timeZone", before)
     names = ["big", "text", "v", "day", "t", "huge", "ids", "exact", "spoken"]
     columns = {name: pd.Series([row[name] for row in collected]) for name in names}
-    found = read_table(columns, prepared.plan.kind.to_json()).arrays
+    found = read_column(LocalInput(name=TABLE_COLUMN, kind=prepared.plan.kind), columns).arrays
     assert prepared.plan.kind.sources == names
-    assert np.allclose(found[".numbers"], batch[f"{TABLE_COLUMN}.numbers"], atol=1e-5, equal_nan=True)
+    assert np.array_equal(found[".numbers"], batch[f"{TABLE_COLUMN}.numbers"], equal_nan=True)
     assert np.array_equal(found[".ids"], batch[f"{TABLE_COLUMN}.ids"])
 
 
@@ -65,5 +65,5 @@ def test_a_text_is_served_as_the_time_that_spark_reads(spark: Any, day_first: bo
     frame = spark.createDataFrame([(text,) for text in TIMES], "text string")
     micros = F.unix_micros(time_of(F.col("text"), zone, day_first))
     for text, expected in frame.select("text", micros).collect():
-        found = table._time_of(text, day_first)
+        found = time_of_text(text, day_first)
         assert (None if found is None else int(microseconds([found], zone)[0][0])) == expected, text

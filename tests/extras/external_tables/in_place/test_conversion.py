@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pyarrow as pa
 
-from ringspark.extras.external_tables.in_place.conversion import hash_buckets
+from ringspark.pipelines.kinds.strings import hash_buckets
 
 
 def test_long_strings_are_hashed_in_little_memory() -> None:
