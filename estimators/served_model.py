@@ -15,6 +15,7 @@ from pyspark.sql.types import StructType
 
 from ringspark.estimators.inference.local_inputs import predict_frame
 from ringspark.estimators.stages.spark_metadata import read_metadata
+from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.pipelines import storage
 
@@ -54,7 +55,8 @@ class ServedModel:
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         names, results = self.stage._outputs()
         predictor = self.stage._predictor(results=results)
-        predicted = predict_frame(predictor, self.stage._inputs, self.stage.inputColumns(), names, frame)
+        inputs, columns = self.stage._inputs, self.stage.inputColumns()
+        predicted = predict_frame(predictor, inputs, columns, names, frame, session_zone())
         if name := class_name(self.stage):
             # Unknown strings have the number after the last class, and rows without a prediction have NaN.
             classes = np.array([*self.stage._labels, None], dtype=object)
@@ -69,6 +71,12 @@ def class_name(stage: TorchModel) -> str | None:
     if not isinstance(stage, TorchClassificationModel):
         return None
     return next((field.name for field in stage._class_name_fields(StructType())), None)
+
+
+def session_zone() -> str:
+    """Returns the time zone of times without an offset."""
+    session = find_session()
+    return "UTC" if session is None else str(session.conf.get("spark.sql.session.timeZone"))
 
 
 def _stage(folder: str) -> TorchModel:

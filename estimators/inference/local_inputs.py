@@ -13,18 +13,17 @@ from ringspark.estimators.columns.feeds import null_error, unread_error
 from ringspark.estimators.columns.inputs import ModelInput, shared_columns, source_names
 from ringspark.estimators.inference.predict import cached_module
 from ringspark.estimators.inference.predictor import Predictor
-from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.training.feed import Array, network_dtype
 from ringspark.pipelines.kinds import Array as ArrayKind
 from ringspark.pipelines.kinds import Scalar
 from ringspark.pipelines.local_rows import MISSING, LocalInput, read_frame
 
 
-def local_inputs(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[LocalInput]:
-    """Returns the inputs that are read without Spark; `names` are the model's input columns."""
-    session = find_session()
-    # A time without an offset is in the time zone of this session.
-    zone = "UTC" if session is None else str(session.conf.get("spark.sql.session.timeZone"))
+def local_inputs(inputs: Sequence[ModelInput], names: Sequence[str], zone: str) -> list[LocalInput]:
+    """Returns the inputs that are read without Spark.
+
+    `names` are the model's input columns, and `zone` is the time zone of times without an offset.
+    """
     inputs = shared_columns(inputs)
     sources = source_names(inputs, names)
     # The mask and the values of a column are read once.
@@ -48,12 +47,13 @@ def predict_frame(
     names: Sequence[str],
     outputs: Sequence[str],
     frame: pd.DataFrame,
+    zone: str,
 ) -> pd.DataFrame:
     """Returns the columns that `transform` would add for the rows of a frame, with the frame's index.
 
     `names` are the model's input columns, `outputs` the result columns ("" omits one).
     """
-    columns, problems = read_frame(local_inputs(inputs, names), frame)
+    columns, problems = read_frame(local_inputs(inputs, names, zone), frame)
     for name, why in problems.values():
         raise null_error(name) if why == MISSING else unread_error(name, why)
     values = predictor.predict(cached_module(predictor), columns)

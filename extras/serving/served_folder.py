@@ -15,9 +15,7 @@ from safetensors.torch import save_file
 
 from ringspark.estimators.inference.local_inputs import local_inputs
 from ringspark.estimators.inference.results import Classes, Values
-from ringspark.estimators.inference.samples import record_module
-from ringspark.estimators.served_model import class_name
-from ringspark.extras.export.export import EXPORTERS, Export, record_module
+from ringspark.estimators.served_model import class_name, session_zone
 from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
 from ringspark.models.outputs import as_outputs
@@ -37,6 +35,9 @@ _COPIED = {
     "pipelines.kinds": (),
 }
 
+# tzdata is for time zones, in images that have none.
+_PACKAGES = ("numpy", "pandas", "pyarrow", "tzdata")
+
 # Largest relative difference that counts as rounding.
 _TOLERANCE = 1e-3
 
@@ -47,7 +48,7 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     Without a `runtime`, takes ONNX Runtime if its results equal the network's results, else torch. Raises
     ValueError if no runtime gives equal results.
     """
-    inputs = describe_inputs(stage)
+    inputs = local_inputs(stage._inputs, stage.inputColumns(), session_zone())
     folder.mkdir(parents=True)
     export = Export.of(stage)
     problems = []
@@ -64,15 +65,14 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     text = {
         "format_version": FORMAT_VERSION,
         "runtime": name,
-        "inputs": inputs,
+        "inputs": [vars(item) | {"kind": item.kind and item.kind.to_json()} for item in inputs],
         "results": _describe_results(stage),
         "rows_per_pass": stage._rows_per_pass(),
         "handle_invalid": stage.getHandleInvalid(),
     }
     (folder / FILE).write_text(json.dumps(text))
-    columns = [item.column for item in stage._inputs if item.column is not None]
-    needed = [package for column in columns for package in column.kind.packages(column.source)]
-    return [pin(name) for name in dict.fromkeys(["numpy", "pandas", "pyarrow", *RUNTIMES[name], *needed])]
+    needed = [package for item in inputs if item.kind for package in item.kind.packages]
+    return [pin(package) for package in dict.fromkeys([*_PACKAGES, *RUNTIMES[name], *needed])]
 
 
 def copy_package(folder: Path) -> Path:
@@ -109,23 +109,6 @@ def _write_program(export: Export, path: Path) -> None:
 
 
 _WRITERS = {"onnx": _write_onnx, "torch": _write_program}
-
-
-def describe_inputs(stage: Any) -> list[dict[str, Any]]:
-    """Returns the entries of the network's inputs in `serving.json`."""
-    readings: dict[Any, int] = {}
-    return [
-        {
-            "name": item.name,
-            "kind": {} if item.kind is None else item.kind.to_json(),
-            "part": item.part,
-            "type": item.source,
-            "fills_nulls": item.fills_nulls,
-            "zone": item.zone,
-            "reading": readings.setdefault((item.name, item.kind), len(readings)),
-        }
-        for item in local_inputs(stage._inputs, stage.inputColumns())
-    ]
 
 
 def pin(package: str) -> str:

@@ -65,7 +65,7 @@ class Array(Kind):
         return to_numbers(values, self.dtype, None if self.shape is None else len(self.shape))
 
     @property
-    def request(self) -> tuple[str, Shape] | None:
+    def request(self) -> tuple[str, Shape]:
         return self.dtype, self.shape or (1,)
 
     def stored(self, name: str) -> dict[str, Any]:

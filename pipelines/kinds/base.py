@@ -100,12 +100,13 @@ class Kind(ABC):
             zone: Time zone of timestamps without an offset.
         """
 
-    def packages(self, source: str) -> tuple[str, ...]:
-        """Returns the packages that reading a column of the Spark type `source` needs."""
+    @property
+    def packages(self) -> Any:
+        """Names of packages that reading values needs, in addition to those of every column."""
         return ()
 
     @property
-    def request(self) -> tuple[str, Shape] | None:
+    def request(self) -> Any:
         """Type of a value in JSON ("str", "bytes" or a dtype) and its shape; None if it has several forms."""
         return None
 

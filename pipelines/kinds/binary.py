@@ -98,6 +98,7 @@ class Binary(Kind):
     """
 
     tag: ClassVar[str] = "binary"
+    request = ("bytes", ())
     selected = pa.binary()
     decoder: str
     shape: Shape
@@ -136,12 +137,9 @@ class Binary(Kind):
             return values
         return pa.array([value and to_bytes(value) for value in to_list(values)], pa.binary())
 
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("pillow",) if self.decoder == "image" else ()
-
     @property
-    def request(self) -> tuple[str, Shape] | None:
-        return "bytes", ()
+    def packages(self) -> tuple[str, ...]:
+        return ("pillow",) if self.decoder == "image" else ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.binary()}

@@ -59,6 +59,8 @@ class Image(Kind):
     """
 
     tag: ClassVar[str] = "image"
+    packages = ("pillow",)
+    request = ("bytes", ())
     selected = pa.binary()
     height: int
     width: int
@@ -109,13 +111,6 @@ class Image(Kind):
         if isinstance(values, pa.Array) and pa.types.is_binary(values.type):
             return values
         return pa.array([_bytes_of(value) for value in to_list(values)], pa.binary())
-
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("pillow",)
-
-    @property
-    def request(self) -> tuple[str, Shape] | None:
-        return "bytes", ()
 
     def read(self, values: Any) -> tuple[Any, dict[int, str]]:
         pixels = np.zeros((len(values), *self.shape), np.uint8)

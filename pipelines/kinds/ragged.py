@@ -48,8 +48,8 @@ class Ragged(Kind):
         return to_numbers(values, self.dtype, depth=1)
 
     @property
-    def request(self) -> tuple[str, Shape] | None:
-        return self.dtype, (1,)
+    def request(self) -> tuple[str, Shape]:
+        return self.dtype, (getattr(self, "length", None) or 1,)
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type(self.dtype)}
@@ -134,10 +134,6 @@ class Padded(Ragged):
         if self.length is None and longest == 0:
             raise ValueError(f"column {name!r} holds only empty arrays; drop it with df.drop")
         return replace(self, length=self.length or longest)
-
-    @property
-    def request(self) -> tuple[str, Shape] | None:
-        return self.dtype, (self.length or 1,)
 
     def check_shapes(self, shapes: tuple[Shape, Shape] | None) -> None:
         longest = shapes[1][0] if shapes else 0

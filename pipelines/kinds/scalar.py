@@ -84,11 +84,8 @@ class Scalar(Kind):
             return to_times(values, source, zone)
         return values if not source and pa.types.is_temporal(given) else to_numbers(values, self.dtype)
 
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("tzdata",) if source == "timestamp" else ()
-
     @property
-    def request(self) -> tuple[str, Shape] | None:
+    def request(self) -> tuple[str, Shape]:
         return self.dtype, ()
 
     def stored(self, name: str) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class Sparse(Kind):
         for (size,) in shapes or ():
             if size != self.size:
                 raise ValueError(
-                    f"has a vector of size {size}, but the model was trained on size {self.size}; "
-                    "give a column that was made as in the training"
+                    f"has a vector of size {size} in transform, but the model was trained on size "
+                    f"{self.size}; give a column that was made as in the training"
                 )
 
     def stored(self, name: str) -> dict[str, Any]:

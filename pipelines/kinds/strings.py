@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
 from ringspark.pipelines.kinds.scalar import Scalar
 from ringspark.pipelines.kinds.values import to_texts
 from ringspark.pipelines.rows import Rows
@@ -32,15 +32,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Ids(Kind):
     dtype: ClassVar[str] = "int64"
+    request = ("str", ())
     row_bytes = 8
 
     def adopt(self, name: str, data_type: DataType) -> Self:
         check_string(type(self), name, data_type)
         return self
-
-    @property
-    def request(self) -> tuple[str, Shape] | None:
-        return "str", ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.int64()}
@@ -130,6 +127,7 @@ class HashBuckets(_Ids):
     """
 
     tag: ClassVar[str] = "hash"
+    packages = ("xxhash",)
     num_buckets: int
     seed: int = 0
 
@@ -152,9 +150,6 @@ class HashBuckets(_Ids):
         is_valid = texts.is_valid().to_numpy(zero_copy_only=False)
         ids[is_valid] = hash_buckets(texts.drop_null(), self.num_buckets, self.seed)
         return pa.array(ids, mask=~is_valid)
-
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("xxhash",)
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         return Encoded([values])

@@ -54,6 +54,7 @@ class Struct(Array):
     """
 
     tag: ClassVar[str] = "struct"
+    request: ClassVar[Any] = None
     fields: tuple[Path, ...] = ()
     types: tuple[str, ...] = ()
 
@@ -117,16 +118,9 @@ class Struct(Array):
         rows, width = len(columns[0]), len(columns)
         order = pa.array(np.arange(rows * width).reshape(width, rows).T.reshape(-1))
         offsets = pa.array(np.arange(0, rows * width + 1, width, dtype=np.int32))
-        is_arrow = isinstance(given, pa.Array)
-        mask = given.is_null() if is_arrow else pa.array([value is None for value in given], pa.bool_())
+        is_arrow = isinstance(values, pa.Array)
+        mask = values.is_null() if is_arrow else pa.array([value is None for value in given], pa.bool_())
         return pa.ListArray.from_arrays(offsets, pa.concat_arrays(columns).take(order), mask=mask)
-
-    @property
-    def request(self) -> None:
-        return None
-
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("tzdata",) if "timestamp" in self.types else ()
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         # The schema gives the number of fields even if all rows are null.

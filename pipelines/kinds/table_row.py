@@ -284,9 +284,6 @@ class TableRow(Kind):
         made = {column.source: column.read_values(columns[column.name]) for column in self.columns}
         return pa.StructArray.from_arrays(list(made.values()), fields=list(self.selected))
 
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("tzdata",) if any(column.zone for column in self.columns) else ()
-
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.binary(self._dtype.itemsize)}
 

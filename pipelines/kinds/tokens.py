@@ -62,6 +62,8 @@ class Tokens(Kind):
     """
 
     tag: ClassVar[str] = "tokens"
+    packages = ("tokenizers",)
+    request = ("str", ())
     selected = pa.string()
     suffixes: ClassVar[tuple[str, ...]] = (".ids", ".mask")
     tokenizer: str
@@ -161,13 +163,6 @@ class Tokens(Kind):
 
     def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
         return to_texts(values)
-
-    def packages(self, source: str) -> tuple[str, ...]:
-        return ("tokenizers",)
-
-    @property
-    def request(self) -> tuple[str, Shape] | None:
-        return "str", ()
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: list_type("int32")}

@@ -38,7 +38,6 @@ from ringspark.pipelines import (
     open_reader,
     write_shards,
 )
-from ringspark.pipelines.local_rows import LocalInput, read_frame
 
 pytestmark = pytest.mark.spark
 
@@ -394,21 +393,6 @@ def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
     )
     found = estimator.fitOnShards(shards).transform(frame).sort("id").collect()
     assert [row.prediction for row in found] == (wanted @ [1, 100, 10_000]).tolist()
-
-
-def _of_pandas(values: list[Any], kind: Scalar, *, fills_nulls: bool = False) -> list[float]:
-    item = LocalInput(name="x", kind=kind, fills_nulls=fills_nulls)
-    (made,), problems = read_frame([item], pd.DataFrame({"x": values}))
-    assert made.dtype == (np.int64 if kind.dtype == "int64" else np.float32)
-    assert list(problems) == [row for row, value in enumerate(values) if value is None and not fills_nulls]
-    return list(made.tolist())
-
-
-@pytest.mark.parametrize("dtype", ["int64", "float64", "bool"])
-def test_a_null_of_pandas_is_filled_where_the_training_kept_nulls(dtype: str) -> None:
-    assert _of_pandas([1, None], Scalar(dtype), fills_nulls=True) == [1, 0]
-    assert _of_pandas([None, None], Scalar(dtype), fills_nulls=True) == [0, 0]
-    assert _of_pandas([1, None], Scalar(dtype)) == [1, 0]
 
 
 def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> None:

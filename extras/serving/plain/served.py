@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ringspark.pipelines.kinds import Kind, kind_from_json
+from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.local_rows import LocalInput, read_frame
 from ringspark.pipelines.rows import NumpyArray
 
@@ -30,21 +30,12 @@ class ServedModel:
     def __init__(self, text: dict[str, Any], network: Network) -> None:
         self.text = text
         self._network = network
-        kinds: dict[int, Kind | None] = {}
+        kinds: dict[Any, Any] = {}
+        self._inputs = []
         for entry in text["inputs"]:
-            if entry["reading"] not in kinds:
-                kinds[entry["reading"]] = kind_from_json(entry["kind"]) if entry["kind"] else None
-        self._inputs = [
-            LocalInput(
-                name=entry["name"],
-                kind=kinds[entry["reading"]],
-                part=entry["part"],
-                source=entry["type"],
-                fills_nulls=entry["fills_nulls"],
-                zone=entry["zone"],
-            )
-            for entry in text["inputs"]
-        ]
+            kind = entry["kind"] and kind_from_json(entry["kind"])
+            # Equal types become one object, so that a column with several inputs is read once.
+            self._inputs.append(LocalInput(**entry | {"kind": kinds.setdefault(kind, kind)}))
 
     @classmethod
     def load(cls, folder: str) -> ServedModel:
