@@ -63,22 +63,25 @@ def map_leaf(values: Any, change: Callable[[Any], Any]) -> Any:
     """Changes the numbers of an Arrow array, or of all (nested) lists in it."""
     if not is_list(values.type):
         return change(values)
+    leaf = values.flatten()
+    changed = map_leaf(leaf, change)
+    if changed is leaf:
+        return values
     lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    mask = values.is_null() if values.null_count else None
-    return pa.ListArray.from_arrays(offsets, map_leaf(values.flatten(), change), mask=mask)
+    return pa.ListArray.from_arrays(offsets, changed, mask=values.is_null() if values.null_count else None)
 
 
 def hide_nan(values: Any) -> Any:
     """Makes each NaN null, also in lists; a vector that holds one becomes null."""
     if not pa.types.is_struct(values.type):
         return map_leaf(values, nan_to_null)
-    parts = [hide_nan(part) for part in values.flatten()]
-    mask = values.is_null().to_numpy(zero_copy_only=False)
-    for part in parts:
-        if is_list(part.type) and (found := null_rows(part)) is not None:
-            mask = mask | found
-    return pa.StructArray.from_arrays(parts, names=_names(values), mask=pa.array(mask))
+    parts = dict(zip(_names(values), values.flatten(), strict=True))
+    if "values" in parts:  # not the row of a table
+        parts["values"] = hide_nan(parts["values"])
+        if (found := null_rows(parts["values"])) is not None:
+            return pa.StructArray.from_arrays(list(parts.values()), names=list(parts), mask=pa.array(found))
+    return values
 
 
 def nan_to_null(leaf: Any) -> Any:

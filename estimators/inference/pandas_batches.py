@@ -92,9 +92,11 @@ def _arrow(feeds: Sequence[Feed], batch: Any) -> tuple[pa.Array, ...]:
 
 
 def _array(column: Any, kind: Kind | None) -> pa.Array:
-    data_type: Any = None if kind is None else kind.selected
+    if kind is None:
+        return pa.array(column.to_numpy())
     if not isinstance(column, pd.DataFrame):
-        return pa.array(column.to_numpy(), data_type, from_pandas=data_type is not None)
+        return kind.read_values(column)
+    data_type = kind.selected
     # Spark passes a struct as a frame, in which a null is a row of nulls.
     parts = [pa.array(column[field.name].to_numpy(), field.type, from_pandas=True) for field in data_type]
     # The row of a table is never null, although its first field may be.

@@ -198,7 +198,7 @@ class Kind(ABC):
 
     @property
     def selected(self) -> Any:
-        """Arrow type of the values of `select`; None if it depends on the column."""
+        """Arrow type of the values of `select` if they are structs."""
         return None
 
     @property

@@ -99,7 +99,6 @@ class Binary(Kind):
 
     tag: ClassVar[str] = "binary"
     request = ("bytes", ())
-    selected = pa.binary()
     decoder: str
     shape: Shape
     dtype: str = "uint8"

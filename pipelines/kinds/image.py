@@ -61,7 +61,6 @@ class Image(Kind):
     tag: ClassVar[str] = "image"
     packages = ("pillow",)
     request = ("bytes", ())
-    selected = pa.binary()
     height: int
     width: int
     channels: int = 3

@@ -69,10 +69,6 @@ class Ragged(Kind):
     def arguments(self, name: str) -> tuple[str, ...]:
         return self.batch_names(name)
 
-    @property
-    def selected(self) -> Any:
-        return list_type(self.dtype)
-
     def arrays(self, name: str) -> dict[str, BatchArray]:
         offsets = f"{name}.offsets"
         return {

@@ -64,7 +64,6 @@ class Vocabulary(_Ids):
     """
 
     tag: ClassVar[str] = "vocabulary"
-    selected = pa.string()
     words: tuple[str, ...] | None = None
     max_size: int | None = None
     min_count: int = 1

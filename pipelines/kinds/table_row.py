@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta, timezone
 from decimal import Decimal
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -117,7 +118,7 @@ class TableColumn:
         """Name of the column for people, such as `column.field[3]`."""
         return title_of(self.name, self.path, self.item)
 
-    @property
+    @cached_property
     def source(self) -> str:
         """Name of the value in the struct that Spark sends to Python."""
         return json.dumps([self.name, *self.path, self.item, self.form == "words", self.origin])
@@ -238,7 +239,7 @@ class TableRow(Kind):
                 )
         return self
 
-    @property
+    @cached_property
     def selected(self) -> Any:
         """Strings for words, else doubles; see `select`."""
         types = {c.source: pa.string() if c.form == "words" else pa.float64() for c in self.columns}
@@ -281,8 +282,9 @@ class TableRow(Kind):
     def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
         """Like `Kind.read_values`; `values` may also be the table's columns by name."""
         columns = values if isinstance(values, Mapping) else {n: at_path(values, [n]) for n in self.sources}
-        made = {column.source: column.read_values(columns[column.name]) for column in self.columns}
-        return pa.StructArray.from_arrays(list(made.values()), fields=list(self.selected))
+        by_source = {column.source: column for column in self.columns}
+        made = [column.read_values(columns[column.name]) for column in by_source.values()]
+        return pa.StructArray.from_arrays(made, fields=list(self.selected))
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.binary(self._dtype.itemsize)}
@@ -352,7 +354,7 @@ class TableRow(Kind):
     def __repr__(self) -> str:
         return f"TableRow({', '.join(self.sources)})"
 
-    @property
+    @cached_property
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype([("numbers", "<f4", (self.num_numbers,)), ("ids", "<i4", (len(self.cardinalities),))])
 

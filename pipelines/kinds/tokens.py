@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
-import pyarrow as pa
 
 from ringspark.pipelines.kinds.base import (
     BatchArray,
@@ -64,7 +63,6 @@ class Tokens(Kind):
     tag: ClassVar[str] = "tokens"
     packages = ("tokenizers",)
     request = ("str", ())
-    selected = pa.string()
     suffixes: ClassVar[tuple[str, ...]] = (".ids", ".mask")
     tokenizer: str
     max_length: int

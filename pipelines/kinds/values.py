@@ -48,8 +48,11 @@ def to_list(values: Any) -> list[Any]:
 def to_arrow(values: Any) -> Any:
     """Returns an Arrow array of the type that the values show, with lists in place of NumPy arrays."""
     if not isinstance(values, pa.Array):
-        if getattr(values, "dtype", np.dtype("O")).kind == "O":
+        dtype = getattr(values, "dtype", np.dtype("O"))
+        if dtype.kind == "O":
             values = [_to_plain(value) for value in values]
+        elif isinstance(dtype, np.dtype):
+            values = np.asarray(values)  # Arrow takes it in a fraction of the time of a Series
         try:
             values = pa.array(values, from_pandas=True)
         except (pa.ArrowException, OverflowError) as error:
@@ -68,7 +71,7 @@ def _to_plain(value: Any) -> Any:
         return float(value)  # Arrow may miss the nearest float64
     if hasattr(value, "toArray"):  # a vector of Spark
         value = value.toArray()
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    return value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value
 
 
 def to_numbers(values: Any, dtype: str, depth: int | None = 0) -> Any:

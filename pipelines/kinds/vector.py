@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from ringspark.pipelines.kinds.array import Array
 from ringspark.pipelines.kinds.base import Encoded, Shape, list_offsets, make_lists, number_type, range_of
 from ringspark.pipelines.kinds.values import to_list
-from ringspark.pipelines.nulls import fill_nulls, map_leaf
+from ringspark.pipelines.nulls import fill_nulls
 from ringspark.pipelines.rows import NumpyArray
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def vector_values(values: Any, dtype: str) -> Any:
     data = parts["values"].cast(pa.list_(number_type(dtype)), safe=False)
     size = pc.coalesce(parts["size"], pc.list_value_length(data)).cast(pa.int32())
     return pa.StructArray.from_arrays(
-        [pc.fill_null(size, 0), fill_nulls(parts["indices"]), map_leaf(data, lambda leaf: leaf)],
+        [pc.fill_null(size, 0), fill_nulls(parts["indices"]), data],
         names=["size", "indices", "values"],
         mask=values.is_null(),
     )

@@ -39,13 +39,11 @@ def cases(stage: Any, frame: Any, folder: Path, rows: int) -> dict[str, Callable
     """Returns a call per case, for the first rows of a pandas DataFrame."""
     from ringspark.extras.serving.plain import load
     from ringspark.extras.serving.plain.network import load_network
-    from ringspark.extras.serving.plain.values import to_network_input
 
     served = load(str(folder / "served"))
     raw = frame.iloc[:rows]
     arrays, problems = served._read(raw)
     assert not problems
-    arrays = [to_network_input(array) for array in arrays]
     tensors = [torch.from_numpy(array) for array in arrays]
     module, run = stage.module(), load_network(str(folder / "served"), "onnx")
     compiled = None

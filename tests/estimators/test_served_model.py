@@ -74,26 +74,8 @@ def test_whole_numbers_of_a_float_column_are_exact(tmp_path: Path, kind: Kind, v
     found = served.predict(pd.DataFrame({"x": values}))["y"].tolist()
     padded = [value if width == 1 else [*value, *[0.0] * (2 - len(value))] for value in values]
     assert [value if width == 1 else list(value) for value in found] == padded
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "told"),
-    [
-        (IDS, [2.0, 1.5], "int64 .*Float value 1.5"),
-        (IDS, [float("inf")], "int64 .*Float value inf"),
-        (PAIR, [[2.0, 1.5]], "int64 .*Float value 1.5"),
-        (TOKENS, [[2.0], [1.5]], "int8 .*Float value 1.5"),
-        (TOKENS, [[300, 1]], "int8 .* 300"),
-        (IDS, [1.0, float("nan")], "a null or NaN"),
-        (TOKENS, [[1.0, float("nan")]], "a null or NaN"),
-    ],
-)
-def test_numbers_that_the_training_could_not_hold_are_refused(
-    tmp_path: Path, kind: Kind, values: list[Any], told: str
-) -> None:
-    served = _served(tmp_path, kind, 1 if kind is IDS else 2)
-    with pytest.raises(ValueError, match=f"column 'x' .*{told}"):
-        served.predict(pd.DataFrame({"x": values}))
+    with pytest.raises(ValueError, match="column 'x' has a null or NaN"):
+        served.predict(pd.DataFrame({"x": [*values, None]}))
 
 
 @pytest.mark.extras

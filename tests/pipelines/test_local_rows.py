@@ -11,7 +11,6 @@ import pytest
 from pyspark.sql import functions as F
 
 from ringspark.pipelines import Array, Kind, Padded, Scalar, Vocabulary
-from ringspark.pipelines.kinds.values import microseconds
 from ringspark.pipelines.local_rows import LocalInput, read_column
 
 
@@ -30,7 +29,10 @@ def test_times_without_an_offset_mean_what_they_mean_in_spark(spark: Any) -> Non
         wanted = [row[0] for row in frame.select(F.unix_micros(F.to_timestamp("x"))).collect()]
     finally:
         spark.conf.set("spark.sql.session.timeZone", zone)
-    assert microseconds(texts, "Europe/Berlin")[0].tolist() == wanted
+    found = read(Scalar("int64"), texts, source="timestamp", zone="Europe/Berlin")
+    assert found.arrays[""].tolist() == wanted
+    days = [datetime.date(1970, 1, 3), "1969-12-31", np.datetime64("1970-01-01T23:00")]
+    assert read(Scalar("int32"), days, source="date").arrays[""].tolist() == [2, -1, 0]
 
 
 def test_missing_values_are_zeros_with_a_mask_if_the_training_had_some() -> None:
@@ -42,14 +44,13 @@ def test_missing_values_are_zeros_with_a_mask_if_the_training_had_some() -> None
     assert (words.arrays[""].tolist(), words.masked.tolist()) == ([0, 1, 1], [False, True, False])
 
 
-def test_dates_are_days() -> None:
-    days = [datetime.date(1970, 1, 3), "1969-12-31", np.datetime64("1970-01-01T23:00")]
-    assert read(Scalar("int32"), days, source="date").arrays[""].tolist() == [2, -1, 0]
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "told"),
     [
+        (Scalar("int64"), [2.0, 1.5], "column 'x' held int64 .*Float value 1.5"),
+        (Scalar("int64"), [float("inf")], "int64 .*Float value inf"),
+        (Array("int32", (2,)), [[2.0, 1.5]], "int64 .*Float value 1.5"),
+        (Padded("int8", 2), [[300, 1]], "int8 .* 300"),
         (Scalar("bool"), [0.5], "bool .* neither 0 nor 1"),
         (Scalar("int64"), ["7"], "holds '7', which is not a number"),
         (Array("float32", (2,)), [[1.0]], r"shape \(1,\), but the model was trained on shape \(2,\)"),

@@ -18,7 +18,7 @@ from torch import nn
 from without_ringspark import Served, predict_without, same
 
 from ringspark.estimators import TorchModel
-from ringspark.estimators.served_model import load_stage
+from ringspark.estimators.served_model import ServedModel, load_stage
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.extras.serving.logged_model import save
 from ringspark.extras.serving.plain import load
@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
 def test_a_table_is_predicted_without_ringspark_and_torch(late: Served) -> None:
     assert {row["predictedLabel"] for row in late.wanted} == {"late", "on time"}
     same(predict_without(late.folder, late.rows, "torch"), late.wanted)
+    same(ServedModel(late.stage).predict(pd.DataFrame(late.rows)).to_dict("records"), late.wanted)
 
 
 @pytest.mark.slow
