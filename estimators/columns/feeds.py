@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from ringspark.estimators.training.feed import Array, to_network_input
-from ringspark.pipelines.kinds import Image, Kind, Ragged, Sparse
+from ringspark.pipelines.kinds import Kind, Ragged, Sparse
 from ringspark.pipelines.kinds.base import is_list, list_offsets
 from ringspark.pipelines.nulls import fill_nulls
 
@@ -34,7 +34,7 @@ class Feed:
     @property
     def judges(self) -> bool:
         """Whether only Python can find out if a value is readable, such as an image."""
-        return isinstance(self.kind, Image)
+        return self.kind is not None and type(self.kind).read is not Kind.read
 
     def read(self, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:
         return (column, {}) if self.kind is None else self.kind.read(column)

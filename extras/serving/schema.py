@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 from pyspark.sql.types import DoubleType
 
-from ringspark.estimators.columns.inputs import ModelInput, source_names
-from ringspark.estimators.served_model import class_name
-from ringspark.pipelines.kinds import Kind, TableColumn, TableRow
+from ringspark.estimators.inference.local_inputs import local_inputs
+from ringspark.estimators.served_model import class_name, session_zone
+from ringspark.pipelines.kinds import TableColumn, TableRow
 from ringspark.pipelines.kinds.scalar import TEMPORAL
+from ringspark.pipelines.local_rows import LocalInput
 
 _EXAMPLE_ROWS = 2
 _FLOATS = ("float", "double")
@@ -39,7 +40,7 @@ def signature_of(model: Any) -> Any:
     if name := class_name(model):
         outputs.append(ColSpec(DataType.string, name, required=False))
     takes_nulls = model.getHandleInvalid() != "error"
-    inputs = [column for name, item in sources.items() for column in _columns(name, item, takes_nulls)]
+    inputs = [column for item in sources for column in _columns(item, takes_nulls)]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
 
 
@@ -49,42 +50,31 @@ def example_of(model: Any) -> pd.DataFrame | None:
     if sources is None:
         return None
     values: dict[str, Any] = {}
-    for name, item in sources.items():
-        assert item.column is not None
-        if isinstance(item.column.kind, TableRow):
-            for source in item.column.kind.sources:
-                values[source] = _table_value([c for c in item.column.kind.columns if c.name == source])
+    for item in sources:
+        if isinstance(item.kind, TableRow):
+            for source in item.kind.sources:
+                values[source] = _table_value([c for c in item.kind.columns if c.name == source])
         else:
-            values[name] = _value(item.column.kind, item.column.source)
+            values[item.name] = _value(item)
     if any(value is NotImplemented for value in values.values()):
         return None
     return pd.DataFrame({name: [value] * _EXAMPLE_ROWS for name, value in values.items()})
 
 
-def _sources(model: Any) -> dict[str, ModelInput] | None:
-    """Returns one input per source column, preferably an input that fills nulls.
-
-    Returns None if the column of an input is not known.
-    """
-    found: dict[str, ModelInput] = {}
-    for item, name in zip(model._inputs, source_names(model._inputs, model.inputColumns()), strict=True):
-        if item.column is None:
-            return None
-        if name not in found or item.fills_nulls:
-            found[name] = item
-    return found
+def _sources(model: Any) -> list[LocalInput] | None:
+    """Returns one input per source column; None if the column of an input is not known."""
+    inputs = local_inputs(model._inputs, model.inputColumns(), session_zone())
+    return None if any(item.kind is None for item in inputs) else list({i.name: i for i in inputs}.values())
 
 
-def _columns(name: str, item: ModelInput, takes_nulls: bool) -> list[Any]:
+def _columns(item: LocalInput, takes_nulls: bool) -> list[Any]:
     from mlflow.types.schema import AnyType, ColSpec, DataType
 
-    assert item.column is not None
-    kind = item.column.kind
-    if not isinstance(kind, TableRow):
-        return [ColSpec(_type(kind, item.column.source, takes_nulls or item.fills_nulls), name)]
+    if not isinstance(item.kind, TableRow):
+        return [ColSpec(_type(item, takes_nulls or item.fills_nulls), item.name)]
     found = []
-    for source in kind.sources:
-        (first, *_) = columns = [column for column in kind.columns if column.name == source]
+    for source in item.kind.sources:
+        (first, *_) = columns = [column for column in item.kind.columns if column.name == source]
         is_plain = not any(column.path or column.item is not None for column in columns)
         data_type: Any = AnyType()
         if is_plain and first.type in _FLOATS:
@@ -95,13 +85,14 @@ def _columns(name: str, item: ModelInput, takes_nulls: bool) -> list[Any]:
     return found
 
 
-def _type(kind: Kind, source: str, takes_nulls: bool) -> Any:
+def _type(item: LocalInput, takes_nulls: bool) -> Any:
     from mlflow.types.schema import AnyType, DataType
     from mlflow.types.schema import Array as Repeated
 
-    if kind.request is None or source in TEMPORAL:
+    request = _request(item)
+    if request is None:
         return AnyType()
-    dtype, shape = kind.request
+    dtype, shape = request
     if dtype == "str":
         return DataType.string
     if takes_nulls and (shape or not dtype.startswith("float")):
@@ -114,10 +105,17 @@ def _type(kind: Kind, source: str, takes_nulls: bool) -> Any:
     return found
 
 
-def _value(kind: Kind, source: str) -> Any:
-    if kind.request is None or source in TEMPORAL or kind.request[0] == "bytes":
+def _request(item: LocalInput) -> tuple[str, tuple[int, ...]] | None:
+    assert item.kind is not None
+    found: tuple[str, tuple[int, ...]] | None = item.kind.request
+    return None if item.source in TEMPORAL else found
+
+
+def _value(item: LocalInput) -> Any:
+    request = _request(item)
+    if request is None or request[0] == "bytes":
         return NotImplemented
-    dtype, shape = kind.request
+    dtype, shape = request
     if dtype == "str":
         return "text"
     return np.zeros(shape, {"f": "float64", "b": "bool"}.get(dtype[:1], "int64")).tolist()
