@@ -153,8 +153,9 @@ def to_times(values: Any, source: str, zone: str) -> Any:
     """
     wanted = {"date": pa.date32(), "timestamp": pa.timestamp("us", "UTC")}.get(source, pa.timestamp("us"))
     given = getattr(values, "type", None)
-    is_utc = source == "timestamp" and isinstance(given, pa.TimestampType) and (given.tz or zone == "UTC")
-    if given == wanted or is_utc:
+    offset = getattr(given, "tz", "")  # None without a time zone, "" for other types
+    is_utc = source == "timestamp" and (offset or (offset is None and zone == "UTC"))
+    if given == wanted or is_utc or (source == "timestamp_ntz" and offset is None):
         return values
     micros, missing = microseconds(to_list(values), zone if source == "timestamp" else "")
     days = (micros // 86_400_000_000).astype(np.int32)
