@@ -17,6 +17,7 @@ from ringspark.pipelines.kinds.array import element_dtype
 from ringspark.pipelines.kinds.image import is_spark_image
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.kinds.vector import is_vector
+from ringspark.pipelines.quoting import quote as quote
 from ringspark.pipelines.typed_json import record
 
 if TYPE_CHECKING:
@@ -131,11 +132,6 @@ def check_batch(df: Any, subject: str) -> None:
     check_frame(df, subject)
     if df.isStreaming:
         raise ValueError(f"{subject} takes a batch DataFrame, got a streaming one; call it in foreachBatch")
-
-
-def quote(name: str) -> str:
-    """Quotes a column name for Spark, which would read a dot in it as access to a struct field."""
-    return "`" + name.replace("`", "``") + "`"
 
 
 def _default_kind(name: str, data_type: DataType) -> Kind:

@@ -11,6 +11,8 @@ from torch import nn
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.layout import ModelLayout
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.parallel.shard_spec import ShardSpec
+from ringspark.extras.model_parallel import communication
 from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.pipeline.partition import partition_by_cost, partition_by_names
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline

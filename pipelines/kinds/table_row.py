@@ -22,8 +22,10 @@ import pyarrow.compute as pc
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, numbers
 from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.kinds.strings import value_set
 from ringspark.pipelines.kinds.table_values import doubles_of, is_text, items_of, seconds_of, words_of
 from ringspark.pipelines.kinds.values import at_path
+from ringspark.pipelines.quoting import quote
 from ringspark.pipelines.rows import NumpyArray, Rows
 from ringspark.pipelines.spark_errors import MARK
 
@@ -258,8 +260,6 @@ class TableRow(Kind):
         minutes to resolve thousands of fields of a computed struct.
         """
         from pyspark.sql import functions as F
-
-        from ringspark.pipelines.columns import quote  # which imports this file
 
         if source is not None and self.is_selected(data_type):
             return source

@@ -71,7 +71,7 @@ class Criterion:
 
     def gather_classes(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Gathers the outputs of all classes, without gradients. Runs on every rank."""
-        return outputs if self._scores is None else [self._scores.whole(o.detach()) for o in outputs]
+        return outputs if self._classes is None else [self._classes.whole(o.detach()) for o in outputs]
 
     def gather_in_forward(self) -> AbstractContextManager[None]:
         return nullcontext() if self._classes is None else self._classes.gather_logits()

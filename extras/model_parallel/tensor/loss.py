@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.shard_spec import shard_range
+from ringspark.estimators.training.objective.losses import ClassLoss
 from ringspark.extras.model_parallel.communication import all_gather
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.tensor.layers import VocabularyEmbedding
+from ringspark.models.transformer import TransformerLM
 
 
 class ShardedScores:

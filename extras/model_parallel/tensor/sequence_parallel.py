@@ -13,6 +13,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import all_reduce_together
+from ringspark.estimators.parallel.shard_spec import shard_length, shard_view
 from ringspark.extras.model_parallel.communication import (
     all_gather,
     all_gather_for_shards,
