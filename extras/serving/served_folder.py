@@ -33,7 +33,15 @@ RUNTIMES = {"onnx": ("onnxruntime",), "torch": ("torch", "safetensors")}
 # Packages of ringspark whose modules the copied package needs, and these modules; an empty tuple means all.
 _COPIED = {
     "models": ("program.py", "operators.py"),
-    "pipelines": ("columns.py", "local_rows.py", "nulls.py", "rows.py", "spark_errors.py", "typed_json.py"),
+    "pipelines": (
+        "columns.py",
+        "local_rows.py",
+        "nulls.py",
+        "quoting.py",
+        "rows.py",
+        "spark_errors.py",
+        "typed_json.py",
+    ),
     "pipelines.kinds": (),
 }
 

@@ -285,8 +285,8 @@ CHECKS: tuple[Check, ...] = (
     _check_outputs,
     _check_start,
     _check_batch_transform,
+    _check_techniques,
     _check_task,
     _check_own_metrics,
-    _check_techniques,
     _check_recomputation,
 )

@@ -25,7 +25,7 @@ def test_rows_give_the_same_bits_wherever_they_lie_in_memory() -> None:
 
 
 def test_every_tensor_of_a_batch_is_recorded_on_the_computing_stream() -> None:
-    one = {name: torch.zeros(2) for name in ("weight", "teacher")}
+    one = {name: torch.zeros(2) for name in ("weight", "soft_labels")}
     batch = Batch(inputs=(torch.zeros(2), torch.ones(2)), labels=(torch.zeros(2),), **one)
     held = [value for each in fields(batch) for value in (getattr(batch, each.name),) if value != ()]
     tensors = [tensor for value in held for tensor in (value if isinstance(value, tuple) else (value,))]

@@ -28,7 +28,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
 from ringspark.extras.experts.layer import Experts
 from ringspark.extras.model_parallel.expert import expert_names, shard_experts
-from ringspark.extras.model_parallel.expert_all_reduce import ExpertAllReduce
+from ringspark.extras.model_parallel.expert_sync import ExpertAllReduce
 from ringspark.extras.model_parallel.shard_network import check_shardable
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 

@@ -20,8 +20,8 @@ from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.extras.model_parallel.expert import shard_experts
-from ringspark.extras.model_parallel.shard_network import find_partial_gradients, shard_network
-from ringspark.extras.model_parallel.tensor import make_region, shard_layers
+from ringspark.extras.model_parallel.shard_network import shard_network
+from ringspark.extras.model_parallel.tensor import make_region, scores_of, shard_layers
 from ringspark.extras.model_parallel.tensor.sequence_parallel import SequenceBoundary
 from ringspark.models import TransformerClassifier, TransformerLM
 from ringspark.models.reports import collect_reports
@@ -86,13 +86,13 @@ def _batch(kind: str, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _gradients(network: nn.Module, kind: str, seq: int) -> tuple[float, dict[str, torch.Tensor]]:
     ids, label = _batch(kind, seq)
-    criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, network)
+    criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, scores_of(network))
     loss = criterion.rows([network(ids)], [label]).sum()
     network.zero_grad()
     loss.backward()
-    parts = find_partial_gradients(network)
-    if parts is not None:
-        parts.add()
+    layout = layout_of(network)
+    if layout is not None and layout.complete_gradients is not None:
+        layout.complete_gradients()
     return float(loss.detach()), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
 
 
@@ -175,7 +175,7 @@ def _cut_loss(collective: Collective) -> Any:
     found = {}
     network = TransformerLM(**SIZES)
     shard_layers(network, make_region(counting), {"tokens": "vocabulary"})
-    criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, network)
+    criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, scores_of(network))
     ids, label = _batch("lm", 7)
     logits = network(ids)
     found["shape"] = list(logits.shape)
@@ -195,7 +195,8 @@ def _cut_loss(collective: Collective) -> Any:
         found["error"] = str(error)
     # A loss that needs all classes gets gathered logits.
     smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
-    Criterion([Head(label="y", loss=smooth)], None, other := _cut(counting))
+    other = _cut(counting)
+    Criterion([Head(label="y", loss=smooth)], None, scores_of(other))
     found["other"] = list(other(ids).shape)
     return found
 

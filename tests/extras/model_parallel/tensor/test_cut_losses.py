@@ -48,10 +48,8 @@ def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
     network: object, losses: list[nn.Module], joins: bool
 ) -> None:
     module = _cut(network())  # type: ignore[operator]
-    Criterion([Head(label="y", loss=loss) for loss in losses], network=module)
-    scores = scores_of(module)
-    assert scores is not None
-    assert scores.gathers is joins
+    Criterion([Head(label="y", loss=loss) for loss in losses], classes=scores_of(module))
+    assert vars(module)["scores"].gathers is joins
 
 
 def test_labels_that_are_ignored_and_large_logits_are_those_of_torch() -> None:
