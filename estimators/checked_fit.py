@@ -19,13 +19,13 @@ from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.memory.available import Available
 from ringspark.estimators.memory.pressure import check_on_driver, is_on_driver, limits_on_driver
 from ringspark.estimators.options.mesh import AUTO
+from ringspark.estimators.prepared_fit import Plans, PreparedFit, prepare_fit, wants_table
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.estimators.stages.model_params import check_distinct, check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit, wants_table
 from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.tracking.base import Tracker
 from ringspark.estimators.tracking.registry import make_trackers

@@ -23,9 +23,8 @@ from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import HashBuckets, Kind, Scalar, Struct, TableRow, Tokens, Vocabulary
 from ringspark.pipelines.kinds.scalar import TEMPORAL
 from ringspark.pipelines.kinds.structs import join_path
-from ringspark.pipelines.table_plan import TablePlan
 
-_OR_NEW = "or fit a new model without initialModel"
+OR_NEW = "or fit a new model without initialModel"
 
 
 def with_initial_model(estimator: Any) -> Any:
@@ -73,7 +72,7 @@ def with_initial_model(estimator: Any) -> Any:
     if made.inputColumns() != wanted:
         raise ValueError(
             f"initialModel takes the columns {wanted}, and the estimator has {made.inputColumns()}; give the "
-            f"estimator the same inputCols or featuresCol, {_OR_NEW}"
+            f"estimator the same inputCols or featuresCol, {OR_NEW}"
         )
     return made
 
@@ -97,23 +96,6 @@ def table_kind(model: TorchModel) -> TableRow | None:
     columns = [item.column for item in model._inputs if item.column is not None]
     kinds = [column.kind for column in columns if isinstance(column.kind, TableRow)]
     return kinds[0] if kinds else None
-
-
-def table_plan(model: TorchModel, names: Sequence[str], rows: int, asked: list[str]) -> TablePlan:
-    """Returns the plan with which the model was trained, for a table with the columns `names`."""
-    kind, spec = table_kind(model), model.getModel()
-    if kind is None:
-        raise ValueError(
-            "initialModel has its own network, and the estimator names a network for a table; leave "
-            f"model unset, {_OR_NEW}"
-        )
-    if missing := [name for name in kind.sources if name not in names]:
-        raise ValueError(
-            f"initialModel was trained on the column {missing[0]!r}, and the table has {list(names)}; add "
-            f"the column, {_OR_NEW}"
-        )
-    uses = list(model.summary.column_uses) if model.hasSummary else []
-    return TablePlan(kind=kind, edges=spec.kwargs["edges"], uses=uses, rows=rows, asked=asked)
 
 
 def initial_kinds(
@@ -149,7 +131,7 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
             before, now = (f"{c.kind}{_details(c)}" for c in (old, new))
             raise ValueError(
                 f"column {source!r} is {before} for initialModel and {now} in the rows; give rows of the "
-                f"same type and shape, {_OR_NEW}"
+                f"same type and shape, {OR_NEW}"
             )
     if not model._labels:
         return
@@ -164,7 +146,7 @@ def check_rows(estimator: Any, manifest: ShardManifest) -> None:
         if (stats[label.name].maximum or 0) >= len(words):
             raise ValueError(
                 f"labelCol {label.name!r} has strings or nulls in the {split} rows that are no class of "
-                f"initialModel, {_few(words)}; drop these rows, {_OR_NEW}"
+                f"initialModel, {_few(words)}; drop these rows, {OR_NEW}"
             )
 
 
@@ -185,7 +167,7 @@ def _take_label(estimator: Any, model: TorchModel) -> None:
     if estimator.isSet(estimator.labelCol):
         raise ValueError(
             f"initialModel predicts the label {model.getOrDefault('labelCol')!r}, and labelCol is "
-            f"{estimator.getLabelCol()!r}; set labelCol to the model's, {_OR_NEW}"
+            f"{estimator.getLabelCol()!r}; set labelCol to the model's, {OR_NEW}"
         )
     estimator._set(labelCol=model.getOrDefault("labelCol"))
 
@@ -196,7 +178,7 @@ def _check_table_network(estimator: Any, model: TorchModel) -> None:
     if own is not None and (not isinstance(own, ModelSpec) or own.target != target):
         raise ValueError(
             f"initialModel is the network {target!r} for a table, and model is {own!r:.80}; "
-            f"leave model unset, {_OR_NEW}"
+            f"leave model unset, {OR_NEW}"
         )
 
 
@@ -221,7 +203,7 @@ def _agree(name: str, old: Kind, chosen: Kind | None) -> Kind:
     if not is_same:
         raise ValueError(
             f"the setting columns gives {name!r} the type {chosen!r}, but initialModel was trained on "
-            f"{old!r}; leave {name!r} out of columns, {_OR_NEW}"
+            f"{old!r}; leave {name!r} out of columns, {OR_NEW}"
         )
     return chosen
 

@@ -23,6 +23,7 @@ from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.prepared_fit import Plans, PreparedFit, prepare_fit
 from ringspark.estimators.run.folder import RunFolder, check_run_uri
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.run.shards import ShardStates, run_shards
@@ -41,7 +42,6 @@ from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.stages.to_config import settings_without_effect
-from ringspark.estimators.table_fit import Plans, PreparedFit, prepare_fit
 from ringspark.estimators.techniques import FUNCTIONS, techniques_in
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
 from ringspark.estimators.tracking.base import RunEnd, RunStart

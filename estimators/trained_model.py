@@ -28,11 +28,7 @@ from ringspark.estimators.columns.inputs import (
     source_columns,
 )
 from ringspark.estimators.inference.local_inputs import make_row, num_features
-from ringspark.estimators.inference.precision_difference import (
-    PrecisionDifference,
-    compare_on_rows,
-    compare_on_shards,
-)
+from ringspark.estimators.inference.precision import PrecisionDifference
 from ringspark.estimators.inference.predict import (
     CHUNK_BYTES,
     cached_module,
@@ -56,10 +52,10 @@ from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.program import Program
 from ringspark.models.recording import NoProgramError, first_line
 from ringspark.pipelines import storage
+from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 from ringspark.pipelines.kinds import Struct, Vocabulary
-from ringspark.pipelines.table_plan import ColumnUse
 from ringspark.pipelines.typed_json import added
 
 M = TypeVar("M", bound="TorchModel")
@@ -169,7 +165,8 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         columns = self._python_columns(bound)
         predictor = self._predictor([item.feed for item in bound])
         predictor = replace(predictor, keeps_rows=len(columns) > len(bound))
-        return compare_on_rows(dataset, predictor, columns)
+        found: PrecisionDifference = FUNCTIONS["compare_on_rows"](dataset, predictor, columns)
+        return found
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training to the file `path` on any store."""
@@ -405,7 +402,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             return
         names = training.config.input_columns
         try:
-            found = compare_on_shards(spark, self._predictor(), training.manifest, names)
+            found = FUNCTIONS["compare_on_shards"](spark, self._predictor(), training.manifest, names)
         except Exception as error:  # a finished training must not be lost
             warnings.warn(
                 f"inferencePrecision={self.getInferencePrecision()!r} was not compared with fp32 "

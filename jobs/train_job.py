@@ -192,7 +192,7 @@ def _make_stage(file: JobFile, name: str, params: Mapping[str, Any], path: tuple
 
 def _wants_table(file: JobFile, job: TrainJob, estimator: Any) -> bool:
     """Whether `fit` makes the network from the rows; raises ValueError if the job's rows do not allow it."""
-    from ringspark.estimators.table_fit import wants_table
+    from ringspark.estimators.prepared_fit import wants_table
 
     if not wants_table(estimator) or (estimator._task == "any" and estimator.hasParam("labelCol")):
         return False
@@ -225,8 +225,8 @@ def _fill_defaults(job: TrainJob, estimator: Any) -> dict[str, Any]:
 
 
 def _params_of(stage: Any) -> dict[str, Any]:
+    from ringspark.estimators.prepared_fit import wants_table
     from ringspark.estimators.stages.declared import values_of
-    from ringspark.estimators.table_fit import wants_table
 
     values = values_of(stage)
     if find_estimator(stage) is stage and wants_table(stage):
@@ -267,7 +267,7 @@ def _from_file(name: str, value: Any) -> Any:
     """Converts plain data of the file to a Param's value: a network, or column types."""
     import torch
 
-    from ringspark.estimators.table_fit import is_for_tables
+    from ringspark.estimators.prepared_fit import is_for_tables
     from ringspark.models import ModelSpec
 
     if name == "columns" and isinstance(value, dict):

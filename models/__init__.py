@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringspark.models.activation_checkpoint import apply_activation_checkpoint
-from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
 from ringspark.models.chain import Link
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
@@ -16,12 +15,14 @@ from ringspark.models.registry import MODELS
 from ringspark.models.reports import CountingLayer, add_counts, add_loss
 from ringspark.models.resnet import ResNet
 from ringspark.models.spec import ModelSpec
-from ringspark.models.tabular import TabularNet
-from ringspark.models.tabular_ensemble import TabularEnsemble
 from ringspark.models.transformer import TransformerClassifier, TransformerLM
 
 if TYPE_CHECKING:
+    from ringspark.extras.augmentation import RandomCrop as RandomCrop
+    from ringspark.extras.augmentation import RandomHorizontalFlip as RandomHorizontalFlip
     from ringspark.extras.experts.layer import MixtureOfExperts as MixtureOfExperts
+    from ringspark.extras.tables.tabular import TabularNet as TabularNet
+    from ringspark.extras.tables.tabular_ensemble import TabularEnsemble as TabularEnsemble
 
 __all__ = [
     "MLP",
@@ -45,7 +46,17 @@ __all__ = [
 ]
 
 
+# Public names of ringspark.extras -> their modules.
+_EXTRAS = {
+    "MixtureOfExperts": "experts.layer",
+    "RandomCrop": "augmentation",
+    "RandomHorizontalFlip": "augmentation",
+    "TabularEnsemble": "tables.tabular_ensemble",
+    "TabularNet": "tables.tabular",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "MixtureOfExperts":
-        return import_module("ringspark.extras.experts.layer").MixtureOfExperts
+    if name in _EXTRAS:
+        return getattr(import_module(f"ringspark.extras.{_EXTRAS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -102,3 +103,23 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
     return torch.ops.quantized.linear_prepack(quantized, None if bias is None else bias.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionDifference:
+    """Absolute differences between predictions in `precision` and in fp32.
+
+    A classifier's class probabilities are compared, otherwise the outputs of the network.
+
+    Attributes:
+        rows_of: Compared rows: "validation" for held-out rows of the fit, "train" for rows that the model was
+            trained on, "given" for rows that the user passed.
+        changed_classes: Share of the rows with another predicted class; None without classes.
+    """
+
+    precision: InferencePrecision
+    rows_of: Literal["validation", "train", "given"]
+    rows: int
+    largest: float
+    mean: float
+    changed_classes: float | None = None

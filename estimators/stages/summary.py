@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.inference.precision_difference import PrecisionDifference
+from ringspark.estimators.inference.precision import PrecisionDifference
 from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.history import EpochRecord, PrivacySpent, SettingChange
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
-from ringspark.pipelines.table_plan import ColumnUse
+from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.typed_json import added, parse_object, record
 
 if TYPE_CHECKING:

@@ -64,8 +64,8 @@ def _open_data(
         yield config, objects, ShardManifest.load(storage.normalize(job.data.shards))
         return
     from ringspark.estimators.checked_fit import CheckedFit, check_settings
+    from ringspark.estimators.prepared_fit import prepare_fit
     from ringspark.estimators.stages.fit_data import SharedShards
-    from ringspark.estimators.table_fit import prepare_fit
 
     with cli.spark("ringspark plan", master) as spark:
         # Without runUri, because a plan must not touch the run folder.

@@ -12,7 +12,7 @@ from pyspark.sql.types import StringType
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.inference.results import Values
 from ringspark.estimators.initial_model import load_model
-from ringspark.estimators.table_fit import PreparedFit
+from ringspark.estimators.prepared_fit import PreparedFit
 from ringspark.estimators.training.batch_transforms import takes_labels
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest, storage

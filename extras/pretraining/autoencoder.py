@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from ringspark.estimators.options.finetuning import Pretrained
-from ringspark.estimators.table_fit import wants_table
+from ringspark.estimators.prepared_fit import wants_table
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.settings.choices import Task
@@ -16,11 +16,11 @@ from ringspark.extras.pretraining.autoencoder_params import AutoencoderParams
 from ringspark.extras.pretraining.corruption import Corruption, Role
 from ringspark.extras.pretraining.losses import ReconstructionLoss, TableLoss
 from ringspark.extras.pretraining.table_networks import OF_LABEL, OF_OUTPUTS, PRETRAINING
+from ringspark.extras.tables.table_plan import TablePlan
+from ringspark.extras.tables.tabpack import DROPOUTS, RATES
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
-from ringspark.models.tabpack import DROPOUTS, RATES
 from ringspark.pipelines.kinds import Kind, Tokens
-from ringspark.pipelines.table_plan import TablePlan
 
 E = TypeVar("E", bound="TorchAutoencoder")
 

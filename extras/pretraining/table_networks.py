@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ringspark.models.tabm import TabM
-from ringspark.models.tabpack import TabPack
+from ringspark.extras.tables.tabm import TabM
+from ringspark.extras.tables.tabpack import TabPack
 
 # Arguments of a network that depend on the label.
 OF_LABEL = ("out_features", "center", "scale", "averages")

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.launch.python_daemon import choose_daemon
-from ringspark.estimators.table_fit import prepare_fit
+from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.search_model import SearchModel
 from ringspark.extras.search.search_params import OptunaParams

@@ -9,8 +9,8 @@ from pyspark.sql import DataFrame
 
 from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.estimators.stages.declared import value_of
-from ringspark.estimators.table_fit import prepare_fit
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.population import Population
 from ringspark.extras.search.population_loop import ROUND, STATE, PopulationLoop

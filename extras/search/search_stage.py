@@ -14,9 +14,9 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.held_out_rows import hold_out_at_random
+from ringspark.estimators.prepared_fit import TABLE_COLUMN
 from ringspark.estimators.run_layout import IDENTITY
 from ringspark.estimators.stages.persistence import Description, StageReader
-from ringspark.estimators.table_fit import TABLE_COLUMN
 from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.extras.search.population_loop import ROUND, STATE

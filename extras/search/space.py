@@ -14,8 +14,8 @@ from pyspark.ml.param import Param
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.names import nearest
+from ringspark.estimators.prepared_fit import PreparedFit
 from ringspark.estimators.run.identity import identity_of
-from ringspark.estimators.table_fit import PreparedFit
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
 from ringspark.extras.search.ranges import Choice, IntRange, SearchRange, Uniform

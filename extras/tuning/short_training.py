@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import prepare_checked
-from ringspark.estimators.table_fit import PreparedFit
+from ringspark.estimators.prepared_fit import PreparedFit
 from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.settings.table import SETTINGS

@@ -23,7 +23,7 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.estimators.checked_fit import CheckedFit
-from ringspark.estimators.table_fit import TABLE_COLUMN, PreparedFit, prepare_fit
+from ringspark.estimators.prepared_fit import TABLE_COLUMN, PreparedFit, prepare_fit
 from ringspark.models import ModelSpec
 from ringspark.pipelines.columns import quote
 

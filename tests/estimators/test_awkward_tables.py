@@ -11,7 +11,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
-from ringspark.estimators.table_fit import prepare_fit
+from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Vocabulary, write_shards
 from ringspark.pipelines.kinds.table_row import _SHORT_ZONES, _on_clock

@@ -11,7 +11,7 @@ from changing_frames import CHANGING, ROWS
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.held_out_rows import exact_number, hold_out_at_random, hold_out_newest
-from ringspark.estimators.table_fit import prepare_fit
+from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.pipelines import Vocabulary, open_reader, write_shards
 from ringspark.pipelines.fixed_rows import fix_rows
 

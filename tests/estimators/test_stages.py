@@ -22,7 +22,7 @@ from ringspark.estimators import (
     TorchRegressor,
     TrainingState,
 )
-from ringspark.estimators.table_fit import prepare_fit
+from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 

@@ -23,7 +23,7 @@ from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 
 from ringspark.estimators import Callback, TorchClassifier, TorchModel, TorchRegressor, TrainingState
-from ringspark.estimators.table_fit import prepare_fit
+from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.models import ModelSpec
 
 pytestmark = [

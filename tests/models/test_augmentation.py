@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.models.augmentation import RandomCrop, RandomHorizontalFlip
+from ringspark.extras.augmentation import RandomCrop, RandomHorizontalFlip
 
 IMAGES = torch.arange(64 * 2 * 5 * 6, dtype=torch.float32).reshape(64, 2, 5, 6)
 

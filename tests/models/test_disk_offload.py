@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ringspark.extras.disk_offload import offload_to_disk
 from ringspark.models import ModelSpec
-from ringspark.models.disk_offload import offload_to_disk
 from ringspark.models.meta_device import copy_to_meta, fill
 from ringspark.models.program import Program
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.models.tabm import TabM
-from ringspark.models.tabpack import TabPack
+from ringspark.extras.tables.tabm import TabM
+from ringspark.extras.tables.tabpack import TabPack
 
 EDGES = [[-2.0, -1.0, 0.0, 1.0, 2.0]] * 3
 NETWORKS: dict[str, Callable[..., nn.Module]] = {

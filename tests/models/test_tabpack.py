@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringspark.models.tabpack import TabPack, choose_greedily
+from ringspark.extras.tables.tabpack import TabPack, choose_greedily
 
 EDGES = [[-1.0, 0.0, 1.0]]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ringspark.extras.tables.tabular import embedding_dim
 from ringspark.models import ModelSpec, TabularNet
-from ringspark.models.tabular import embedding_dim
 
 
 def test_rule_of_thumb_grows_with_the_cardinality_up_to_50() -> None:

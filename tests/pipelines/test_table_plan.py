@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-from ringspark.pipelines.table_plan import plan_table
+from ringspark.extras.tables.table_plan import plan_table
 
 
 @pytest.mark.parametrize(

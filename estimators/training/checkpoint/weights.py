@@ -24,10 +24,10 @@ from torch import nn
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import shard_like
+from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
 from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
-from ringspark.models.disk_offload import offload_to_disk
 from ringspark.models.lora import adapter_state, find_adapters, merged_state
 from ringspark.models.meta_device import fill
 from ringspark.pipelines import storage
@@ -213,7 +213,7 @@ def stream_checkpoint(
         _check_id(uri, info.checkpoint_id)
         with _model_errors(uri):
             fill(module, file.small())
-    offload_to_disk(module, file, device)
+    FUNCTIONS["offload_to_disk"](module, file, device)
     return info
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.report.content import Block, Facts, Section, Table, Text, shorten, show
-from ringspark.pipelines.table_plan import ColumnUse
+from ringspark.pipelines.column_use import ColumnUse
 
 MOST_COLUMNS = 60
 

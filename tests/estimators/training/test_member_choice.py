@@ -12,7 +12,7 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.member_choice import MemberChoice
 from ringspark.estimators.training.selection import calibrated
-from ringspark.models.tabpack import TabPack
+from ringspark.extras.tables.tabpack import TabPack
 
 
 def pack() -> TabPack:

@@ -30,8 +30,8 @@ from ringspark.estimators.training.objective.losses import (
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.extras.network_losses.check import check_network_losses
+from ringspark.extras.tables.tabpack import TabPack
 from ringspark.models import apply_activation_checkpoint
-from ringspark.models.tabpack import TabPack
 from ringspark.pipelines import ShardManifest
 
 ROWS, DIM, STEPS = 256, 4, 4

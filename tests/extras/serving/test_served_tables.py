@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.estimators.table_fit import TABLE_COLUMN, prepare_fit
+from ringspark.estimators.prepared_fit import TABLE_COLUMN, prepare_fit
 from ringspark.pipelines import open_reader, write_shards
 from ringspark.pipelines.kinds.table_row import time_of
 from ringspark.pipelines.kinds.table_values import time_of_text

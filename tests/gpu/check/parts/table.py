@@ -15,8 +15,8 @@ from check.part import Part, Value
 from check.timing import MIB, compare
 from check.workloads import torch_adamw
 from ringspark.estimators.training.objective.losses import resolve_loss
+from ringspark.extras.tables.tabpack import TabPack
 from ringspark.models import ModelSpec
-from ringspark.models.tabpack import TabPack
 
 _CLASSES, _UNITS = 3, 256
 _NUMBERS, _CATEGORIES = 20, (1000, 50, 12, 4)

@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ringspark.extras.tables.table_network import TableNetwork
+from ringspark.extras.tables.tabm import RARE_FROM, NumberBins, check_table
 from ringspark.models.checks import check_dropout, check_sizes
-from ringspark.models.table_network import TableNetwork
-from ringspark.models.tabm import RARE_FROM, NumberBins, check_table
 
 # A member with much dropout underfits clean labels, one with little overfits noisy ones; a slow one suits few
 # rows.

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringspark.pipelines.kinds import kind_from_json
-from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow, zone_name
-from ringspark.pipelines.rows import NumpyArray
-from ringspark.pipelines.table_statistics import (
+from ringspark.extras.tables.table_statistics import (
     FOLDS,
     LARGEST,
     QUANTILES,
@@ -26,6 +23,10 @@ from ringspark.pipelines.table_statistics import (
     measure,
     measure_again,
 )
+from ringspark.pipelines.column_use import ColumnUse
+from ringspark.pipelines.kinds import kind_from_json
+from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow, zone_name
+from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.typed_json import parse_object, record
 
 if TYPE_CHECKING:
@@ -43,32 +44,6 @@ _MIN_SPAN = {"hour": 0.0, "weekday": 8 * _DAY, "monthday": 45 * _DAY, "yearday":
 _STEPS = {"hour": 24, "weekday": 7, "monthday": 31, "yearday": 26}
 _LEAK = 0.98
 _FAR = 1e6
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnUse:
-    """How a plan uses one column.
-
-    Attributes:
-        column: Name of the column, such as `column.field[3]`.
-        type: Spark type.
-        distinct: Approximate number of different values; None if not counted.
-        missing: Share of the training rows without a value.
-        use: Form in which the network gets the column, or "left out".
-        reason: Details of the use, or why the column is left out.
-        leaks: Whether the column alone predicts the label almost perfectly.
-    """
-
-    column: str
-    type: str
-    distinct: int | None
-    missing: float
-    use: str
-    reason: str
-    leaks: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

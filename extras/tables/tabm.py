@@ -13,9 +13,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ringspark.extras.tables.table_network import TableNetwork
 from ringspark.models.chain import Link
 from ringspark.models.checks import check_dropout, check_sizes
-from ringspark.models.table_network import TableNetwork
 
 # Embeddings of rare categories start small, so that they do not drown the numbers in noise.
 RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3

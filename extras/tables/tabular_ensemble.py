@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ringspark.extras.tables.tabular import TabularNet
 from ringspark.models.checks import check_sizes
-from ringspark.models.tabular import TabularNet
 
 
 class TabularEnsemble(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -12,37 +12,17 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 
+from ringspark.estimators.inference.precision import PrecisionDifference
 from ringspark.estimators.inference.predict import inputs_of, task_device
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.feed import Array, to_network_input
-from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.readers import open_reader
 
 # Rows that a fit compares.
 MAX_ROWS = 10_000
 _SCHEMA = "num_rows long, num_values long, largest double, total double, changed long"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionDifference:
-    """Absolute differences between predictions in `precision` and in fp32.
-
-    A classifier's class probabilities are compared, otherwise the outputs of the network.
-
-    Attributes:
-        rows_of: Compared rows: "validation" for held-out rows of the fit, "train" for rows that the model was
-            trained on, "given" for rows that the user passed.
-        changed_classes: Share of the rows with another predicted class; None without classes.
-    """
-
-    precision: InferencePrecision
-    rows_of: Literal["validation", "train", "given"]
-    rows: int
-    largest: float
-    mean: float
-    changed_classes: float | None = None
 
 
 def compare_on_shards(

@@ -1,0 +1,99 @@
+"""Looks at the label of a table: its type, its range, and its classes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import BooleanType, NumericType, StringType, StructField
+
+from ringspark.estimators.training.member_choice import IGNORED
+from ringspark.pipelines.columns import quote
+
+_MAX_CLASSES = 1_000
+# Below this share of the mean, float32 rounds a hundredth of the deviation away.
+_FEW_DIGITS = 100 * 2.0**-24
+_LARGEST_LABEL = float(np.finfo(np.float32).max)
+_LEAST_LABEL = float(np.finfo(np.float32).tiny)
+
+
+def check_label_type(label: StructField, task: str) -> None:
+    types: tuple[Any, ...] = (NumericType, BooleanType)
+    advice = "TorchRegressor without a model predicts one number, so give a column of numbers, or a model"
+    if task == "classification":
+        types = (*types, StringType)
+        advice = "TorchClassifier predicts one class per row, so give a column of strings or of class numbers"
+    if not isinstance(label.dataType, types):
+        raise ValueError(f"label {label.name!r} holds {label.dataType.simpleString()}; {advice}")
+
+
+def look_at_label(
+    dataset: DataFrame, held: Column, label: StructField, task: str
+) -> tuple[Column, dict[str, Any]]:
+    """Returns the label as a number of mean 0 and variance 1, and network arguments that depend on it."""
+    value, rows = F.col(quote(label.name)), dataset.where(~held)
+    if task == "regression":
+        number = value.cast("double")
+        found = rows.agg(F.avg(number), F.stddev_pop(number), F.max(F.abs(number))).head()
+        assert found is not None
+        mean, deviation, largest = (each or 0.0 for each in found)
+        if not largest < math.inf:  # NaN is the largest for Spark
+            raise ValueError(
+                f"label {label.name!r} has NaN or infinite values; drop these rows, for example by "
+                f"df.where(\"abs({quote(label.name)}) < double('inf')\")"
+            )
+        if largest > _LARGEST_LABEL:
+            raise ValueError(
+                f"label {label.name!r} has values up to {largest:.3g}, but networks compute in float32, "
+                f"which ends at {_LARGEST_LABEL:.3g}; divide the label by a constant before fit"
+            )
+        if 0 < largest < _LEAST_LABEL:
+            raise ValueError(
+                f"label {label.name!r} has values only up to {largest:.3g}, but networks compute in float32, "
+                f"which begins at {_LEAST_LABEL:.3g}; multiply the label by a constant before fit"
+            )
+        if 0 < deviation < abs(mean) * _FEW_DIGITS:
+            warnings.warn(
+                f"label {label.name!r} varies by only {deviation:.3g} around {mean:.7g}, and predictions "
+                "have 7 digits; subtract a constant from the label",
+                UserWarning,
+                stacklevel=8,
+            )
+        arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
+        return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
+    # Classes that only held-out rows have count, too: which rows are held out must not change the network.
+    is_class = value.isNotNull()
+    if isinstance(label.dataType, StringType):
+        value = value.cast("string")  # drops the collation, like the class ids
+    if isinstance(label.dataType, NumericType):
+        number = value.cast("double")
+        is_class &= ~F.isnan(number) & (F.abs(number) < math.inf) & (value != F.lit(IGNORED))
+    counts = (
+        dataset.where(is_class)
+        .groupBy(value.alias("label"))
+        .agg(F.count(F.lit(1)).alias("rows"))
+        .orderBy(F.desc("rows"), "label")
+        .limit(_MAX_CLASSES + 1)
+        .collect()
+    )
+    if not 1 < len(counts) <= _MAX_CLASSES:
+        many = f"over {_MAX_CLASSES:,}" if counts[1:] else f"{len(counts)}"
+        raise ValueError(
+            f"label {label.name!r} has {many} different values; a classification "
+            f"takes 2 to {_MAX_CLASSES:,} classes"
+            + ("; for a number that is no class use TorchRegressor" if counts[1:] else "")
+        )
+    is_text = isinstance(label.dataType, StringType)
+    classes = len(counts) if is_text else int(max(row["label"] for row in counts)) + 1
+    if classes > _MAX_CLASSES:
+        raise ValueError(
+            f"label {label.name!r} has the class {classes - 1}, and class numbers must lie in 0 to "
+            f"{_MAX_CLASSES - 1}; cast it to a string: the values of strings are numbered automatically"
+        )
+    share = counts[0]["rows"] / sum(row["rows"] for row in counts)
+    target = ((value == F.lit(counts[0]["label"])).cast("double") - share) / (share * (1 - share)) ** 0.5
+    return F.coalesce(target, F.lit(0.0)), {"out_features": classes, "averages": "probabilities"}
