@@ -227,6 +227,8 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
         "plan_least": "ringspark.extras.planning.memory.least:plan_least",
         "loss_figure": "ringspark.extras.report:loss_figure",
+        "remove_run_of": "ringspark.extras.runs.listing:remove_run_of",
+        "load_served": "ringspark.extras.serving.served_model:load_stage",
         "prepare_table": "ringspark.extras.tables.table_fit:prepare_table",
         "summary_report": "ringspark.extras.report:report_summary",
         "time_shares": "ringspark.extras.timeline.trace:time_shares",

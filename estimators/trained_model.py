@@ -38,7 +38,6 @@ from ringspark.estimators.inference.predict import (
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
 from ringspark.estimators.inference.samples import make_samples, record_module
-from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
@@ -188,7 +187,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         run = self.summary.run_uri
         if self._trained().uri.startswith(f"{storage.normalize(run)}/") and not self._trained().is_saved:
             raise ValueError(f"the only weights of this model are in {run!r}; save the model first")
-        remove_run_of(self.summary)
+        FUNCTIONS["remove_run_of"](self.summary)
 
     def write(self) -> StageWriter:
         """Returns a writer; its `overwrite()` replaces an existing stage."""

@@ -104,10 +104,10 @@ def _download(uri: str, folder: str) -> None:
         from mlflow.exceptions import MlflowException
     except ImportError:
         raise ValueError(f"{uri} needs the package mlflow; pip install 'ringspark[mlflow]'") from None
-    from ringspark.estimators.served_model import load_stage
+    from ringspark.estimators.techniques import FUNCTIONS
 
     try:
-        stage = load_stage(uri)
+        stage = FUNCTIONS["load_served"](uri)
     except MlflowException as error:
         raise ValueError(
             f"MLflow cannot give {uri}: {first_line(error).rstrip('.')}; set MLFLOW_TRACKING_URI to the "

@@ -10,10 +10,8 @@ from ringspark.models.activation_checkpoint import apply_activation_checkpoint
 from ringspark.models.chain import Link
 from ringspark.models.linear import Linear
 from ringspark.models.mlp import MLP
-from ringspark.models.recurrent import Recurrent
 from ringspark.models.registry import MODELS
 from ringspark.models.reports import CountingLayer, add_counts, add_loss
-from ringspark.models.resnet import ResNet
 from ringspark.models.spec import ModelSpec
 from ringspark.models.transformer import TransformerClassifier, TransformerLM
 
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from ringspark.extras.augmentation import RandomCrop as RandomCrop
     from ringspark.extras.augmentation import RandomHorizontalFlip as RandomHorizontalFlip
     from ringspark.extras.experts.layer import MixtureOfExperts as MixtureOfExperts
+    from ringspark.extras.networks.recurrent import Recurrent as Recurrent
+    from ringspark.extras.networks.resnet import ResNet as ResNet
     from ringspark.extras.tables.tabular import TabularNet as TabularNet
     from ringspark.extras.tables.tabular_ensemble import TabularEnsemble as TabularEnsemble
 
@@ -51,6 +51,8 @@ _EXTRAS = {
     "MixtureOfExperts": "experts.layer",
     "RandomCrop": "augmentation",
     "RandomHorizontalFlip": "augmentation",
+    "Recurrent": "networks.recurrent",
+    "ResNet": "networks.resnet",
     "TabularEnsemble": "tables.tabular_ensemble",
     "TabularNet": "tables.tabular",
 }

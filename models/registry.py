@@ -4,11 +4,11 @@ A new network needs a line here and a line of example arguments in `tests/models
 """
 
 MODELS: dict[str, str] = {
-    "embedding_mean": "ringspark.models.embedding_mean:EmbeddingMean",
+    "embedding_mean": "ringspark.extras.networks.embedding_mean:EmbeddingMean",
     "linear": "ringspark.models.linear:Linear",
     "mlp": "ringspark.models.mlp:MLP",
-    "recurrent": "ringspark.models.recurrent:Recurrent",
-    "resnet": "ringspark.models.resnet:ResNet",
+    "recurrent": "ringspark.extras.networks.recurrent:Recurrent",
+    "resnet": "ringspark.extras.networks.resnet:ResNet",
     "tabm": "ringspark.extras.tables.tabm:TabM",
     "tabpack": "ringspark.extras.tables.tabpack:TabPack",
     "tabular": "ringspark.extras.tables.tabular:TabularNet",

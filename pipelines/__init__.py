@@ -26,7 +26,6 @@ from ringspark.pipelines.kinds import (
 )
 from ringspark.pipelines.manifest import ShardFile, ShardManifest
 from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
-from ringspark.pipelines.tokenizer_training import train_tokenizer
 from ringspark.pipelines.writing.shards import write_shards
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ringspark.extras.reuse.cache_entries import list_cached as list_cached
     from ringspark.extras.reuse.cache_entries import remove_cached as remove_cached
     from ringspark.extras.reuse.cached_shards import cached_shards as cached_shards
+    from ringspark.extras.tokenizer_training import train_tokenizer as train_tokenizer
 
 __all__ = [
     "READERS",
@@ -82,6 +82,7 @@ _EXTRAS = {
     "Listing": "external_tables.in_place.listing",
     **dict.fromkeys(("CachedShards", "list_cached", "remove_cached"), "reuse.cache_entries"),
     "cached_shards": "reuse.cached_shards",
+    "train_tokenizer": "tokenizer_training",
 }
 
 

@@ -18,7 +18,7 @@ from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.options.sync import Sync
 from ringspark.estimators.run.identity import FORMAT_VERSION, list_differences, split_changes
-from ringspark.estimators.run.stored_runs import read_store_clock
+from ringspark.estimators.run.store_clock import read_store_clock
 from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.checkpoint.folders import (
     checkpoints_uri,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from ringspark.jobs import cli
 
 if TYPE_CHECKING:
-    from ringspark.estimators.run.facts import RunFacts
-    from ringspark.estimators.run.listing import ListedRun
+    from ringspark.extras.report.facts import RunFacts
+    from ringspark.extras.runs.listing import ListedRun
 
 DESCRIPTION = "List, show and remove run folders."
 _HOUR = 3600.0
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list(uri: str) -> None:
-    from ringspark.estimators.run.listing import list_run_folders
+    from ringspark.extras.runs.listing import list_run_folders
 
     found = list_run_folders(uri)
     width = max((len(run.name) for run in found), default=0)
@@ -81,8 +81,8 @@ def _ago(run: ListedRun) -> str:
 
 
 def _show(uri: str, *, everything: bool, logs: bool) -> None:
-    from ringspark.estimators.run.facts import read_run
-    from ringspark.estimators.run.listing import inspect_run
+    from ringspark.extras.report.facts import read_run
+    from ringspark.extras.runs.listing import inspect_run
 
     listed, facts = inspect_run(uri), read_run(uri)
     print(f"run      {listed.uri}")
@@ -159,7 +159,7 @@ def _cell(value: object) -> str:
 
 
 def _remove(uri: str, *, yes: bool, stopped: bool) -> None:
-    from ringspark.estimators.run.listing import inspect_run, remove_run
+    from ringspark.extras.runs.listing import inspect_run, remove_run
 
     run = inspect_run(uri)
     if not yes:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ringspark.jobs import cli
 
 if TYPE_CHECKING:
-    from ringspark.estimators.run.stored_runs import StoredRun
+    from ringspark.extras.runs.stored_runs import StoredRun
 
 DESCRIPTION = "Show, verify and remove shards and shard caches."
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     # Late, because `--help` needs no storage client.
-    from ringspark.estimators.run.stored_runs import list_runs, remove_runs
+    from ringspark.extras.runs.stored_runs import list_runs, remove_runs
     from ringspark.pipelines import ShardManifest, remove_cached
 
     if args.what == "list":

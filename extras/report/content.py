@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringspark.estimators.run.facts import RunFacts
+from ringspark.extras.report.facts import RunFacts
 from ringspark.extras.report.held_out.findings import HeldOut
 
 

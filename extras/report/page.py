@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ringspark.estimators.run.facts import RunFacts, read_run, run_of_summary
 from ringspark.extras.report.content import Facts, Section
 from ringspark.extras.report.drawing import figure_of
+from ringspark.extras.report.facts import RunFacts, read_run, run_of_summary
 from ringspark.extras.report.held_out.findings import HeldOut
 from ringspark.extras.report.sections import (
     attribution,

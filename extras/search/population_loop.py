@@ -20,9 +20,9 @@ from pyspark.sql import DataFrame
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.run.stored_runs import discard_run
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, copy_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.runs.stored_runs import discard_run
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.population import Member, Population
 from ringspark.extras.search.space import Space

@@ -18,11 +18,11 @@ from pyspark.sql import SparkSession
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.run.listing import remove_run_of
-from ringspark.estimators.run.stored_runs import discard_run
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import EpochRecord, read_history
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.extras.runs.listing import remove_run_of
+from ringspark.extras.runs.stored_runs import discard_run
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.stop_file import ask_to_stop

@@ -20,7 +20,7 @@ from ringspark.extras.serving.wheel_file import write_wheel
 
 FLAVOR = "ringspark"
 # Their names are in logged models, so they must not change.
-_STAGE_LOADER = "ringspark.estimators.served_model"
+_STAGE_LOADER = "ringspark.extras.serving.served_model"
 _STAGE, _WHEELS, _SERVED = "stage", "wheels", "served"
 
 _STAGE_PACKAGES = ("torch", "pyspark", "pyarrow", "pandas", "numpy")

@@ -9,7 +9,7 @@ import pandas as pd
 from pyspark.sql.types import DoubleType
 
 from ringspark.estimators.inference.local_inputs import local_inputs
-from ringspark.estimators.served_model import class_name, session_zone
+from ringspark.extras.serving.served_model import class_name, session_zone
 from ringspark.pipelines.kinds import TableColumn, TableRow
 from ringspark.pipelines.kinds.scalar import TEMPORAL
 from ringspark.pipelines.local_rows import LocalInput

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from ringspark.estimators.inference.local_inputs import local_inputs
 from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.inference.samples import record_module
-from ringspark.estimators.served_model import class_name, session_zone
 from ringspark.extras.export.export import EXPORTERS, Export
 from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
+from ringspark.extras.serving.served_model import class_name, session_zone
 from ringspark.models.outputs import as_outputs
 from ringspark.models.program import Program
 from ringspark.models.recording import first_line

@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.torch_model import TorchModel
+from ringspark.extras.runs.listing import remove_run_of
 from ringspark.pipelines.columns import check_frame
 from ringspark.pipelines.folder_removal import discard
 

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 from pyspark.sql import DataFrame
 
-from ringspark.estimators.run.listing import remove_run_of
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.step_log import read_steps
+from ringspark.extras.runs.listing import remove_run_of
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines.columns import check_frame
 from ringspark.pipelines.folder_removal import discard

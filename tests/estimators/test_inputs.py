@@ -23,9 +23,9 @@ from ringspark.estimators import TorchClassificationModel, TorchRegressionModel,
 from ringspark.estimators.columns.expressions import to_column
 from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
-from ringspark.estimators.served_model import ServedModel
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.estimators.training.feed import to_tensor
+from ringspark.extras.serving.served_model import ServedModel
 from ringspark.models import ModelSpec
 from ringspark.pipelines import (
     Array,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel
-from ringspark.estimators.served_model import ServedModel, load_stage
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
+from ringspark.extras.serving.served_model import ServedModel, load_stage
 from ringspark.pipelines import Array, Column, Padded, Scalar
 from ringspark.pipelines.kinds import Kind
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from ringspark.estimators.run.stored_runs import list_runs, remove_runs
+from ringspark.extras.runs.stored_runs import list_runs, remove_runs
 
 HOUR = 3600.0
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from ringspark.estimators import TorchRegressor
-from ringspark.estimators.served_model import ServedModel
+from ringspark.extras.serving.served_model import ServedModel
 from ringspark.pipelines import Binary, HashBuckets, Image, Kind, Padded, Ragged, Sparse, Tokens, Vocabulary
 
 # Each type is fitted once and then scored in three ways; all three modes of Spark would take minutes.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from ringspark.extras.networks.recurrent import POOLS
 from ringspark.models import ModelSpec
-from ringspark.models.recurrent import POOLS
 
 IDS = torch.tensor([[0, 0, 0], [3, 1, 0]])
 NETWORKS = {

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import check_name
-from ringspark.estimators.training.optimizers.adafactor import Adafactor
 from ringspark.estimators.training.optimizers.base import Parameters
 
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
@@ -79,7 +78,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "adam8bit": FromExtras("adam8bit:Adam8bit"),
     "adamw8bit": FromExtras("adam8bit:Adam8bit", {"decoupled": True}),
     "adam1bit": FromExtras("adam1bit:Adam1bit"),
-    "adafactor": lambda p, lr, wd: Adafactor(p, lr=lr, weight_decay=wd),
+    "adafactor": FromExtras("adafactor:Adafactor"),
     "sm3": FromExtras("sm3:SM3"),
     "lamb": FromExtras("lamb:Lamb"),
     "lars": FromExtras("lars:Lars"),

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.run.facts import RunFacts
 from ringspark.extras.report.content import (
     Block,
     Chart,
@@ -30,6 +29,7 @@ from ringspark.extras.report.drawing import (
     plain,
     whole_ticks,
 )
+from ringspark.extras.report.facts import RunFacts
 from ringspark.extras.report.sections.headline import entries_of
 
 if TYPE_CHECKING:

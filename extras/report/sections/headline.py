@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ringspark.estimators.run.facts import RunFacts
 from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report.content import Block, Cards, Facts, Section, Table, Text, seconds, show
+from ringspark.extras.report.facts import RunFacts
 
 MOST_METRICS = 40
 

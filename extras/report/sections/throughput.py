@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.run.facts import RunFacts
 from ringspark.extras.report.content import Block, Chart, Facts, Section, Table, seconds
 from ringspark.extras.report.drawing import BLUE, GREEN, draw_svg, line, whole_ticks
+from ringspark.extras.report.facts import RunFacts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

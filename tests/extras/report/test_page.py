@@ -21,11 +21,11 @@ from small_training import config_of, train_gang
 
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.run.facts import RunFacts
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report import report
 from ringspark.extras.report.content import Facts, Table, seconds, show
+from ringspark.extras.report.facts import RunFacts
 from ringspark.extras.report.sections.headline import SECTION
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest

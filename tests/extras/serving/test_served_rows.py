@@ -18,11 +18,11 @@ from torch import nn
 from without_ringspark import Served, predict_without, same
 
 from ringspark.estimators import TorchModel
-from ringspark.estimators.served_model import ServedModel, load_stage
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.extras.serving.logged_model import save
 from ringspark.extras.serving.plain import load
 from ringspark.extras.serving.served_folder import write_served
+from ringspark.extras.serving.served_model import ServedModel, load_stage
 from ringspark.extras.serving.wheel_file import write_wheel
 from ringspark.pipelines import Column, Scalar
 

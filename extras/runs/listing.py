@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.run.stored_runs import LEAST_HOURS, measure_folder, read_store_clock
+from ringspark.estimators.run.store_clock import read_store_clock
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import read_history
+from ringspark.extras.runs.stored_runs import LEAST_HOURS, measure_folder
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import remove_folder
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.run.store_clock import read_store_clock
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import SHARD_PATHS, discard
 from ringspark.pipelines.manifest import MANIFEST_NAME
@@ -122,14 +122,3 @@ def _shards_of(run_uri: str) -> str | None:
         config = parse_object(storage.read_bytes(storage.join(run_uri, run_layout.CONFIG)), allow_nan=True)
         return str(config.get("shards_uri")).rpartition("/")[2]
     return None
-
-
-def read_store_clock(root: str) -> float:
-    """Returns the seconds since 1970 by the clock of the store, from a file that it writes there."""
-    probe = storage.join(root, f".ringspark-probe-{uuid.uuid4().hex}")
-    storage.write_atomic(probe, b"")
-    try:
-        fs, path = storage.filesystem(probe)
-        return float(fs.modified(path).timestamp())
-    finally:
-        storage.remove(probe)

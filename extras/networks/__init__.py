@@ -1,0 +1,1 @@
+"""Networks for images, sequences and sets of ids."""
