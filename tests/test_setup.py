@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ringspark.extras.commands import build_horovod
-
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
 HOROVOD_BUILD = "extras/commands/build_horovod.py"
@@ -270,7 +268,10 @@ def checkout(tmp_path: Path) -> Checkout:
     return make_checkout(tmp_path / "checkout", tmp_path / "cache")
 
 
+@pytest.mark.extras
 def test_the_command_builds_the_version_that_is_pinned() -> None:
+    from ringspark.extras.commands import build_horovod
+
     pinned = (ROOT / "requirements" / "horovod.txt").read_text()
     assert f"\nhorovod=={build_horovod.VERSION}\n" in pinned
 
@@ -304,8 +305,11 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     assert links == {name: checkout.root / name for name in PACKAGES} | files
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(("torch", "standard"), [("2.13.0+cpu", 17), ("2.14.1", 20), ("3.0.0", 20)])
 def test_horovod_is_compiled_by_the_standard_of_torch(checkout: Checkout, torch: str, standard: int) -> None:
+    from ringspark.extras.commands import build_horovod
+
     sources = checkout.root / "sources"
     (sources / "horovod" / "torch").mkdir(parents=True)
     (sources / "horovod" / "common" / "gloo").mkdir(parents=True)

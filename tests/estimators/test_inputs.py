@@ -25,7 +25,6 @@ from ringspark.estimators.columns.feeds import Feed, make_inputs, to_input
 from ringspark.estimators.columns.inputs import ModelInput, bind
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.estimators.training.feed import to_tensor
-from ringspark.extras.serving.served_model import ServedModel
 from ringspark.models import ModelSpec
 from ringspark.pipelines import (
     Array,
@@ -395,7 +394,10 @@ def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
     assert [row.prediction for row in found] == (wanted @ [1, 100, 10_000]).tolist()
 
 
+@pytest.mark.extras
 def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> None:
+    from ringspark.extras.serving.served_model import ServedModel
+
     spec = ModelSpec("linear", {"in_features": 1, "out_features": 3})
     network = spec.build()
     with torch.no_grad():

@@ -24,7 +24,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from ringspark.estimators import TorchRegressor
-from ringspark.extras.serving.served_model import ServedModel
 from ringspark.pipelines import Binary, HashBuckets, Image, Kind, Padded, Ragged, Sparse, Tokens, Vocabulary
 
 # Each type is fitted once and then scored in three ways; all three modes of Spark would take minutes.
@@ -269,10 +268,12 @@ def scores(frame: Any) -> list[float]:
 
 # A network with bags of ids has no ONNX form.
 @pytest.mark.extras
+@pytest.mark.extras
 @pytest.mark.parametrize("runtime", [None, "torch"])
 def test_a_served_model_gives_what_transform_gives(fitted: Fitted, tmp_path: Path, runtime: Any) -> None:
     from ringspark.extras.serving import plain
     from ringspark.extras.serving.served_folder import write_served
+    from ringspark.extras.serving.served_model import ServedModel
 
     write_served(fitted.model.stages[0], tmp_path / "served", runtime)
     rows = fitted.table.orderBy("id").select("x").collect()

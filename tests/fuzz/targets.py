@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from registries import has_extras
 
 import etl
 import score
@@ -25,15 +26,6 @@ from ringspark.estimators.training.checkpoint.record import FileSum, Position, R
 from ringspark.estimators.training.checkpoint.shards import locate_tensors, name_files
 from ringspark.estimators.training.checkpoint.weights import CheckpointInfo, parse_info, save_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.external_tables.in_place.thrift_compact import (
-    BINARY,
-    I32,
-    I64,
-    LIST,
-    STRUCT,
-    read_struct,
-    write_struct,
-)
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.column_stats import ColumnStats
@@ -103,7 +95,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "manifest of a table": Target(
             good=_table_manifest(), parse=lambda text: ShardManifest.from_json(text, "/run").row_groups
         ),
-        "thrift": Target(good=_thrift(), parse=read_struct, is_json=False),
+        **({"thrift": _thrift()} if has_extras() else {}),
         "checkpoint.json": Target(
             good=json.dumps(asdict(info)).encode(), parse=lambda text: parse_info(text, "/checkpoint")
         ),
@@ -164,9 +156,15 @@ def _table_manifest() -> bytes:
     return ShardManifest(uri="/run", columns=(column,), files=(file,), table=source).to_json().encode()
 
 
-def _thrift() -> bytes:
-    place = {1: (I64, 4), 2: (I32, 100), 3: (I64, 20_000)}
-    return write_struct({1: (LIST, (STRUCT, [place] * 3)), 3: (BINARY, b"x"), 20: (LIST, (I64, [1 << 40]))})
+def _thrift() -> Target:
+    from ringspark.extras.external_tables.in_place import thrift_compact as thrift
+
+    place = {1: (thrift.I64, 4), 2: (thrift.I32, 100), 3: (thrift.I64, 20_000)}
+    rows = (thrift.LIST, (thrift.STRUCT, [place] * 3))
+    good = thrift.write_struct(
+        {1: rows, 3: (thrift.BINARY, b"x"), 20: (thrift.LIST, (thrift.I64, [1 << 40]))}
+    )
+    return Target(good=good, parse=thrift.read_struct, is_json=False)
 
 
 def _tensors() -> bytes:

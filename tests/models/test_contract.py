@@ -4,10 +4,11 @@ A name may have several examples, each with a suffix after a blank.
 """
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
-from registries import has_extras
+from registries import EXTRAS, has_extras
 
 from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
 
@@ -93,7 +94,12 @@ def example_inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(rows, 5, generator=generator),)
 
 
-@pytest.fixture(params=sorted(EXAMPLES))
+def _param(name: str) -> Any:
+    is_extra = MODELS[name.partition(" ")[0]].startswith(EXTRAS) or "experts" in EXAMPLES[name]
+    return pytest.param(name, marks=[pytest.mark.extras] if is_extra else [])
+
+
+@pytest.fixture(params=map(_param, sorted(EXAMPLES)))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
