@@ -25,7 +25,6 @@ from ringspark.pipelines import (
     ShardManifest,
     Sparse,
     Vector,
-    cached_shards,
     check_engine,
     open_reader,
     write_shards,
@@ -71,8 +70,11 @@ def test_row_counts_do_not_survive_an_overwrite(spark: Any, tmp_path: Path) -> N
     assert (reader.num_steps, reader.manifest.num_rows, len(_ids(reader.manifest))) == (8, 73, 73)
 
 
+@pytest.mark.extras
 def test_the_cache_is_not_keyed_by_the_identity_of_a_dataframe(spark: Any, tmp_path: Path) -> None:
     """horovod.spark's cache key is id(df) without the columns: a new DataFrame may get old data."""
+    from ringspark.pipelines import cached_shards
+
     cache, seen = str(tmp_path / "cache"), set()
     for start in range(0, 40, 10):
         # Each object is deleted after its round, so the next DataFrame may get the same address.

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+# `ringspark build-horovod` is a command of extras.
+pytestmark = pytest.mark.extras
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
 HOROVOD_BUILD = "extras/commands/build_horovod.py"
@@ -268,7 +270,6 @@ def checkout(tmp_path: Path) -> Checkout:
     return make_checkout(tmp_path / "checkout", tmp_path / "cache")
 
 
-@pytest.mark.extras
 def test_the_command_builds_the_version_that_is_pinned() -> None:
     from ringspark.extras.commands import build_horovod
 
@@ -305,7 +306,6 @@ def test_set_up_installs_in_order(checkout: Checkout) -> None:
     assert links == {name: checkout.root / name for name in PACKAGES} | files
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize(("torch", "standard"), [("2.13.0+cpu", 17), ("2.14.1", 20), ("3.0.0", 20)])
 def test_horovod_is_compiled_by_the_standard_of_torch(checkout: Checkout, torch: str, standard: int) -> None:
     from ringspark.extras.commands import build_horovod

@@ -27,12 +27,14 @@ def _completions(line: str, *imported: str) -> list[str]:
     return [each.name for each in jedi.Script(text, project=PROJECT).complete(len(imported) + 1, len(line))]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("module", runpy.run_path(str(ROOT / "scripts" / "show_stubs.py"))["STUBS"])
 def test_a_stub_is_what_the_script_prints(module: str) -> None:
     printed = runpy.run_path(str(ROOT / "scripts" / "show_stubs.py"))["stub"](module)
     assert (ROOT / f"{module.replace('.', '/')}.pyi").read_text() == printed
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("line", "module", "found"),
     [
@@ -96,6 +98,7 @@ def test_a_type_checker_knows_the_settings(tmp_path: Path) -> None:
     assert len([line for line in told if "error" in line]) == 2
 
 
+@pytest.mark.extras
 def test_the_schema_of_a_job_file_is_what_the_script_prints() -> None:
     printed = runpy.run_path(str(ROOT / "scripts" / "show_job_schema.py"))["text"]()
     assert (ROOT / "docs" / "job.schema.json").read_text() == printed

@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 from torch import nn
 
 from ringspark.estimators import TorchClassifier
-from ringspark.models import ModelSpec, RandomCrop, RandomHorizontalFlip
+from ringspark.models import ModelSpec
 from ringspark.pipelines import Image
 
 pytestmark = pytest.mark.spark
@@ -105,8 +105,11 @@ def test_two_workers_train_what_one_does(table: Any, tmp_path: Path) -> None:
         assert torch.allclose(one, weights[1][name], atol=1e-6), name
 
 
+@pytest.mark.extras
 @pytest.mark.slow
 def test_augmentation_changes_training_images_alone_and_by_the_seed(table: Any, tmp_path: Path) -> None:
+    from ringspark.models import RandomCrop, RandomHorizontalFlip
+
     augmented = nn.Sequential(RandomCrop(1), RandomHorizontalFlip())
     plain, first, again = (
         classifier(tmp_path, epochs=1, transformBatch=transform).fit(table)

@@ -53,6 +53,7 @@ def predictions(model: Any, rows: Any) -> list[float]:
     return [row.prediction for row in model.transform(rows).orderBy("id").collect()]
 
 
+@pytest.mark.extras
 def test_predictions_are_the_same_and_the_setting_is_saved(model: Any, rows: Any, tmp_path: Path) -> None:
     expected = predictions(model, rows)
     model.setInferenceOffload("disk").write().save(str(tmp_path / "model"))
@@ -63,6 +64,7 @@ def test_predictions_are_the_same_and_the_setting_is_saved(model: Any, rows: Any
     assert [loaded.predict(np.array(row)) for row in features] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.extras
 def test_the_driver_maps_one_tensor_at_a_time_too(model: Any) -> None:
     model.setInferenceOffload("disk").predict(np.array([0.5, 1.0]))
     module = model._predictor().load()
@@ -75,6 +77,7 @@ def test_the_driver_maps_one_tensor_at_a_time_too(model: Any) -> None:
         assert getattr(owner, own) is not getattr(owner, own)
 
 
+@pytest.mark.extras
 def test_a_weight_beside_the_parameters_is_one_sentence(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), Listed())
     model = TorchModel(model=Listed(), inferenceOffload="disk")._set_trained(str(tmp_path), [(20_000,)], None)

@@ -68,6 +68,7 @@ def column(scored: Any, name: str) -> np.ndarray[Any, Any]:
     return np.array([row[0] for row in scored.orderBy("id").select(name).collect()])
 
 
+@pytest.mark.extras
 @pytest.mark.modes
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_held_out_rows_differ_as_the_summary_says(table: Any, tmp_path: Path, precision: str) -> None:
@@ -91,6 +92,7 @@ def test_held_out_rows_differ_as_the_summary_says(table: Any, tmp_path: Path, pr
     assert 0 < found.mean < found.largest < 0.1 * np.abs(exact).max()
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_class_probabilities_are_compared_on_training_rows(
     table: Any, tmp_path: Path, precision: str
@@ -111,6 +113,7 @@ def test_class_probabilities_are_compared_on_training_rows(
     assert found.changed_classes == pytest.approx(changed.mean())
 
 
+@pytest.mark.extras
 def test_shards_of_a_run_stay_until_they_are_compared(table: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = common(tmp_path) | {"storageUri": None, "runUri": str(run)}
@@ -209,6 +212,7 @@ def test_int8_is_refused_before_the_training(
         fitted._set_trained(str(tmp_path / "c"), [(1,)], None).transform(table)
 
 
+@pytest.mark.extras
 def test_an_export_has_the_precision_or_says_that_it_has_not(table: Any, tmp_path: Path) -> None:
     model = TorchRegressor(model=network(1), inferencePrecision="bf16", **common(tmp_path)).fit(table)
     model.export(str(tmp_path / "network.pt2"))

@@ -311,6 +311,7 @@ def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark: Any, tmp_path
         )
 
 
+@pytest.mark.extras
 def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(
     table: Any, tmp_path: Path
 ) -> None:

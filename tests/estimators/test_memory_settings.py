@@ -49,6 +49,7 @@ def frame(spark: Any) -> Any:
     return spark.createDataFrame(rows, "features array<float>, label float")
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 @pytest.mark.parametrize("collective", [pytest.param("horovod", marks=pytest.mark.slow), "torch"])
 def test_exact_settings_together_train_the_network_that_none_of_them_does(

@@ -877,6 +877,7 @@ def exported(make_shards: Any, tmp_path: Path) -> Any:
     return make(TorchModel, Looked(), tmp_path, [(3,)], manifest, inputCols=["key", "numbers"])
 
 
+@pytest.mark.extras
 def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(
     make_shards: Any, tmp_path: Path
 ) -> None:
@@ -889,6 +890,7 @@ def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(
             torch.testing.assert_close(program(*inputs), model.module()(*inputs))
 
 
+@pytest.mark.extras
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_onnx_file_gives_the_modules_numbers_for_any_number_of_rows(
@@ -917,6 +919,7 @@ class Branching(nn.Module):
         return self.line(x) if x.sum() > 0 else -self.line(x)
 
 
+@pytest.mark.extras
 def test_what_cannot_be_traced_is_one_sentence(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards({"numbers": np.zeros((8, 2), np.float32)})
     model = make(TorchModel, Branching(), tmp_path, [(1,)], manifest, inputCols=["numbers"])
@@ -926,6 +929,7 @@ def test_what_cannot_be_traced_is_one_sentence(make_shards: Any, tmp_path: Path)
     assert not (tmp_path / "x.pt2").exists()
 
 
+@pytest.mark.extras
 def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None:
     model = exported(make_shards, tmp_path)
     (tmp_path / "mine").mkdir()
@@ -940,6 +944,7 @@ def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None
     assert (tmp_path / "mine" / "file").read_text() == "x"
 
 
+@pytest.mark.extras
 def test_an_unknown_format_is_refused(make_shards: Any, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"format must be one of \['torch.export', 'onnx', .*\], got 'tflite'"

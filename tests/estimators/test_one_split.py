@@ -35,6 +35,7 @@ def test_a_vocabulary_knows_the_training_rows_and_no_others(spark: Any, tmp_path
     assert 0 < len(train) < ROWS
 
 
+@pytest.mark.extras
 @pytest.mark.modes
 @pytest.mark.parametrize("kind", CHANGING)
 def test_a_table_is_measured_on_the_rows_that_are_trained_on(spark: Any, tmp_path: Path, kind: str) -> None:

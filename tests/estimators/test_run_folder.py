@@ -12,6 +12,7 @@ from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.run.identity import list_differences
 
 
+@pytest.mark.extras
 def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
     run = RunFolder(str(tmp_path), is_given=True)
     (tmp_path / "checkpoints" / "step-0000000010").mkdir(parents=True)

@@ -321,6 +321,7 @@ def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) ->
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.extras
 def test_texts_of_numbers_and_dates_are_read_on_every_spark(spark: Any) -> None:
     """Before Spark 4.0, a column has no try_cast, but answers to every name."""
     rows = spark.range(200).selectExpr(

@@ -173,6 +173,7 @@ def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table: Any
     assert [row.id for row in kept.where("prediction is null").collect()] == [5]
 
 
+@pytest.mark.extras
 def test_a_text_that_is_too_long_is_refused_where_that_is_asked_for(table: Any, tmp_path: Path) -> None:
     short = Tokens.of(tokenizer(), max_length=4, too_long="refuse")
     with pytest.raises(ValueError, match="column 'text' holds a text of 5 tokens, but max_length=4 is"):

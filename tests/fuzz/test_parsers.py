@@ -27,10 +27,12 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return all_targets(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.extras
 def test_every_target_has_a_test(targets: dict[str, Any]) -> None:
     assert sorted(targets) == sorted(NAMES)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", NAMES)
 def test_only_documented_errors_come_out(targets: dict[str, Any], name: str) -> None:
     target = targets[name]

@@ -12,6 +12,8 @@ from registries import names_of
 from torch import nn
 from torch.nn import functional as F
 
+pytest.importorskip("ringspark.extras")
+
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer

@@ -13,6 +13,8 @@ import torch
 from bare_predictor import bare_predictor
 from small_training import config_of, weights_of
 
+pytest.importorskip("ringspark.extras")
+
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_info

@@ -80,6 +80,7 @@ print([name for name in ("pyspark", "torch", "numpy", "pyarrow") if name in sys.
 """
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("options", [["--help"], ["train", "--help"], ["--print-completion", "bash"]])
 def test_help_and_completion_import_neither_spark_nor_torch(options: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", HEAVY, *options], capture_output=True, text=True, check=True)
@@ -87,6 +88,7 @@ def test_help_and_completion_import_neither_spark_nor_torch(options: list[str]) 
     assert "ringspark" in done.stdout
 
 
+@pytest.mark.extras
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     (tmp_path / "complete").write_text(_run("--print-completion", "bash").stdout)
     script = (
@@ -98,6 +100,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         assert done.stdout.split() == [found]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -128,6 +131,7 @@ def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.extras
 def test_a_refused_job_is_a_process_that_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     done = _run("train", _job(tmp_path, "batchSize", "batchSise"))
     assert done.returncode == 2
@@ -188,6 +192,7 @@ def test_columns_may_be_written_with_spaces(spark: Any) -> None:
     assert _select(spark.range(1).selectExpr("id as a", "id as b", "id"), " a, b").columns == ["a", "b"]
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 def test_rows_named_by_a_pattern_are_not_written_over(spark: Any, tmp_path: Path) -> None:
     folder = tmp_path / "some days"
@@ -204,6 +209,7 @@ def test_rows_named_by_a_pattern_are_not_written_over(spark: Any, tmp_path: Path
         pattern.check_apart(spark, str(folder / "day-1"))
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> None:
     spark.range(3).write.parquet(str(tmp_path / "disk" / "rows"))
@@ -259,6 +265,7 @@ def test_a_job_replaces_only_what_it_wrote(spark: Any, tmp_path: Path) -> None:
     assert not output.exists()
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 @pytest.mark.parametrize(
     "input_of", ["pretrained", "teacher", "initialModel", "evaluation", "metrics", "nobody"]
@@ -294,6 +301,7 @@ def test_a_saved_job_does_not_write_over_its_inputs(
     assert (output / "thesis.tex").exists()
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 @pytest.mark.parametrize(
     ("rows", "message"),
@@ -317,6 +325,7 @@ def test_rows_that_cannot_be_evaluated_are_refused_before_the_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 @pytest.mark.parametrize("search", ["population.json", "shards-0123456789ab"])
 def test_the_folder_of_a_search_is_refused_and_stays(
@@ -397,6 +406,7 @@ evaluation:
 """
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("source", "what"),
     [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "tables with inPlace")],
@@ -411,6 +421,7 @@ def test_rows_that_spark_does_not_read_need_a_model(
         assert f"job.yaml, line 2: data: with {what}, set params.model, because" in capsys.readouterr().err
 
 
+@pytest.mark.extras
 def test_a_plan_divides_the_batch_by_the_replicas_of_the_mesh(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

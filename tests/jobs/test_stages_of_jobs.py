@@ -44,6 +44,7 @@ def test_every_stage_of_a_job_is_tried_here() -> None:
     assert list(PARAMS) == list(train_job.STAGES)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("stage", PARAMS)
 def test_a_printed_job_of_any_stage_is_the_same_job_and_fits_the_schema(tmp_path: Path, stage: str) -> None:
     job = _job(tmp_path, stage, PARAMS[stage])
@@ -58,6 +59,7 @@ def test_a_printed_job_of_any_stage_is_the_same_job_and_fits_the_schema(tmp_path
         assert [error.message for error in schema.iter_errors({k: v for k, v in values.items() if v})] == []
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("stage", "params", "more", "message"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringspark.models import MLP, TabularNet, apply_activation_checkpoint
+from ringspark.models import MLP, apply_activation_checkpoint
 from ringspark.models.activation_checkpoint import segment_bounds
 
 Policy = str | int | Sequence[str]
@@ -112,7 +112,10 @@ def test_nothing_is_recomputed_in_evaluation_or_without_gradients(policy: Policy
     assert calls in (3, 4)  # Four if the first block is recomputed.
 
 
+@pytest.mark.extras
 def test_a_network_of_two_inputs_and_a_bf16_autocast() -> None:
+    from ringspark.models import TabularNet
+
     torch.manual_seed(0)
     net = TabularNet([5, 7], 3, [16, 16, 16, 16], 2, dropout=0.2, embedding_dropout=0.2)
     inputs = torch.randint(0, 5, (32, 2)), torch.randn(32, 3)
@@ -157,7 +160,10 @@ def test_policies_that_fit_nothing_are_refused(policy: Policy, message: str) -> 
         apply_activation_checkpoint(deep_net(), policy)
 
 
+@pytest.mark.extras
 def test_containers_without_a_forward_and_second_calls_are_refused() -> None:
+    from ringspark.models import TabularNet
+
     net = TabularNet([5], 3, [4, 4], 2)
     with pytest.raises(ValueError, match="names 'embeddings', a container without a forward"):
         apply_activation_checkpoint(net, ["embeddings"])

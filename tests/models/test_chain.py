@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from registries import models_of
 from torch import nn
 
 from ringspark.models import MODELS, ModelSpec
@@ -15,7 +16,7 @@ from tests.models.test_contract import EXAMPLES, example_inputs
 CHAINS = ("mlp", "recurrent", "resnet", "tabm", "tabular", "transformer_classifier", "transformer_lm")
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", models_of(CHAINS))
 def test_the_links_compute_what_forward_computes(name: str) -> None:
     net = ModelSpec(name, EXAMPLES[name]).build().eval()
     links, inputs = links_of(net), example_inputs(name, 6)
@@ -24,7 +25,7 @@ def test_the_links_compute_what_forward_computes(name: str) -> None:
     assert torch.equal(run_links(links, inputs), net(*inputs))
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", models_of(CHAINS))
 def test_every_link_computes_with_its_parts_alone(name: str) -> None:
     """A stage holds only the parameters of its links; here all other parameters are NaN."""
     net = ModelSpec(name, EXAMPLES[name]).build().eval()

@@ -42,6 +42,7 @@ class Own(nn.Module):
         self.last = nn.Linear(5, 1)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("build", [*(spec.build for spec in SPECS.values()), Own], ids=[*SPECS, "own"])
 def test_numbers_drawn_later_are_those_of_the_whole_network(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)

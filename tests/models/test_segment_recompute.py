@@ -182,6 +182,7 @@ def test_twenty_steps_are_bitwise_equal(name: str, policy: str | int) -> None:
     assert_same(train(build(name), name, 20), train(recomputed, name, 20))
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("policy", SQRT_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", NETS)
 def test_two_steps_under_bf16_autocast_are_bitwise_equal(name: str, policy: str | int) -> None:
@@ -189,6 +190,7 @@ def test_two_steps_under_bf16_autocast_are_bitwise_equal(name: str, policy: str 
     assert_same(train(build(name), name, 2, autocast=True), train(recomputed, name, 2, autocast=True))
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("policy", SQRT_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", NETS)
 def test_at_most_one_more_forward_pass_is_computed(name: str, policy: str | int) -> None:
@@ -208,6 +210,7 @@ def test_at_most_one_more_forward_pass_is_computed(name: str, policy: str | int)
     assert 0 < backward - plain_backward <= plain_forward
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("policy", SQRT_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", NETS)
 def test_fewer_bytes_are_alive_between_forward_and_backward(

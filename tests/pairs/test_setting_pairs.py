@@ -12,8 +12,11 @@ import re
 from datetime import date
 from typing import Any
 
-import pairs_page
 import pytest
+
+pytest.importorskip("ringspark.extras")
+
+import pairs_page
 from setting_choices import Combination
 from setting_pairs import (
     MEANINGLESS,

@@ -20,7 +20,7 @@ import pytest
 from s3_server import S3Server
 
 from ringspark.estimators.training.checkpoint.weights import replacing
-from ringspark.pipelines import ShardManifest, cached_shards, open_reader, storage, write_shards
+from ringspark.pipelines import ShardManifest, open_reader, storage, write_shards
 from ringspark.pipelines.readers import Batch, base, range_file, retry
 
 s3fs = pytest.importorskip("s3fs")
@@ -580,8 +580,11 @@ def test_a_failed_upload_commits_nothing(
     capfd.readouterr()
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 def test_shards_in_a_bucket_are_used_again(spark_on_store: Any, store: Store, tmp_path: Path) -> None:
+    from ringspark.pipelines import cached_shards
+
     source = str(tmp_path / "source")
     spark_on_store.range(100).write.parquet(source)
     first = cached_shards(spark_on_store.read.parquet(source), "s3://bucket/spark/cache", key="v1")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from ringspark.pipelines import Tokens, train_tokenizer
+from ringspark.pipelines import Tokens
 from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.rows import RaggedRows
 
@@ -134,8 +134,11 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     assert done.stdout == "texts need the package tokenizers; pip install 'ringspark[text]'\n"
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 def test_a_tokenizer_is_learnt_from_some_texts_whatever_their_order(spark: Any) -> None:
+    from ringspark.pipelines import train_tokenizer
+
     texts = [f"Hello wörld {i % 7}" for i in range(50)] + [None, "", "x" * 10_000]
     frame = spark.createDataFrame([(text,) for text in texts], "`a.text` string")
     made = train_tokenizer(frame.repartition(3), "a.text", vocab_size=300)

@@ -10,6 +10,7 @@ import pytest
 
 from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, FromExtras
+from ringspark.models import MODELS
 
 EXTRAS = "ringspark.extras"
 
@@ -43,3 +44,11 @@ def optimizer_names() -> list[Any]:
     """Returns one pytest parameter per optimizer; names of extras have the mark `extras`."""
     extra = {name for name, make in OPTIMIZERS.items() if isinstance(make, FromExtras)}
     return [pytest.param(name, marks=[pytest.mark.extras] if name in extra else []) for name in OPTIMIZERS]
+
+
+def models_of(names: Iterable[str]) -> list[Any]:
+    """Returns one pytest parameter per name of `MODELS`; networks of extras have the mark `extras`."""
+    return [
+        pytest.param(name, marks=[pytest.mark.extras] if MODELS[name].startswith(EXTRAS) else [])
+        for name in names
+    ]

@@ -89,6 +89,7 @@ def _taken(config: TrainConfig) -> Any:
     return work
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["wide data", "big network"])
 def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> None:
@@ -106,6 +107,7 @@ def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> N
         assert sum(needs.values()) > taken / 2
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> None:
     # It needs 20 GiB. The limit leaves room for the libraries and threads of any build of torch.
@@ -132,6 +134,7 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> 
     assert sentence.endswith("or give the workers more memory by spark.executor.pyspark.memory")
 
 
+@pytest.mark.extras
 def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManifest) -> None:
     config = _config(shards, _linear(64))
     need = sum(worker_needs(config, NOTHING, shards).values())
@@ -143,6 +146,7 @@ def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManif
         check(config, NOTHING, shards, [None, Available(num_bytes=need - 1, source="here")])
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("collective", "sharding", "mesh", "remedy"),
     [
@@ -163,6 +167,7 @@ def test_the_remedy_is_not_what_is_set_already_or_refused(
         check(config, NOTHING, shards, [Available(num_bytes=1, source="here")])
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("sharding", "parts"),
     [
@@ -204,6 +209,7 @@ def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> No
     assert worker_needs(hybrid, NOTHING, shards)[names[2]] == whole[names[2]] // 2
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("optimizer", optimizer_names())
 def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardManifest, optimizer: str) -> None:
     spec = ModelSpec("mlp", {"in_features": 64, "hidden": [256, 256], "out_features": 1})
@@ -223,12 +229,14 @@ def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardMani
         check(config, NOTHING, shards, [available])
 
 
+@pytest.mark.extras
 def test_the_state_of_a_users_own_optimizer_counts(shards: ShardManifest) -> None:
     objects = UserObjects(optimizer=lambda parameters: torch.optim.Adam(parameters, amsgrad=True))
     needs = worker_needs(_config(shards, ModelSpec("mlp", BIG)), objects, shards)
     assert needs["optimizer state"] == pytest.approx(3 * needs["gradients"], rel=1e-5)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("settings", "copied"),
     [
@@ -260,6 +268,7 @@ class Unused(nn.Module):
         return self.used(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.extras
 def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest) -> None:
     objects = UserObjects(module=Unused())
     config = check_training(_config(shards, None), objects, shards).config
@@ -271,6 +280,7 @@ def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest)
         check(config, objects, shards, [Available(num_bytes=1 << 20, source="here")])
 
 
+@pytest.mark.extras
 def test_on_a_gpu_the_host_holds_the_network_once(shards: ShardManifest) -> None:
     big, small = (
         worker_needs(_config(shards, model, use_gpu=True), NOTHING, shards)
@@ -296,6 +306,7 @@ def test_spark_divides_the_memory_of_its_python_workers_by_cores(
     assert (found and found.num_bytes) == num_bytes
 
 
+@pytest.mark.extras
 def test_the_driver_refuses_what_spark_leaves_no_room_for(shards: ShardManifest) -> None:
     conf = {"spark.master": "yarn", "spark.executor.pyspark.memory": "100m"}
     config = check_training(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards).config

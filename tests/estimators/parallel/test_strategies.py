@@ -13,6 +13,7 @@ import pytest
 import torch
 from held_bytes import held_bytes
 from ranks import run_one, run_ranks
+from registries import EXTRAS
 from torch import nn
 
 from ringspark.estimators.collectives import COLLECTIVES, Collective
@@ -37,6 +38,14 @@ CASES = [
     if collective != "local" and (strategy, collective) != ("zero3", "horovod")
 ]
 SHARDED = [case for case in CASES if case[0] != "data_parallel"]
+
+
+def _params(cases: list[tuple[str, str]]) -> list[Any]:
+    """Returns pytest parameters; strategies of extras have the mark `extras`."""
+    extra = [strategy for strategy, path in STRATEGIES.paths.items() if path.startswith(EXTRAS)]
+    return [pytest.param(*case, marks=[pytest.mark.extras] if case[0] in extra else []) for case in cases]
+
+
 STEPS = 20
 # Rows per step: uneven counts, and single rows that leave all other ranks without any.
 ROWS = [5, 4, 1, 7, 3] * (STEPS // 5)
@@ -245,7 +254,7 @@ def _alone() -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), CASES)
+@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
 @pytest.mark.parametrize("training", TRAININGS)
 def test_weights_after_twenty_steps_are_those_of_one_worker(
     strategy: str, collective: str, training: str
@@ -258,7 +267,7 @@ def test_weights_after_twenty_steps_are_those_of_one_worker(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), CASES)
+@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
 def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy: str, collective: str) -> None:
     first, second = (result["overflow"] for result in _results(strategy, collective))
     assert first == second
@@ -267,7 +276,7 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy: str, collective
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), CASES)
+@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
 def test_no_rank_multiplies_its_loss_and_overflows_where_one_worker_does_not(
     strategy: str, collective: str
 ) -> None:
@@ -275,7 +284,7 @@ def test_no_rank_multiplies_its_loss_and_overflows_where_one_worker_does_not(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), SHARDED)
+@pytest.mark.parametrize(("strategy", "collective"), _params(SHARDED))
 def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy: str, collective: str) -> None:
     first, second = (result["overflow of one element"] for result in _results(strategy, collective))
     assert first == second
@@ -283,7 +292,7 @@ def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy: str, coll
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), CASES)
+@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
 def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy: str, collective: str) -> None:
     whole = _alone()["bytes"]["state"]
     cut = {"data_parallel": [], "compressed": [], "zero1": ["optimizer"], "zero2": ["optimizer", "gradients"]}
@@ -304,7 +313,11 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), [c for c in CASES if c[0] in ("zero1", "zero2")])
+@pytest.mark.parametrize(
+    ("strategy", "collective"), _params([c for c in CASES if c[0] in ("zero1", "zero2")])
+)
+    ("strategy", "collective"), _params([c for c in CASES if c[0] in ("zero1", "zero2")])
+)
 def test_zero_sends_what_data_parallelism_sends(strategy: str, collective: str) -> None:
     """Reduce-scatter plus all-gather send an all-reduce's bytes, plus flags for missing gradients."""
     num_bytes = _alone()["bytes"]["state"]["gradients"]

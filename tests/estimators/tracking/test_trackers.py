@@ -49,18 +49,21 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.extras
 def test_each_listed_name_is_a_tracker_that_a_setting_may_name() -> None:
     assert set(TRACKERS) == set(get_args(TrackerName))
     for name, tracker in TRACKERS.items():
         assert tracker.name == name
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_mistyped_option_is_one_sentence(name: str) -> None:
     with pytest.raises(ValueError, match=f"tracking: '{name}' has no option 'lgo_dir'"):
         make_trackers([{"name": name, "lgo_dir": "x"}], shows_progress=False)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -103,6 +106,7 @@ def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "3/10" in capsys.readouterr().err
 
 
+@pytest.mark.extras
 def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_path: Path) -> None:
     (tracker,) = make_trackers(["tensorboard"], shows_progress=False)
     folder = tmp_path / "tracking" / "tensorboard"
@@ -125,6 +129,7 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
     assert found["epoch/train_loss"] == [(3, 0.35), (6, 0.1)]
 
 
+@pytest.mark.extras
 def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path) -> None:
     (tracker,) = make_trackers([{"name": "tensorboard", "log_dir": str(tmp_path)}], shows_progress=False)
     for search, loss in (("first", 0.5), ("second", 0.4), ("first", 0.3)):
@@ -136,6 +141,7 @@ def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path)
     assert found == [[(1, 0.3)], [(1, 0.4)]]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(("name", "folder"), [("jsonl", "tracking"), ("tensorboard", "tracking/tensorboard")])
 def test_a_file_in_a_store_is_written_again_when_it_has_grown_by_a_tenth(name: str, folder: str) -> None:
     (tracker,) = make_trackers([name], shows_progress=False)

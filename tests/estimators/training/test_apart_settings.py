@@ -125,6 +125,7 @@ def test_an_optimizer_of_the_users_own_is_refused_on_the_driver(
     check_training(replace(config, num_workers=1, parallelism={}), objects, manifest)
 
 
+@pytest.mark.extras
 def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(
     make_shards: MakeShards, tmp_path: Path
 ) -> None:

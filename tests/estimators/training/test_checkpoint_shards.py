@@ -288,6 +288,7 @@ def _refused(config: TrainConfig, collective: Collective) -> Any:
     return train_worker(config, collective, UserObjects()).checkpoint_errors
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
     make_shards: Callable[..., ShardManifest], tmp_path: Path

@@ -34,6 +34,7 @@ def _module() -> nn.Module:
     return module
 
 
+@pytest.mark.extras
 def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
     """After the freeze an update is linear in the gradients, even for a parameter with a late first one."""
     ours, theirs = nn.Parameter(torch.tensor([3.0, -1.0])), nn.Parameter(torch.tensor([3.0, -1.0]))
@@ -60,6 +61,7 @@ def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
     assert again.param_groups[0]["is_frozen"]
 
 
+@pytest.mark.extras
 def test_adam1bit_moves_a_weight_without_a_gradient_till_then_by_no_leap() -> None:
     """The frozen second moment is 0, and the first gradient may be compression noise."""
     weights, dead = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(1))
@@ -309,6 +311,7 @@ def test_elementwise_optimizers_are_those_that_update_slices_alike(name: str) ->
     assert bool(difference < 1e-6) is (name in ELEMENTWISE)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", ["adafactor", "adam1bit", "adam8bit", "adamw8bit", "lamb", "lars", "sm3"])
 def test_our_own_optimizers_refuse_sparse_gradients_with_the_remedy(name: str) -> None:
     embedding = nn.Embedding(5, 3, sparse=True)
@@ -338,6 +341,7 @@ def _moved_by(
             torch.testing.assert_close(p.detach().double(), weights, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.extras
 def test_lamb_is_the_papers_algorithm_2() -> None:
     def step(t: int, weights: torch.Tensor, gradient: torch.Tensor, state: dict[Any, Any]) -> None:
         state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * gradient
@@ -349,6 +353,7 @@ def test_lamb_is_the_papers_algorithm_2() -> None:
     _moved_by("lamb", [(5, 3), (4,), (2, 3, 2)], step)
 
 
+@pytest.mark.extras
 def test_lars_is_the_papers_algorithm_1() -> None:
     def step(t: int, weights: torch.Tensor, gradient: torch.Tensor, state: dict[Any, Any]) -> None:
         rate = 0.001 * weights.norm() / (gradient.norm() + 0.1 * weights.norm()) if weights.dim() > 1 else 1.0
@@ -358,6 +363,7 @@ def test_lars_is_the_papers_algorithm_1() -> None:
     _moved_by("lars", [(5, 3), (4,), (2, 3, 2)], step)
 
 
+@pytest.mark.extras
 def test_sm3_is_the_papers_sm3_ii_with_lines_as_the_cover() -> None:
     def step(t: int, weights: torch.Tensor, gradient: torch.Tensor, state: dict[Any, Any]) -> None:
         sums = torch.zeros_like(weights)
@@ -373,6 +379,7 @@ def test_sm3_is_the_papers_sm3_ii_with_lines_as_the_cover() -> None:
     _moved_by("sm3", [(5, 3), (4,), (2, 3, 2)], step)
 
 
+@pytest.mark.extras
 def test_adafactor_is_torchs() -> None:
     shapes = [(5, 3), (4,), (2, 3, 4), ()]
     ours, theirs = _parameters(*shapes), _parameters(*shapes)
@@ -386,6 +393,7 @@ def test_adafactor_is_torchs() -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(("name", "full"), [("adam8bit", "adam"), ("adamw8bit", "adamw")])
 def test_8_bit_moments_move_weights_like_32_bit_ones(name: str, full: str) -> None:
     ours, theirs = _parameters((300, 40), (9,)), _parameters((300, 40), (9,))
@@ -410,6 +418,7 @@ def test_8_bit_moments_of_a_large_parameter_are_those_of_its_parts(monkeypatch: 
     assert whole[0].equal(chunked[0])
 
 
+@pytest.mark.extras
 def test_a_transposed_parameter_takes_8_bit_steps_too() -> None:
     (plain,) = _parameters((64, 80))
     transposed = nn.Parameter(plain.detach().clone().T.contiguous().T)
@@ -604,6 +613,7 @@ def _weights(collective: Collective) -> Any:
     return result
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", TORCH_AND_SLOW_OTHERS)
 def test_factories_and_our_own_optimizers_train_alike_on_several_ranks(name: str) -> None:

@@ -234,6 +234,7 @@ def _running_means(config: TrainConfig, collective: Collective) -> list[float]:
     return [float(b.sum()) for name, b in network.module.named_buffers() if name.endswith("running_mean")]
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 def test_ranks_that_build_only_their_shard_get_the_checkpoints_buffers(
     make_shards: MakeShards, tmp_path: Path

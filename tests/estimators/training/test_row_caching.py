@@ -123,6 +123,7 @@ def test_auto_takes_what_has_twice_the_room(
     assert choose_cache(num_bytes, memory, disk) == chosen
 
 
+@pytest.mark.extras
 def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
     manifest = _shards(make_shards)
     config = config_of(manifest, Path("run"), model=SPEC.to_json(), cache="memory")

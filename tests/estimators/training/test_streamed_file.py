@@ -63,6 +63,7 @@ def test_every_dtype_and_shape_comes_as_from_the_whole_file(tmp_path: Path) -> N
             assert torch.equal(file.read(name), expected)
 
 
+@pytest.mark.extras
 def test_only_the_tensor_that_is_used_needs_room(tmp_path: Path) -> None:
     layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).eval()
     save_checkpoint(str(tmp_path), layers)

@@ -126,6 +126,7 @@ def _whole_run(optimizer: str) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in sync.network.parameters()])
 
 
+@pytest.mark.extras
 @pytest.mark.distributed
 @pytest.mark.parametrize(("sharding", "collective", "optimizer"), CASES)
 def test_ten_steps_at_two_workers_and_ten_at_one_are_twenty_at_one_and_back(

@@ -372,6 +372,7 @@ def test_a_model_that_raises_on_one_rank_is_named_with_its_step(
         train_gang(config, UserObjects(module=_FailsAtStep(3)))
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("compression", ["none", "int8"])
 def test_a_loss_that_is_not_finite_stops_the_training(
     make_shards: MakeShards, tmp_path: Path, compression: str

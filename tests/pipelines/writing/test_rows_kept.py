@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from frames_of_any_kind import CHANGING, FRAMES, partner
 
+from ringspark import pipelines
 from ringspark.estimators.stages.fit_data import FitData
-from ringspark.pipelines import ShardManifest, Vocabulary, cached_shards, write_shards
+from ringspark.pipelines import ShardManifest, Vocabulary, write_shards
 
 pytestmark = [pytest.mark.spark, pytest.mark.modes]
 
@@ -34,6 +35,10 @@ def _fit(**settings: Any) -> Way:
     return write
 
 
+def _marks(way: str, *, is_slow: bool) -> list[Any]:
+    return [pytest.mark.slow] * is_slow + [pytest.mark.extras] * (way == "a cache")
+
+
 WAYS: dict[str, Way] = {
     "as they are": write_shards,
     "three files": lambda df, uri: write_shards(df, uri, num_files=3),
@@ -49,7 +54,7 @@ WAYS: dict[str, Way] = {
         columns={"word": Vocabulary()},
         validation_fraction=0.2,
     ),
-    "a cache": lambda df, uri: cached_shards(df, uri, key="v1"),
+    "a cache": lambda df, uri: pipelines.cached_shards(df, uri, key="v1"),
     "a fit": _fit(validation_fraction=0.25, seed=3),
     "a fit that skips": lambda df, uri: _fit(drops_invalid=True)(_with_nulls(df), uri),
     "a fit in place": _fit(place="auto"),
@@ -57,9 +62,7 @@ WAYS: dict[str, Way] = {
 
 ALL = [
     # In `make test`, each frame takes one way: the next one.
-    pytest.param(
-        kind, way, id=f"{kind}-{way}", marks=() if (at - at_way) % len(WAYS) == 0 else pytest.mark.slow
-    )
+    pytest.param(kind, way, id=f"{kind}-{way}", marks=_marks(way, is_slow=(at - at_way) % len(WAYS) != 0))
     for at, kind in enumerate(FRAMES)
     for at_way, way in enumerate(WAYS)
 ]

@@ -38,5 +38,10 @@ BAD_INPUTS = [
 
 # Names of the rows that `ringspark.extras` refuses.
 OF_EXTRAS = frozenset(
-    ["mesh: with compression", "mesh: planned, and none fits", *(row.name for row in WINDOWS)]
+    [
+        "mesh: with compression",
+        "mesh: planned, and none fits",
+        *(row.name for row in WINDOWS),
+        *(row.name for row in JOB_LINES if row.name.startswith("shards:")),
+    ]
 )

@@ -20,13 +20,13 @@ import score
 import train
 from ringspark.estimators import TorchClassificationModel, TorchClassifier
 from ringspark.estimators.options.checked import WrongTypeError
-from ringspark.jobs import cli, shards
+from ringspark.jobs import cli, command
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 DEEP = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
-JOBS = {"etl": etl, "train": train, "score": score, "shards": shards}
+JOBS = {"etl": etl, "train": train, "score": score}
 NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
 
 
@@ -130,11 +130,14 @@ class Place:
         return kind.load(self.prepared("saved", damage))
 
     def job(self, name: str, *options: str) -> None:
-        """Runs a job's command line in this process."""
+        """Runs a script of the flights, or a command of `ringspark`, in this process."""
         errors = StringIO()
         with redirect_stderr(errors):
             try:
-                code = cli.main(JOBS[name].build_parser(), JOBS[name].run, options)
+                if name in JOBS:
+                    code = cli.main(JOBS[name].build_parser(), JOBS[name].run, options)
+                else:
+                    code = command.main([name, *options])
             except SystemExit as ended:
                 code = ended.code
         if code:
