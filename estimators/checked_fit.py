@@ -1,4 +1,4 @@
-"""Checks a fit on the driver before any Spark job starts; later steps check nothing again."""
+"""Checks a fit on the driver: settings and schema first, then the training against the written shards."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class CheckedFit:
     def with_rows(
         self, estimator: Any, spark: SparkSession, run: RunFolder, manifest: ShardManifest
     ) -> CheckedTraining:
-        """Checks the fit against the manifest of the shards; replaces parallelism "auto" by a mesh."""
+        """Checks the training against the manifest of the shards. Techniques then choose open settings."""
         data, objects = self.data, self.objects
         is_split = data.validation_col is not None or data.validation_fraction is not None
         if is_split and not manifest.select("validation").num_rows:
@@ -147,7 +147,7 @@ class CheckedFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What the driver of a fit knows of the workers' memory, for techniques that choose settings."""
+    """Arguments of `Technique.settle`: the estimator, the run's folder, and limits of the workers' memory."""
 
     estimator: Any
     run: RunFolder

@@ -32,7 +32,8 @@ class Plans:
     Attributes:
         known: Inputs, label and held-out rows -> the `TablePlan`.
         rows: Result of `fix_rows`; None until a fit needs it.
-        is_dry_run: Whether to run no job: the fit is only checked, with the settings of any rows.
+        is_dry_run: Whether only to check the fit, without Spark jobs. Placeholders replace settings that depend
+            on the rows.
     """
 
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class PreparedFit:
 
 
 def is_for_tables(model: Any) -> bool:
-    """Whether a model names a network for tables, and `fit` must still add the arguments about the table."""
+    """Whether the model is a network for tables without its arguments about the table, which `fit` adds."""
     return isinstance(model, ModelSpec) and model.target in NETWORKS and "edges" not in model.kwargs
 
 
@@ -103,10 +104,11 @@ def wants_table(estimator: Any) -> bool:
 def prepare_fit(
     estimator: Any, dataset: DataFrame, plans: Plans | None = None, search_uri: str | None = None
 ) -> PreparedFit:
-    """Makes the network for a table, and holds out the newest rows for `timeCol`.
+    """Chooses the network for a table, and holds out the newest rows for `timeCol`.
 
     Fits on one DataFrame share `plans`. `search_uri` is the folder of a search, which may hold a plan.
-    Techniques may add columns to the rows. Runs a few Spark jobs, and raises like `fit`.
+    Techniques may add columns to the rows. Raises like `fit`. Runs a few Spark jobs, unless
+    `plans.is_dry_run`.
     """
     plans = plans or Plans()
     with explain_worker_errors():

@@ -1,8 +1,12 @@
 """What a technique of `ringspark.extras` may do in a fit, and the registry of techniques.
 
-The core knows no technique by name: at each point of a fit it calls the hooks of the techniques that the
-settings ask for, in the order of `TECHNIQUES`. A technique is a folder of `ringspark.extras` with a file
-`technique.py`; its class overrides the hooks that it needs.
+At each point of a fit, the core calls the hooks of the techniques that the settings ask for, in the order of
+`TECHNIQUES`. A technique is a subclass of `Technique` that overrides the hooks that it needs, usually in
+`extras/<folder>/technique.py`.
+
+`techniques_in(estimator)` finds techniques by `Registered.param`. It serves the hooks `check_estimator`,
+`check_many`, `prepare`, `check_columns`, `output_columns` and `settle`. `techniques_of(config)` finds
+techniques by `Registered.field`, and serves all other hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ class Technique:
     `TrainConfig`, `objects` are `UserObjects`.
     """
 
-    # ---- On the driver, before rows are read.
+    # ---- On the driver, before the shards are written.
 
     def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
         """Checks a fit's settings.

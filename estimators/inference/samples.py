@@ -54,7 +54,10 @@ def record_module(
 
 
 def zeros_of(inputs: Sequence[ModelInput], rows: int, length: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Returns sample inputs; a ragged row has `_VALUES` values, a padded row at most `length` values."""
+    """Returns inputs of zeros, and offsets for ragged columns.
+
+    A ragged row has `_VALUES` values, a padded row at most `length` values.
+    """
     made = []
     for number, (item, place) in enumerate(zip(inputs, _places(inputs), strict=True)):
         array = item.array

@@ -43,7 +43,7 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.manifest import SPLITS
 from ringspark.pipelines.spark_paths import is_local
 
-# Optimizer state in copies of the trained parameters: more than any named optimizer keeps.
+# Upper bound of the optimizer state of all named optimizers, in multiples of the trained parameters.
 _MOST_STATE = 3
 
 
@@ -114,6 +114,9 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
         return max(0, limit.num_bytes - sum(at_most.values()))
     try:
         needs = worker_needs(config, objects, manifest)
+    except ModuleNotFoundError:
+        # Without extras, only the parameters are certain.
+        needs = _needs(config, manifest, network, 0, 0)
     except MemoryError:
         # The planner needs only a few megabytes.
         needs = at_most
@@ -128,7 +131,7 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
 
 
 def worker_needs(config: TrainConfig, objects: UserObjects, manifest: ShardManifest) -> dict[str, int]:
-    """Returns part -> lower bound of the host bytes that the most loaded worker holds at once.
+    """Returns part -> lower bound of the host bytes that the worker that needs most holds at once.
 
     Plans one step on two rows, to find which parameters get a gradient and optimizer state.
     """
@@ -142,7 +145,7 @@ def _needs(
     whole = parameters + num_bytes(b for b in network.buffers() if not is_lazy(b))
     on_gpu = dict.fromkeys(SHARDED_PARTS["parameters"], 0.0)
     share = on_gpu if config.use_gpu else shares(config.sync.sharding, shard_group_size(config))
-    # At least one worker has an even shard of the mesh; state and gradients were planned as shards.
+    # At least one worker has an even share or more; state and gradients were planned as shards.
     parts = math.prod(config.axes[axis] for axis in ("tensor", "pipeline", "expert"))
     own = {
         "parameters": int(whole / parts * share.get("parameters", 1.0)),
@@ -214,7 +217,7 @@ def resolve_cache(
     config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
 ) -> TrainConfig:
     """Resolves a `cache` of "auto" for this rank; `local_size` ranks share the disk."""
-    # A reader that hides its rows keeps all of them, and chooses their place itself.
+    # The reader of a differentially private training keeps all rows, in memory or on disk.
     if config.cache != "auto" or config.hides_rows:
         return config
     num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)

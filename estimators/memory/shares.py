@@ -33,5 +33,5 @@ def shares(sharding: str, num_workers: int) -> Mapping[str, float]:
 
 
 def checkpoint_writers(config: TrainConfig) -> int:
-    """Returns how many ranks share the checkpoint copy of one shard of the network."""
+    """Returns the number of ranks that together write one shard of the network to a checkpoint."""
     return 1 if config.cuts_network or config.sync.sharding == "none" else shard_group_size(config)

@@ -67,7 +67,7 @@ class EmptyPasses(GradientSync):
         with keep_buffers(self.network):
             with self._autocast():
                 outputs = as_outputs(self.module(*self._like))
-            # The sum of no numbers has gradients of zeros; gradients of the other ranks' tokens flow too.
+            # This rank's own gradients are zeros; the pass still computes gradients of other ranks' tokens.
             torch.stack([output.float().sum() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:

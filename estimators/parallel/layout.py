@@ -82,8 +82,8 @@ class ModelLayout:
         shapes: Shape of each tensor of the whole network's state dict.
         trained: Names of the parameters that any rank trains, in the whole network's order.
         tied_to_stages: Parameters of this rank that other stages of a pipeline hold too -> their ranks.
-        complete_gradients: Adds the gradients that only part of a replica has; None if they are complete.
-        class_shards: The classes of the logits that this rank computes; None for all.
+        complete_gradients: All-reduces gradients that are partial sums; None if gradients are complete.
+        class_shards: How logits are sharded by class; None if this rank computes the logits of all classes.
         uncompiled: Functions, each as (owner, name), that `torch.compile` must call as plain Python.
         is_adapted: Whether any layer of the whole network has an adapter of `lora`.
     """
@@ -147,7 +147,7 @@ class ModelLayout:
         }
 
     def is_counted(self, name: str, among: Sequence[str] = ("expert", "sequence", "tensor")) -> bool:
-        """Whether this rank adds its tensor to a sum over the axes `among`; each element must count once."""
+        """Whether this rank's copy counts in a sum over the axes `among`: one copy of each element counts."""
         here, spec = self.mesh.coordinates, self.cuts.get(name)
         alike = [axis for axis in among if spec is None or spec.axis != axis]
         return name not in self._copies and all(here[axis] == 0 for axis in alike)

@@ -21,8 +21,8 @@ TRACKERS: LazyRegistry[type[Tracker]] = LazyRegistry(
     {
         "console": f"{_FOLDER}.console:ConsoleTracker",
         "jsonl": f"{_FOLDER}.jsonl:JsonLinesTracker",
-        "mlflow": f"{_FOLDER}.mlflow_tracker:MlflowTracker",
-        "tensorboard": f"{_FOLDER}.tensorboard_tracker:TensorBoardTracker",
+        "mlflow": "ringspark.extras.tracking.mlflow_tracker:MlflowTracker",
+        "tensorboard": "ringspark.extras.tracking.tensorboard_tracker:TensorBoardTracker",
     }
 )
 

@@ -23,7 +23,9 @@ class OwnStep(Protocol):
     def train(
         self, batch: Batch, plan: EpochPlan, step: int, number: int, epoch: int
     ) -> MicroBatchOutput | None:
-        """Takes the optimizer steps of a step; returns None if fp16 overflowed. Runs on every rank.
+        """Runs one training step, which may step the optimizer several times. Runs on every rank.
+
+        Returns None if fp16 overflowed.
 
         Args:
             step: Step within the epoch, from 0.
@@ -36,7 +38,7 @@ class OwnStep(Protocol):
         """Computes the losses of held-out rows, without optimizer steps. Runs on every rank."""
 
     def take(self, split: str, data: Collective) -> dict[str, float]:
-        """Returns the means of the logged values of an epoch, and resets them. Runs on every rank."""
+        """Returns the means of an epoch's logged values over the ranks of `data`, and resets them."""
 
     def state(self) -> Tensors: ...
 

@@ -25,7 +25,7 @@ class Passes(Protocol):
     """Forward and backward passes of one rank; every rank makes the same calls.
 
     Attributes:
-        steps_in_flight: Number of steps whose gradients come only after later steps; `drain` brings them.
+        steps_in_flight: Number of steps whose gradients are still in flight; each `drain` accumulates one.
     """
 
     @property
@@ -127,7 +127,7 @@ class WholePasses:
 
 
 class Stages(Protocol):
-    """This rank's layers of a network whose layers several ranks share."""
+    """This rank's stages of a pipeline."""
 
     layers: Any
 

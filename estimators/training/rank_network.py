@@ -105,7 +105,7 @@ class RankNetwork:
             self.stages = first_made(made)
             if is_deferred(module) and config.sync.sharding != "parameters":
                 send_initial_weights(module, mesh, self._device)
-        # After `shard`, which refuses gradient hooks, because this call adds some.
+        # After the hook `shard` of a technique, which refuses gradient hooks: this call adds some.
         self._refuse_sparse_gradients()
         if not mesh.cuts_network:
             self._start_state = unsaved_buffers(module)
@@ -129,7 +129,10 @@ class RankNetwork:
         return tuple(find_changed_buffers(self._start_state, unsaved_buffers(self.module)))
 
     def _refuse_sparse_gradients(self) -> None:
-        """Makes embeddings give dense gradients if the strategy or the optimizer takes no sparse ones."""
+        """Sets `sparse=False` in embeddings if the strategy or the optimizer takes no sparse gradients.
+
+        With several workers, a hook refuses any other sparse gradient.
+        """
         config, module = self._config, self.module
         is_alone = config.num_workers == 1
         if is_alone:

@@ -32,7 +32,7 @@ from ringspark.models.reports import Reports, collect_reports
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings of a pass, equal for all micro-batches of a training."""
+    """What a pass needs besides the network and the batch."""
 
     config: TrainConfig
     criterion: Criterion
@@ -136,7 +136,7 @@ def compute_losses(
 
 
 def sum_layer_losses(recipe: Recipe, reports: Reports, batch: Batch) -> torch.Tensor:
-    """Returns what the layers' own losses add to each head's summed loss, (num_heads,)."""
+    """Returns the layers' losses of `add_loss`, summed over the rows for each head, (num_heads,)."""
     for values in reports.losses:
         if values.shape != (batch.num_rows,):
             raise ValueError(

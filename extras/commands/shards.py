@@ -1,10 +1,10 @@
 """Lists, describes, verifies and removes shards, shard caches, and runs that `fit` left behind.
 
-    python -m ringspark.extras.commands.shards list /data/cache
-    python -m ringspark.extras.commands.shards describe /data/shards
-    python -m ringspark.extras.commands.shards verify /data/shards
-    python -m ringspark.extras.commands.shards remove /data/cache 3f2a
-    python -m ringspark.extras.commands.shards runs /data/storage --remove-older-than 24
+    ringspark shards list /data/cache
+    ringspark shards describe /data/shards
+    ringspark shards verify /data/shards
+    ringspark shards remove /data/cache 3f2a
+    ringspark shards runs /data/storage --remove-older-than 24
 
 The command does not start Spark, so a path without a scheme is on this machine.
 """
@@ -19,7 +19,7 @@ from ringspark.jobs import cli
 if TYPE_CHECKING:
     from ringspark.extras.runs.stored_runs import StoredRun
 
-DESCRIPTION = "Show, verify and remove shards and shard caches."
+DESCRIPTION = "Show, verify and remove shards, shard caches, and runs that fit left behind."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ class Distillation(Technique):
     def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
         if is_on_shards:
             raise ValueError(
-                "fitOnShards has rows without the outputs of teacher; call fit, or unset teacher"
+                "fitOnShards cannot use teacher, because shards lack its outputs; call fit, or leave "
+                "teacher unset"
             )
 
     def prepare(self, fit: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Synchronizes the gradients of experts, which ranks with different rows share.
+"""Gradient synchronization for expert parallelism: ranks have different experts and different rows.
 
 Every rank runs the same number of passes, because its experts compute other ranks' tokens.
 """
@@ -44,7 +44,7 @@ class ExpertAllReduce(EmptyPasses, GradientAllReduce):
             over=lambda name: mesh.expert_gradients if name in experts else mesh.gradients,
             bucket_bytes=bucket_bytes,
         )
-        # An overflow in some experts is known to their ranks alone.
+        # Only the ranks that hold an expert see its overflow, so ranks must agree.
         self.ranks_differ = True
         self.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
 
@@ -52,8 +52,8 @@ class ExpertAllReduce(EmptyPasses, GradientAllReduce):
 class ExpertZeroSync(EmptyPasses, ZeroSync):
     """ZeRO if ranks have different experts.
 
-    It sends after each backward pass and not during it, because a backward pass may wait for other ranks'
-    experts.
+    It sends gradients between backward passes, never inside one, because a backward pass may wait for other
+    ranks' experts.
     """
 
 

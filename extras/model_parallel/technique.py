@@ -26,7 +26,10 @@ class ModelParallelism(Technique):
         config = training.config
         is_short = training.whole is not training.module
         if is_short and (config.parallelism.plan or config.parallelism.pipeline.cuts):
-            _log.warning("parallelism %s is not checked, because it names layers", config.parallelism)
+            _log.warning(
+                "parallelism %s is checked only on the workers, because it names layers of the whole network",
+                config.parallelism,
+            )
         else:
             check_mesh(config, training.copies, training.manifest, training.module)
         return training

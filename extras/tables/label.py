@@ -15,7 +15,7 @@ from ringspark.estimators.training.member_choice import IGNORED
 from ringspark.pipelines.columns import quote
 
 _MAX_CLASSES = 1_000
-# Below this share of the mean, float32 rounds a hundredth of the deviation away.
+# If the deviation is a smaller share of the mean, float32 rounds off more than 1 % of it.
 _FEW_DIGITS = 100 * 2.0**-24
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
 _LEAST_LABEL = float(np.finfo(np.float32).tiny)
@@ -65,7 +65,7 @@ def look_at_label(
             )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
-    # Classes that only held-out rows have count, too: which rows are held out must not change the network.
+    # Held-out rows count, too, so that the choice of held-out rows does not change the number of classes.
     is_class = value.isNotNull()
     if isinstance(label.dataType, StringType):
         value = value.cast("string")  # drops the collation, like the class ids

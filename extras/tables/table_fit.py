@@ -38,7 +38,7 @@ from ringspark.pipelines.kinds.table_row import TableColumn
 
 # Spark's tuners add a column of random numbers to the rows of a fold.
 _OF_TUNERS = re.compile(r"(CrossValidator|TrainValidationSplit)_[0-9a-f]+_rand")
-# Of so few rows that `_recipe` chooses the most epochs.
+# The plan of a dry run: with one row, the recipe has the most epochs.
 _UNKNOWN_ROWS = TablePlan(kind=TableRow((TableColumn(name=""),)), edges=[[0.0, 1.0]], uses=[], rows=1)
 
 
@@ -85,7 +85,7 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         model = estimator.getModel()
     completion = complete_table(estimator, plan, model)
     if plans.is_dry_run:
-        # The rows decide both; these values break no rule that other values keep.
+        # Both depend on the rows; these placeholders pass every check that real values pass.
         completion |= unset(estimator, {"batchSize": LARGE, "warmupSteps": 0})
     inner._set(
         inputCols=[TABLE_COLUMN],

@@ -22,7 +22,7 @@ from ringspark.pipelines.nulls import map_leaf, nan_to_null
 from ringspark.pipelines.rows import NumpyArray
 
 EXACT_DIGITS = 15
-"""Decimals of as many digits stay different as float64; the digits and the power of ten are exact."""
+"""Different decimals of up to this many digits stay different as float64."""
 
 
 def is_missing(value: Any) -> bool:

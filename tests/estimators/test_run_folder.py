@@ -10,16 +10,18 @@ import pytest
 
 from ringspark.estimators.run.folder import Begun, RunFolder
 from ringspark.estimators.run.identity import list_differences
+from ringspark.estimators.training.settings.config import TrainConfig
+
+PLAIN = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
 
 
-@pytest.mark.extras
 def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
     run = RunFolder(str(tmp_path), is_given=True)
     (tmp_path / "checkpoints" / "step-0000000010").mkdir(parents=True)
     (tmp_path / "heartbeat").mkdir()
     for name in ("history.json", "shards.json", ".progress.json.0123abcd", "checkpoints/step-0000000010/x"):
         (tmp_path / name).write_text("{}")
-    run.finish("{}")
+    run.finish("{}", PLAIN)
     run.clean()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.json", "result.json"]
 

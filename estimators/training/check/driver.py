@@ -118,7 +118,7 @@ def _begin(
     heads: Sequence[Head] | None,
     check_memory: Callable[[TrainConfig], None] | None,
 ) -> CheckedTraining:
-    """Checks what a network cannot be built without, and builds it."""
+    """Runs the checks that come before the network is built, and builds it."""
     if heads is None:
         check_names(config, objects)
     config = expand_arguments(config, manifest)
@@ -178,7 +178,7 @@ def _check_order(training: CheckedTraining) -> CheckedTraining:
 
 
 def _check_outputs(training: CheckedTraining) -> CheckedTraining:
-    """Runs the network, and gives the heads what its outputs decide."""
+    """Runs the network, and completes heads, output widths and `monitor` from its outputs."""
     config, objects, manifest = training.config, training.copies, training.manifest
     outputs = check_adapters(training.module, lambda: probe(training.module, config, manifest, objects))
     training = replace(training, outputs=outputs)

@@ -28,7 +28,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
-# The training warns if the initial weights keep a larger share than this in the final average.
+# `check_average` warns if the initial weights keep a larger share than this in the final average.
 MAX_INITIAL_SHARE = 0.5
 
 # Steps of a user's schedule that the driver tries; more would take seconds.

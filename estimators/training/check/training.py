@@ -22,11 +22,11 @@ from ringspark.pipelines.manifest import Split
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTraining:
-    """A training, as far as the driver has checked it.
+    """A training during the checks of the driver.
 
     Attributes:
-        config: With resolved inputs, `losses`, `monitor`, `output_widths` and `own_metrics` in the end.
-        copies: Copies of what the checks would change in `objects`.
+        config: The config; after all checks with `monitor`, `output_widths` and `own_metrics`.
+        copies: A copy of `objects` that the checks may change.
         whole: The network with all layers. For a large network of the transformers library it is on `meta`.
         module: The network that the checks run: `whole`, or a shorter network of the same family.
         heads: Loss and metrics, one per output.

@@ -25,7 +25,7 @@ def plan_least(
     plain = replace(
         whole,
         use_gpu=False,
-        # Ranks that shard the weights between their uses gather them in a step.
+        # Without the axis `shard`, whose ranks gather the weights in each step.
         parallelism=whole.parallelism if config.cuts_network else Mesh(),
         precision="fp32",
         gradient_checkpointing="none",

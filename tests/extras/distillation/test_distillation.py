@@ -160,5 +160,5 @@ def test_other_teachers_are_refused(rows: Any, teacher: Any, root: Path) -> None
 def test_shards_that_exist_are_refused(rows: Any, teacher: Any, root: Path) -> None:
     manifest = write_shards(rows.select("features", "number"), str(root / "shards"))
     estimator = _estimator(TorchClassifier, root, "number", teacher=teacher)
-    with pytest.raises(ValueError, match="fitOnShards has rows without the outputs of teacher; call fit"):
+    with pytest.raises(ValueError, match="cannot use teacher, because shards lack its outputs; call fit"):
         estimator.fitOnShards(manifest.uri)
