@@ -32,8 +32,8 @@ class Plans:
     Attributes:
         known: Inputs, label and held-out rows -> the `TablePlan`.
         rows: Result of `fix_rows`; None until a fit needs it.
-        is_dry_run: Whether only to check the fit, without Spark jobs. Placeholders replace settings that depend
-            on the rows.
+        is_dry_run: Whether to check the fit without Spark jobs. Placeholders replace settings that depend on
+            the rows.
     """
 
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
