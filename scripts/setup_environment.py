@@ -261,9 +261,11 @@ def link_packages() -> None:
     tree = ROOT / ".dev" / "ringspark"
     tree.mkdir(parents=True, exist_ok=True)
     files = [Path("ringspark", path.name) for path in (ROOT / "ringspark").glob("*.py")]
+    for link in tree.iterdir():
+        if not link.exists():  # of a file that was moved or removed
+            link.unlink()
     for target in (*map(Path, PACKAGES), *files):
         if not (tree / target.name).exists():
-            (tree / target.name).unlink(missing_ok=True)
             (tree / target.name).symlink_to(Path("..", "..", target))
 
 
