@@ -60,9 +60,14 @@ class Technique:
 
     # ---- On the driver, once the rows are known.
 
-    def check(self, training: Any) -> Any:
-        """Checks a `CheckedTraining`; returns it, perhaps with another config."""
-        return training
+    def check_optimizer(self, config: Any, objects: Any, network: nn.Module) -> None:
+        """Checks the optimizer of `objects`, or of the config, on the whole network."""
+
+    def check_labels(self, training: Any) -> None:
+        """Checks outputs and labels of a `Trial`, before the checks of the task do."""
+
+    def check(self, training: Any) -> None:
+        """Checks a `Trial` after all checks of the core."""
 
     def settle(self, training: Any, driver: Any) -> Any:
         """Chooses settings that the user left to ringspark; returns the `CheckedTraining`.

@@ -62,7 +62,6 @@ M = TypeVar("M", bound="TorchModel")
 
 Shape = tuple[int, ...]
 
-# The columns of `innerCols`.
 # Temporary column for Python's result.
 _RESULT = "__ringspark_result"
 # From this many inputs on, one struct holds all: Spark compares each argument of a function with all.

@@ -30,7 +30,7 @@ _REPEATABLE = re.compile(
 # other results, and so do dates such as 'today'.
 _CHANGING = re.compile(
     r"(?<!Broadcast)Exchange\b|ShuffleQueryStage|Limit\b|TakeOrdered|\.\.\. \d+ more fields"
-    r"|^[\s:*|+()\d-]*\w*(?:Python|Pandas|InArrow|UDTF)|\b(?:now|today|tomorrow|yesterday)\b(?!#)",
+    r"|^[\s:*|+()\d-]*\w*(?:Python|Pandas|InArrow|UDTF)|\b(?i:now|today|tomorrow|yesterday)\b(?!#)",
     re.MULTILINE,
 )
 # A call has no space before its parenthesis; a nested column, `NOT (...)` and `IN (...)` have one.
@@ -38,10 +38,13 @@ _CALL = re.compile(r"([\w$>]+)\(")
 # Common functions whose result depends only on their arguments. Any other function may depend on the clock,
 # on randomness or on partitions, or a user may have written it.
 _NAMES = """
-    abs array atleastnnonnulls between bigint cast ceil coalesce concat cos day dayofweek decimal
-    element_at exp explode float floor greatest hash hour if int isnan isnotnull isnull least length ln
-    log log1p lower minute month named_struct nanvl pmod pow power round signum sin some split sqrt string
-    struct substring to_date to_timestamp trim upper xxhash64 year
+    abs add_months array array_contains atleastnnonnulls between bigint cast ceil coalesce concat concat_ws
+    contains cos date_add date_sub date_trunc datediff day dayofmonth dayofweek dayofyear decimal element_at
+    endswith exp explode float floor greatest hash hour if initcap instr int isnan isnotnull isnull last_day
+    least length ln log log10 log1p log2 lower lpad ltrim md5 minute month months_between named_struct nanvl
+    nullif nvl pmod pow power quarter regexp_extract regexp_replace replace reverse rlike round rpad rtrim
+    second sha2 signum sin size slice some split sqrt startswith string struct substring tan tanh to_date
+    to_timestamp translate trim trunc upper weekday weekofyear xxhash64 year
 """
 _PURE = frozenset(_NAMES.split())
 

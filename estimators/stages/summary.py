@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Import paths of the reports and of the trace of the ranks' timelines.
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
     """Facts of one training.

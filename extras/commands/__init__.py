@@ -1,1 +1,1 @@
-"""Commands of `ringspark` beside `train` and `score`."""
+"""Commands of `ringspark` besides `train` and `score`."""

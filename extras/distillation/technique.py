@@ -23,11 +23,10 @@ class Distillation(Technique):
 
         return add_teacher(fit)
 
-    def check(self, training: Any) -> Any:
+    def check_labels(self, training: Any) -> None:
         from ringspark.extras.distillation.teacher import check_teacher
 
-        check_teacher(training.config, training.copies, training.manifest, training.batch_shapes[0])
-        return training
+        check_teacher(training.config, training.copies, training.manifest, training.shapes[0])
 
     def mix_losses(
         self,

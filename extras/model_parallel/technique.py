@@ -22,7 +22,7 @@ class ModelParallelism(Technique):
     def check_network(self, config: Any, network: nn.Module) -> None:
         check_shardable(copy_to_meta(network), config.axes, config.parallelism)
 
-    def check(self, training: Any) -> Any:
+    def check(self, training: Any) -> None:
         config = training.config
         is_short = training.whole is not training.module
         if is_short and (config.parallelism.plan or config.parallelism.pipeline.cuts):
@@ -32,7 +32,6 @@ class ModelParallelism(Technique):
             )
         else:
             check_mesh(config, training.copies, training.manifest, training.module)
-        return training
 
     def shard(
         self,

@@ -14,10 +14,9 @@ from ringspark.extras.network_losses.check import check_network_losses
 
 
 class NetworkLosses(Technique):
-    def check(self, training: Any) -> Any:
+    def check(self, training: Any) -> None:
         batch = Batch(inputs=training.inputs, labels=training.labels, weight=None)
         check_network_losses(training.config, training.heads, training.module, batch)
-        return training
 
     def around_losses(self, config: Any, network: nn.Module, device: Any) -> AbstractContextManager[Any]:
         return calls_in(network, config.precision, device)

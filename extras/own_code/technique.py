@@ -21,8 +21,6 @@ class OwnCode(Technique):
         if hooked or config.sync.sharding != "none":
             check_parameters(config, f"model {type(network).__name__}", named, hooked)
 
-    def check(self, training: Any) -> Any:
-        if training.copies.optimizer is not None:
-            make = partial(build_configured_optimizer, training.config, training.copies)
-            check_own_optimizer(training.config, make, training.whole)
-        return training
+    def check_optimizer(self, config: Any, objects: Any, network: nn.Module) -> None:
+        if objects.optimizer is not None:
+            check_own_optimizer(config, partial(build_configured_optimizer, config, objects), network)

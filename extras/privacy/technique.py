@@ -27,7 +27,7 @@ class DifferentialPrivacy(Technique):
 
         check_private_fit(objects, kinds)
 
-    def check(self, training: Any) -> Any:
+    def check(self, training: Any) -> None:
         from ringspark.extras.privacy.check import check_private_training
 
         check_private_training(
@@ -38,7 +38,6 @@ class DifferentialPrivacy(Technique):
             training.module,
             training.num_steps,
         )
-        return training
 
     def open_reader(self, config: Any, manifest: Any, shared: Mapping[str, Any]) -> Any:
         from ringspark.extras.privacy.poisson_reader import PoissonReader

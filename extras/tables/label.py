@@ -61,7 +61,7 @@ def look_at_label(
                 f"label {label.name!r} varies by only {deviation:.3g} around {mean:.7g}, and predictions "
                 "have 7 digits; subtract a constant from the label",
                 UserWarning,
-                stacklevel=8,
+                stacklevel=7,
             )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments

@@ -9,9 +9,8 @@ from ringspark.extras.training_steps.runner import StepRunner, try_step
 
 
 class TrainingStep(Technique):
-    def check(self, training: Any) -> Any:
+    def check(self, training: Any) -> None:
         try_step(training.config, training.copies, training.module, training.manifest)
-        return training
 
     def make_step(
         self, config: Any, objects: Any, sync: Any, scaler: Any, mesh: Any, device: Any

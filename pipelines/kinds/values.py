@@ -61,9 +61,19 @@ def to_arrow(values: Any) -> Any:
         values = values.combine_chunks()
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    if pa.types.is_fixed_size_list(values.type):
-        values = values.cast(pa.list_(values.type.value_type))
-    return values
+    plain = _plain_type(values.type)
+    return values if plain == values.type else values.cast(plain)
+
+
+def _plain_type(data_type: Any) -> Any:
+    """Returns the type with lists of any size in place of lists of one size, and plain texts and bytes."""
+    if pa.types.is_fixed_size_list(data_type):
+        return pa.list_(_plain_type(data_type.value_type))
+    if pa.types.is_list(data_type) or pa.types.is_large_list(data_type):
+        inner = _plain_type(data_type.value_type)
+        return data_type if inner == data_type.value_type else pa.list_(inner)
+    # pyarrow before 16 has no views.
+    return {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(data_type), data_type)
 
 
 def _to_plain(value: Any) -> Any:

@@ -28,6 +28,8 @@ OTHER: dict[str, Callable[[Any, Any], Any]] = {
     "a sample": lambda _, files: files.sample(0.5),
     "a random number": lambda _, files: files.selectExpr("id", "rand() AS x"),
     "the clock": lambda _, files: files.selectExpr("id", "now() AS x"),
+    # Spark takes the names of special dates in any case.
+    "a special date": lambda _, files: files.selectExpr("id", "CAST('Today' AS date) AS x"),
     "a Python function": lambda spark, _: random_function(spark),
     "a cached Python function": lambda spark, _: random_function(spark).cache(),
     "a broken line": lambda spark, files: _csv(spark, files),

@@ -35,6 +35,7 @@ from ringspark.pipelines import (
     write_shards,
 )
 from ringspark.pipelines.kinds import KINDS, TableColumn, TableRow, kind_from_json
+from ringspark.pipelines.kinds.values import to_arrow
 from ringspark.pipelines.kinds.vector import is_vector
 from ringspark.pipelines.local_rows import LocalInput, read_column
 from ringspark.pipelines.nulls import hide_nan
@@ -719,3 +720,17 @@ def test_vectors_of_several_sizes_get_no_advice_that_is_refused(spark: Any, tmp_
 def test_settings_that_no_column_could_have_are_refused_at_once(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "data_type",
+    [
+        pa.list_(pa.list_(pa.float64(), 2), 2),
+        pa.list_(pa.list_(pa.float64(), 2)),
+        pa.large_list(pa.list_(pa.float64(), 2)),
+    ],
+)
+def test_lists_of_one_size_are_read_at_any_depth(data_type: Any) -> None:
+    values = pa.array([[[1.0, 2.0], [3.0, 4.0]]], data_type)
+    assert to_arrow(values).type == pa.list_(pa.list_(pa.float64()))
+    assert to_arrow(values).to_pylist() == values.to_pylist()

@@ -37,7 +37,7 @@ from ringspark.estimators.training.check.schema import (
     find_monitor,
     has_train_metrics,
 )
-from ringspark.estimators.training.check.training import CheckedTraining, build_networks, copy_objects
+from ringspark.estimators.training.check.training import CheckedTraining, Trial, build_networks, copy_objects
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.finetuning.freezing import check_adapters
@@ -60,7 +60,7 @@ from ringspark.pipelines.manifest import Split
 # Splits with history entries, in the order in which `monitor` prefers them.
 _SPLITS: tuple[Split, ...] = ("validation", "train")
 
-Check = Callable[[CheckedTraining], CheckedTraining]
+Check = Callable[[Trial], Trial]
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
@@ -108,7 +108,7 @@ def check_training(
     training = _begin(config, objects, manifest, heads, check_memory)
     for check in CHECKS:
         training = check(training)
-    return training
+    return training.finish()
 
 
 def _begin(
@@ -117,7 +117,7 @@ def _begin(
     manifest: ShardManifest,
     heads: Sequence[Head] | None,
     check_memory: Callable[[TrainConfig], None] | None,
-) -> CheckedTraining:
+) -> Trial:
     """Runs the checks that come before the network is built, and builds it."""
     if heads is None:
         check_names(config, objects)
@@ -133,7 +133,7 @@ def _begin(
         check_copy(config, objects, copies.module, manifest)
         check_groups(config, objects, copies)
     whole, module = build_networks(config, copies)
-    return CheckedTraining(
+    return Trial(
         config=config,
         objects=objects,
         copies=copies,
@@ -145,13 +145,13 @@ def _begin(
     )
 
 
-def _check_network(training: CheckedTraining) -> CheckedTraining:
+def _check_network(training: Trial) -> Trial:
     check_network(training.config, training.whole)
     check_state(training.module.state_dict())
     return training
 
 
-def _check_prediction(training: CheckedTraining) -> CheckedTraining:
+def _check_prediction(training: Trial) -> Trial:
     config, module = training.config, training.module
     if training.whole is module and config.lora is None:
         given = training.objects.module
@@ -161,7 +161,7 @@ def _check_prediction(training: CheckedTraining) -> CheckedTraining:
     return training
 
 
-def _check_order(training: CheckedTraining) -> CheckedTraining:
+def _check_order(training: Trial) -> Trial:
     """Warns if the inputs are arguments of `forward` by name, but come in another order."""
     config, module = training.config, training.module
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -177,27 +177,27 @@ def _check_order(training: CheckedTraining) -> CheckedTraining:
     return training
 
 
-def _check_outputs(training: CheckedTraining) -> CheckedTraining:
+def _check_outputs(training: Trial) -> Trial:
     """Runs the network, and completes heads, output widths and `monitor` from its outputs."""
     config, objects, manifest = training.config, training.copies, training.manifest
     outputs = check_adapters(training.module, lambda: probe(training.module, config, manifest, objects))
     training = replace(training, outputs=outputs)
-    config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in training.batch_shapes])
+    config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in training.shapes])
     heads = settle_heads(training.heads, config, objects, manifest)
     monitor = find_monitor(config.monitor, heads, training.splits, has_train_metrics(objects))
     return replace(training, config=replace(config, monitor=monitor), heads=heads)
 
 
-def _check_start(training: CheckedTraining) -> CheckedTraining:
+def _check_start(training: Trial) -> Trial:
     config = training.config
     if config.start_weights is not None:
         check_pretrained(config.start_weights, training.whole, is_initial=config.initial_weights is not None)
     return training
 
 
-def _check_batch_transform(training: CheckedTraining) -> CheckedTraining:
+def _check_batch_transform(training: Trial) -> Trial:
     """Runs the module on rows that transformBatch has changed."""
-    manifest, name, shapes = training.manifest, training.model, training.batch_shapes
+    manifest, name, shapes = training.manifest, training.class_name, training.shapes
     given = samples(training.config.input_columns, manifest)
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in training.heads)
     transform = training.copies.transform_batch
@@ -222,18 +222,18 @@ def _check_batch_transform(training: CheckedTraining) -> CheckedTraining:
     return replace(training, inputs=tuple(inputs), labels=labels)
 
 
-def _check_task(training: CheckedTraining) -> CheckedTraining:
+def _check_task(training: Trial) -> Trial:
     config, head, manifest = training.config, training.heads[0], training.manifest
     if config.task == "classification":
-        check_classes(head, manifest, training.model, training.batch_shapes[0])
+        check_classes(head, manifest, training.class_name, training.shapes[0])
     elif config.task == "regression":
-        check_regression(head, manifest, training.model, training.batch_shapes[0])
+        check_regression(head, manifest, training.class_name, training.shapes[0])
     if config.training_step is None:
         check_losses(config.task, training.heads, training.outputs, training.labels, training.module)
     return training
 
 
-def _check_own_metrics(training: CheckedTraining) -> CheckedTraining:
+def _check_own_metrics(training: Trial) -> Trial:
     given, heads = training.copies.metrics, training.heads
     own = tuple(_try_metric(name, heads, training.outputs, training.manifest) for name in given)
     tried = {metric.name: (given[metric.name], metric.per_row) for metric in own}
@@ -261,13 +261,19 @@ def _try_metric(
     return try_metric(name, metric, given, labels)
 
 
-def _check_techniques(training: CheckedTraining) -> CheckedTraining:
+def _check_labels(training: Trial) -> Trial:
     for technique in techniques_of(training.config):
-        training = technique.check(training)
+        technique.check_labels(training)
     return training
 
 
-def _check_recomputation(training: CheckedTraining) -> CheckedTraining:
+def _check_techniques(training: Trial) -> Trial:
+    for technique in techniques_of(training.config):
+        technique.check(training)
+    return training
+
+
+def _check_recomputation(training: Trial) -> Trial:
     """Applies activation checkpointing, to raise its errors; last, because it changes the network."""
     if training.config.gradient_checkpointing != "none":
         apply_activation_checkpoint(training.whole, segment_policy(training.config.gradient_checkpointing))
@@ -285,8 +291,9 @@ CHECKS: tuple[Check, ...] = (
     _check_outputs,
     _check_start,
     _check_batch_transform,
-    _check_techniques,
+    _check_labels,
     _check_task,
     _check_own_metrics,
+    _check_techniques,
     _check_recomputation,
 )

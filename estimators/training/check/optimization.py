@@ -16,9 +16,10 @@ from ringspark.estimators.parallel.sharded.parameter_shards import (
     check_optimizer,
     is_elementwise,
 )
+from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.build import build_configured_optimizer
-from ringspark.estimators.training.check.training import CheckedTraining
+from ringspark.estimators.training.check.training import Trial
 from ringspark.estimators.training.checkpoint.reading import check_optimizer as check_optimizer_of
 from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.optimizers.rate_scaling import RateScaling
@@ -35,13 +36,15 @@ MAX_INITIAL_SHARE = 0.5
 REPLAYED_STEPS = 50_000
 
 
-def check_optimization(training: CheckedTraining) -> CheckedTraining:
+def check_optimization(training: Trial) -> Trial:
     """Makes optimizer and schedule once, to raise their errors here; counts the steps."""
     config, objects = training.config, training.copies
     defer_compiler_import()
     optimizer = build_configured_optimizer(config, objects, training.whole)
     if (state := config.initial_training_state) is not None:
         check_optimizer_of(state, read_record(state), optimizer, "or set initialState='weights'")
+    for technique in techniques_of(config):
+        technique.check_optimizer(config, objects, training.whole)
     if config.num_workers > 1:
         _check_synchronization(config, optimizer)
     steps = Steps(config.batch_sizes, training.manifest.select("train").num_rows)
@@ -86,7 +89,7 @@ def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer
         )
 
 
-def check_sparse(training: CheckedTraining) -> CheckedTraining:
+def check_sparse(training: Trial) -> Trial:
     """Warns if embeddings ask for sparse gradients that the strategy makes dense."""
     config, module = training.config, training.whole
     tables = sparse_parameters(module)
@@ -101,7 +104,7 @@ def check_sparse(training: CheckedTraining) -> CheckedTraining:
     return training
 
 
-def check_average(training: CheckedTraining) -> CheckedTraining:
+def check_average(training: Trial) -> Trial:
     """Warns if the average of the weights forgets the initial weights too slowly."""
     decay, num_steps = training.config.ema_decay, training.num_steps
     is_new = training.config.initial_training_state is None

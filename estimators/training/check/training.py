@@ -1,4 +1,4 @@
-"""`CheckedTraining`, the value that the driver's checks take and return."""
+"""`Trial`, the value that the driver's checks take and return, and `CheckedTraining`, which remains of it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,27 @@ from ringspark.pipelines.manifest import Split
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedTraining:
+    """A training that passed every check of the driver. It holds no network but the user's own.
+
+    Attributes:
+        config: The config, with `losses`, `monitor`, `output_widths` and `own_metrics`.
+        heads: Loss and metrics, one per output.
+        shapes: Shape of one row of each output.
+    """
+
+    config: TrainConfig
+    objects: UserObjects
+    manifest: ShardManifest
+    heads: tuple[Head, ...]
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
     """A training during the checks of the driver.
 
     Attributes:
-        config: The config; after all checks with `monitor`, `output_widths` and `own_metrics`.
+        config: The config; checks add `monitor`, `output_widths` and `own_metrics`.
         copies: A copy of `objects` that the checks may change.
         whole: The network with all layers. For a large network of the transformers library it is on `meta`.
         module: The network that the checks run: `whole`, or a shorter network of the same family.
@@ -50,19 +67,23 @@ class CheckedTraining:
     num_steps: int = 0
 
     @property
-    def batch_shapes(self) -> list[Shape]:
+    def shapes(self) -> list[Shape]:
         """Shapes of `outputs`, rows first."""
         return [tuple(output.shape) for output in self.outputs]
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Shape of one row of each output."""
-        return tuple(shape[1:] for shape in self.batch_shapes)
-
-    @property
-    def model(self) -> str:
+    def class_name(self) -> str:
         """Name of the network's class."""
         return type(self.module).__name__
+
+    def finish(self) -> CheckedTraining:
+        return CheckedTraining(
+            config=self.config,
+            objects=self.objects,
+            manifest=self.manifest,
+            heads=self.heads,
+            shapes=tuple(shape[1:] for shape in self.shapes),
+        )
 
 
 def copy_objects(objects: UserObjects) -> UserObjects:

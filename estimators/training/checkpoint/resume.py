@@ -37,7 +37,6 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.train_state import TrainState
 from ringspark.pipelines import ShardManifest
 
-# Writes the hash chain of a training with `certify`.
 MAX_ROLLBACKS = 5
 ROLLBACK_FACTOR = 0.5
 # A checkpoint is left out if the write before it takes longer than this share of `timeout_seconds`.

@@ -15,8 +15,6 @@ from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 
-# Import path of the subclass that records.
-
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
 RareKind = Literal["checkpoint", "validation"]
 

@@ -27,7 +27,7 @@ def check_budget(
             f"memoryBudget {show_bytes(budget)} could not be checked: model {network_name(config, objects)} "
             f"does not run without data: {first_error_line(error)}",
             UserWarning,
-            stacklevel=7,
+            stacklevel=8,
         )
         return
     if not plan.fits:

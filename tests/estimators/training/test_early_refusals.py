@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,19 @@ def test_the_check_leaves_no_hook_and_no_moved_value(make_shards: MakeShards, tm
     check_training(config, objects, manifest)
     assert not net.lin.weight._backward_hooks
     assert (net.size.item(), net.lin.bias.item()) == (1.0, 0.5)
+
+
+def test_the_result_of_the_checks_keeps_no_copy_of_the_network(
+    make_shards: MakeShards, tmp_path: Path
+) -> None:
+    def networks() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if isinstance(each, _Counted)}
+
+    class _Counted(nn.Linear):
+        """Its objects are counted."""
+
+    manifest, net = make_shards(make_columns(20)), nn.Sequential(_Counted(4, 1), nn.Flatten(0))
+    checked = check_training(config_of(manifest, tmp_path / "run"), UserObjects(module=net), manifest)
+    assert networks() == {id(net[0])}
+    assert checked.shapes == ((),)
