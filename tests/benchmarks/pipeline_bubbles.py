@@ -17,6 +17,7 @@ from typing import Any
 
 import harness
 import torch
+from simulation import bubble_share, count_live
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -31,7 +32,6 @@ from ringspark.extras.model_parallel.pipeline import (
 )
 from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
 from ringspark.extras.model_parallel.pipeline.executor import Timed
-from ringspark.extras.model_parallel.pipeline.simulation import bubble_share, count_live
 
 RANKS, LAYERS, MICROS = 4, 8, 8
 # Recorded steps of a schedule without a flush, after the same number of steps to fill the pipeline.

@@ -17,6 +17,7 @@ from typing import Any
 
 import harness
 import torch
+from simulation import bubble_share
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -28,7 +29,6 @@ from ringspark.estimators.training.phase import Status
 from ringspark.extras.model_parallel.pipeline import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
 from ringspark.extras.model_parallel.pipeline.executor import Timed
-from ringspark.extras.model_parallel.pipeline.simulation import bubble_share
 from ringspark.models import Link, ModelSpec
 from ringspark.models.chain import State, run_links
 

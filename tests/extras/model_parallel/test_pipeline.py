@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from registries import has_extras
+from simulation import count_live
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,7 +29,6 @@ from ringspark.extras.model_parallel.pipeline import (
     build_pipeline,
 )
 from ringspark.extras.model_parallel.pipeline.partition import count_parameters, partition_by_cost
-from ringspark.extras.model_parallel.pipeline.simulation import count_live
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
 from ringspark.models.reports import Reports, add_loss, collect_reports

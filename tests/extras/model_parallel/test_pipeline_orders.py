@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulation import bubble_share, count_live, simulate
 
 from ringspark.extras.model_parallel.pipeline.actions import (
     Action,
@@ -17,7 +18,6 @@ from ringspark.extras.model_parallel.pipeline.actions import (
     with_arrivals,
 )
 from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES, schedule_of
-from ringspark.extras.model_parallel.pipeline.simulation import bubble_share, count_live, simulate
 
 FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import count_live
 from torch import nn
 
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.model_parallel.pipeline.simulation import count_live
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network

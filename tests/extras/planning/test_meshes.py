@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from simulation import simulate
 
 from ringspark.estimators import plan_parallelism
 from ringspark.estimators.options.sync import Zero
@@ -14,7 +15,6 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.extras.model_parallel.fake_collective import Message
 from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
 from ringspark.extras.model_parallel.pipeline.orders import one_forward_one_backward
-from ringspark.extras.model_parallel.pipeline.simulation import simulate
 from ringspark.extras.planning import Link, MeshPlan, ParallelismPlan
 from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.memory.columns import columns_of

@@ -6,6 +6,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation import bubble_share, simulate
 
 from ringspark.extras.model_parallel.pipeline.actions import (
     Action,
@@ -13,7 +14,6 @@ from ringspark.extras.model_parallel.pipeline.actions import (
     PassType,
     with_arrivals,
 )
-from ringspark.extras.model_parallel.pipeline.simulation import bubble_share, simulate
 from ringspark.extras.schedules.delayed import Backlog, late_by_depth, one_step_late
 
 
