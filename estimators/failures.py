@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 
 from ringspark.pipelines.readers import retry
-from ringspark.pipelines.typed_json import added, parse_object, record
+from ringspark.pipelines.typed_json import parse_object, record
 
 # Type of the failure of a rank that could not report it itself.
 LOST = "WorkerLost"
@@ -51,7 +51,7 @@ class Failure:
     from_peer: bool
     may_pass: bool = False
     seconds: float = field(default_factory=time.time)
-    last_lines: tuple[str, ...] = added(())
+    last_lines: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, error: BaseException, rank: int, phase: str, from_peer: bool) -> Failure:

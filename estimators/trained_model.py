@@ -55,7 +55,6 @@ from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 from ringspark.pipelines.kinds import Struct, Vocabulary
-from ringspark.pipelines.typed_json import added
 
 M = TypeVar("M", bound="TorchModel")
 
@@ -78,9 +77,9 @@ class ModelDescription(Description):
     inputs: tuple[ModelInput, ...]
     output_shapes: tuple[Shape, ...]
     summary: TrainingSummary | None
-    ignored_label: int | None = added(None)
-    labels: tuple[str, ...] = added(())
-    label_fields: tuple[tuple[str, ...], ...] = added(())
+    ignored_label: int | None = None
+    labels: tuple[str, ...] = ()
+    label_fields: tuple[tuple[str, ...], ...] = ()
 
 
 class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):

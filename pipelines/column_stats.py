@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ringspark.pipelines.rows import NumpyArray
-from ringspark.pipelines.typed_json import record
 
 Number = int | float
 
@@ -76,13 +74,6 @@ class ColumnStats:
             mean=mean,
             deviations=deviations,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> ColumnStats:
-        return record(ColumnStats, data)
 
 
 def _known(value: float) -> float | None:

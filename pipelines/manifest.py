@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -31,7 +31,7 @@ from ringspark.pipelines.table_files import (
     changed_problem,
     list_files,
 )
-from ringspark.pipelines.typed_json import added, record, versioned
+from ringspark.pipelines.typed_json import record, versioned
 
 FORMAT_VERSION = 3
 _DIGEST_BLOCK = 1 << 20
@@ -58,7 +58,7 @@ class ShardFile:
     num_bytes: int
     sha256: str
     row_groups: tuple[int, ...]
-    table: TableFile | None = added(None)
+    table: TableFile | None = None
 
     def __post_init__(self) -> None:
         leaves = any(part in ("", ".", "..") for part in self.path.split("/"))
@@ -88,16 +88,6 @@ class ShardFile:
             return self.row_groups
         return tuple(stop - start for _, start, stop in self.table.windows(self.row_groups))
 
-    def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        if self.table is None:
-            del values["table"]
-        return values
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> ShardFile:
-        return record(ShardFile, data)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
@@ -118,8 +108,8 @@ class ShardManifest:
     files: tuple[ShardFile, ...]
     stats: dict[str, dict[str, ColumnStats]] = field(default_factory=dict)
     skipped_rows: int = 0
-    table: TableSource | None = added(None)
-    file_columns: dict[str, FileColumn] | None = added(None)
+    table: TableSource | None = None
+    file_columns: dict[str, FileColumn] | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -295,24 +285,9 @@ class ShardManifest:
         return replace(manifest, uri=f"file://{folder}") if os.fspath(uri).startswith("file:") else manifest
 
     def to_json(self) -> str:
-        table: dict[str, Any] = {} if self.table is None else {"table": asdict(self.table)}
-        if self.file_columns is not None:
-            table["file_columns"] = {name: asdict(column) for name, column in self.file_columns.items()}
-        return json.dumps(
-            {
-                "format_version": self.format_version,
-                **table,
-                "columns": [column.to_json() for column in self.columns],
-                "files": [file.to_json() for file in self.files],
-                "stats": {
-                    split: {name: stats.to_json() for name, stats in columns.items()}
-                    for split, columns in self.stats.items()
-                },
-                "skipped_rows": self.skipped_rows,
-            },
-            indent=1,
-            allow_nan=False,
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "uri"}
+        values["columns"] = [column.to_json() for column in self.columns]
+        return json.dumps(values, default=vars, indent=1, allow_nan=False)
 
     @staticmethod
     def from_json(text: str | bytes, uri: str) -> ShardManifest:

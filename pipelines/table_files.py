@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.source_files import FileState, path_states
-from ringspark.pipelines.typed_json import added
 
 TABLE_REMEDY = "do not change a table while it is read; train again, or train on shards from write_shards"
 
@@ -42,7 +41,7 @@ class TableSource:
     uri: str
     format: str = "parquet"
     version: int | None = None
-    schema_id: int | None = added(None)
+    schema_id: int | None = None
 
 
 class InPlaceError(ValueError):

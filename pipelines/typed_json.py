@@ -9,16 +9,11 @@ import json
 import types
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-
-
-def added(default: T) -> T:
-    """Declares a dataclass field that older files may lack; the field is then `default`."""
-    return field(default=default, metadata={"added": True})
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
@@ -71,14 +66,13 @@ def record(cls: type[T], values: object) -> T:
     if not isinstance(values, Mapping):
         raise ValueError(f"an object is expected, got {_kind(values)}")
     hints = _hints(cls)  # type: ignore[arg-type]
-    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    if unknown := sorted(str(name) for name in values.keys() - known.keys()):
+    known = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+    if unknown := sorted(str(name) for name in values.keys() - set(known)):
         raise ValueError(f"unknown entry {unknown[0][:40]!r}")
-    # Even a field with a default must be there: the writer wrote every field that existed.
-    for name, declared in known.items():
-        if name not in values and not declared.metadata.get("added"):
-            raise ValueError(f"{name!r} is missing")
-    return cls(**{name: fit(hints[name], values[name], name) for name in known if name in values})
+    # Even a field with a default must be there: the writer wrote every field.
+    if missing := [name for name in known if name not in values]:
+        raise ValueError(f"{missing[0]!r} is missing")
+    return cls(**{name: fit(hints[name], values[name], name) for name in known})
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:

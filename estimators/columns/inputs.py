@@ -50,7 +50,6 @@ from ringspark.pipelines.kinds import (
 from ringspark.pipelines.kinds.base import BatchArray
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES, TEMPORAL
 from ringspark.pipelines.kinds.structs import Path, join_path
-from ringspark.pipelines.typed_json import added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class ModelInput:
     column: ShardColumn | None = None
     part: str = ""
     fills_nulls: bool = False
-    place: int | None = added(None)
+    place: int | None = None
 
     @property
     def array(self) -> BatchArray:
@@ -77,8 +76,7 @@ class ModelInput:
 
     def to_json(self) -> dict[str, Any]:
         column = self.column.to_json() if self.column is not None else None
-        named = {"column": column, "part": self.part, "fills_nulls": self.fills_nulls}
-        return named if self.place is None else named | {"place": self.place}
+        return vars(self) | {"column": column}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:
         return found
     for split in sorted(old.stats.keys() & new.stats.keys()):
         for name in sorted(old.stats[split].keys() & new.stats[split].keys()):
-            before, now = (m.stats[split][name].to_json() for m in (old, new))
+            before, now = (vars(m.stats[split][name]) for m in (old, new))
             size = max(abs(before[key] or 0) for key in ("minimum", "maximum"))
             # Rounding errors grow with the size of the summands; the order of the rows changes nothing else.
             rounded = {"mean": size, "deviations": size * size * before["values"]}

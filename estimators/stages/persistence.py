@@ -41,7 +41,7 @@ from ringspark.models.program import Program
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import check_removal, discard, remove_folder
 from ringspark.pipelines.spark_paths import resolve
-from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 FORMAT_VERSION = 2
 DESCRIPTION = "ringspark.json"
@@ -72,7 +72,7 @@ class Description:
     model: str | None
     objects: tuple[str, ...]
     format_version: int = FORMAT_VERSION
-    modules: dict[str, Any] | None = added(None)
+    modules: dict[str, Any] | None = None
 
 
 class StageWriter(MLWriter):

@@ -17,7 +17,7 @@ from ringspark.estimators.training.history import EpochRecord, PrivacySpent, Set
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
-from ringspark.pipelines.typed_json import added, parse_object, record
+from ringspark.pipelines.typed_json import parse_object, record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,15 +55,15 @@ class TrainingSummary:
     model_epoch: int = 0
     stop_reason: str | None = None
     run_uri: str
-    restart_reasons: tuple[str, ...] = added(())
-    resumed_steps: tuple[int, ...] = added(())
-    checkpoint_errors: tuple[str, ...] = added(())
-    non_finite: tuple[str, ...] = added(())
-    setting_changes: tuple[str, ...] = added(())
-    parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
-    column_uses: tuple[ColumnUse, ...] = added(())
-    privacy: PrivacySpent | None = added(None)
-    precision_difference: PrecisionDifference | None = field(default=None, metadata={"added": True})
+    restart_reasons: tuple[str, ...] = ()
+    resumed_steps: tuple[int, ...] = ()
+    checkpoint_errors: tuple[str, ...] = ()
+    non_finite: tuple[str, ...] = ()
+    setting_changes: tuple[str, ...] = ()
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    column_uses: tuple[ColumnUse, ...] = ()
+    privacy: PrivacySpent | None = None
+    precision_difference: PrecisionDifference | None = None
 
     @property
     def columns(self) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import added, fit, parse, parse_object, record
+from ringspark.pipelines.typed_json import fit, parse, parse_object, record
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class EpochCost:
     flops: int | None
     flops_utilization: float | None
     energy_joules: float | None
-    communication_seconds: float | None = added(None)
-    communication_hidden: float | None = added(None)
+    communication_seconds: float | None = None
+    communication_hidden: float | None = None
 
     def row(self, rows: int) -> dict[str, Any]:
         seconds = self.training_seconds
@@ -98,15 +98,14 @@ class EpochRecord:
     learning_rate: float
     train_loss: float | None
     validation_loss: float | None
-    skipped_steps: int = added(0)
+    skipped_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """`train_...` and `validation_...`: the metrics, and each label's loss if there are several."""
-    cost: EpochCost | None = added(None)
-    """Cost of the epoch; None in histories of earlier versions, which did not measure it."""
-    noise: GradientNoise | None = added(None)
+    cost: EpochCost | None = None
+    noise: GradientNoise | None = None
     """Gradient noise of the epoch; None if noiseScale is not set, or no step was measured."""
-    batch_size: int | None = added(None)
-    """Rows of a full step in this epoch; None in histories of versions with a fixed batch size."""
+    batch_size: int | None = None
+    """Rows of a full step in this epoch."""
 
     def value(self, name: str) -> float:
         """Returns the loss or metric called `name`; NaN if the epoch has none."""

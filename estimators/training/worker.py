@@ -36,7 +36,7 @@ from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
-from ringspark.pipelines.typed_json import added, parse_object, record
+from ringspark.pipelines.typed_json import parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TrainResult:
     resumed_steps: tuple[int, ...] = ()
     checkpoint_errors: tuple[str, ...] = ()
     non_finite: tuple[NonFiniteStep, ...] = ()
-    privacy: PrivacySpent | None = added(None)
+    privacy: PrivacySpent | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -80,8 +80,8 @@ class FinishedRun:
 
     result: TrainResult
     restarts: tuple[str, ...] = ()
-    parallelism: dict[str, Any] = field(default_factory=dict, metadata={"added": True})
-    changes: tuple[SettingChange, ...] = added(())
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    changes: tuple[SettingChange, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -23,6 +23,7 @@ import pyarrow as pa
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.manifest import ShardFile
+from ringspark.pipelines.typed_json import record
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 from ringspark.pipelines.writing.task_reports import join_reports
 
@@ -100,4 +101,4 @@ def _write_rows(folder: Path) -> None:
     schema = pa.schema([("x", pa.list_(pa.float32())), ("y", pa.float32())])
     batches = pa.Table.from_pylist(rows, schema).to_batches()
     reports = [json.loads(report.to_pydict()["report"][0]) for report in write_partition(plan, iter(batches))]
-    join_reports(plan, reports, [ShardFile.from_json(file) for file in reports[0]["files"]]).save()
+    join_reports(plan, reports, [record(ShardFile, file) for file in reports[0]["files"]]).save()

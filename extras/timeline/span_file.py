@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from ringspark.estimators import run_layout
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, interpolate_offset
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import added, record, versioned
+from ringspark.pipelines.typed_json import record, versioned
 
 FORMAT_VERSION = 1
 
@@ -32,7 +32,7 @@ class StepSpans:
         begin_ns: Time at which the trainer requested the step's batch.
         spans: Spans on the host's clock.
         device_spans: Spans timed by the GPU; empty on a CPU, or if the GPU had not finished them.
-        operations: Collective operations, ordered by their start; empty in files of older versions.
+        operations: Collective operations, ordered by their start.
     """
 
     epoch: int
@@ -42,7 +42,7 @@ class StepSpans:
     end_ns: int
     spans: tuple[Span, ...]
     device_spans: tuple[Span, ...] = ()
-    operations: tuple[OperationSpan, ...] = added(())
+    operations: tuple[OperationSpan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
 from ringspark.pipelines.kinds.scalar import Scalar
 from ringspark.pipelines.kinds.values import to_texts
 from ringspark.pipelines.rows import Rows
-from ringspark.pipelines.typed_json import added
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -67,7 +66,7 @@ class Vocabulary(_Ids):
     words: tuple[str, ...] | None = None
     max_size: int | None = None
     min_count: int = 1
-    order: Literal["frequent", "alphabet"] = added("frequent")
+    order: Literal["frequent", "alphabet"] = "frequent"
 
     def __post_init__(self) -> None:
         if isinstance(self.words, str):

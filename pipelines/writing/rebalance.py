@@ -65,7 +65,8 @@ def copy_files(
     for batch in batches:
         for number in batch.column(0).to_pylist():
             entry = _copy(plan, split, number, files[number])
-            yield pa.RecordBatch.from_pydict({"report": [json.dumps({"number": number, **entry.to_json()})]})
+            report = json.dumps({"number": number, **vars(entry)}, default=vars)
+            yield pa.RecordBatch.from_pydict({"report": [report]})
 
 
 def _split(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:

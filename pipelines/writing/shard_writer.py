@@ -130,7 +130,7 @@ def write_partition(plan: WritePlan, batches: Iterator[Any]) -> Iterator[Any]:
         raise
     if importing.ident is not None:
         importing.join()
-    yield pa.RecordBatch.from_pydict({"report": [json.dumps(report)]})
+    yield pa.RecordBatch.from_pydict({"report": [json.dumps(report, default=vars)]})
 
 
 def _import(names: Sequence[str]) -> None:
@@ -227,14 +227,14 @@ class PartitionWriter:
             if not self._refused:
                 files = [file for split in SPLITS if (file := self._writers[split].finish(split)) is not None]
         return {
-            "files": [file.to_json() for file in files],
+            "files": [vars(file) for file in files],
             "task": self._number,
             "value_bytes": {split: self._writers[split].value_bytes for split in SPLITS},
             "stats": {
-                split: [collector.result.to_json() for collector in collectors]
+                split: [vars(collector.result) for collector in collectors]
                 for split, collectors in self._stats.items()
             },
-            "indicator": self._indicator.result.to_json(),
+            "indicator": vars(self._indicator.result),
             "indicator_nulls": self._indicator_nulls,
             "rows": self._rows,
             "skipped": self._skipped,

@@ -35,6 +35,7 @@ from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
 from ringspark.pipelines.spark_plans import default_parallelism, estimate_bytes
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
+from ringspark.pipelines.typed_json import record
 from ringspark.pipelines.writing.commit import clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, copy_files, plan_even_files
 from ringspark.pipelines.writing.references import REFERENCE_SQL, REFERENCES, RowReferences
@@ -313,14 +314,14 @@ def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: s
     if validation_col is not None:
         indicator = ColumnStats()
         for report in reports:
-            indicator = indicator.merge(ColumnStats.from_json(report["indicator"]))
+            indicator = indicator.merge(ColumnStats(**report["indicator"]))
         check_indicator(validation_col, indicator, sum(report["indicator_nulls"] for report in reports))
 
 
 def _even(
     spark: SparkSession, plan: WritePlan, reports: Sequence[Report], num_files: int | None
 ) -> list[ShardFile]:
-    files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+    files = [record(ShardFile, file) for report in reports for file in report["files"]]
     files.sort(key=lambda file: file.path)
     kept: list[ShardFile] = []
     for split in SPLITS:
@@ -335,7 +336,7 @@ def _even(
         rows = numbers.mapInArrow(partial(copy_files, plan, split, new), REPORT_SCHEMA).collect()
         entries = {entry.pop("number"): entry for entry in (json.loads(row["report"]) for row in rows)}
         assert len(entries) == len(rows) == len(new)
-        copies = [ShardFile.from_json(entries[number]) for number in range(len(new))]
+        copies = [record(ShardFile, entries[number]) for number in range(len(new))]
         check_copies(written, copies, [sum(part.stop - part.start for part in ranges) for ranges in new])
         kept += copies
     return kept

@@ -42,6 +42,7 @@ from ringspark.pipelines import (
     ShardReader,
     open_reader,
 )
+from ringspark.pipelines.typed_json import record
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 
 BATCH_SIZE = 1024
@@ -110,7 +111,7 @@ def write(data: Data, folder: Path, row_group_rows: int | None = None) -> ShardM
     num_rows = len(next(iter(data.values())))
     for part in np.array_split(np.arange(num_rows), NUM_FILES):
         (report,) = write_partition(plan, _arrow_batches(data, int(part[0]), int(part[-1]) + 1))
-        files += map(ShardFile.from_json, json.loads(report.column(0)[0].as_py())["files"])
+        files += [record(ShardFile, file) for file in json.loads(report.column(0)[0].as_py())["files"]]
     manifest = ShardManifest(uri=str(folder), columns=columns, files=tuple(files))
     assert manifest.num_rows == num_rows
     manifest.save()

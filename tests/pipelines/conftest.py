@@ -17,6 +17,7 @@ import pytest
 from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine, readers
 from ringspark.pipelines.entry_points import list_entry_points
 from ringspark.pipelines.kinds import Array, Scalar
+from ringspark.pipelines.typed_json import record
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 from ringspark.pipelines.writing.task_reports import join_reports
 
@@ -64,7 +65,7 @@ def ordered_shards(tmp_path: Path) -> MakeShards:
                 path = f"_shards-test/part-{number:05d}.parquet"
                 (folder / file["path"]).rename(folder / path)
                 file["path"] = path
-        files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+        files = [record(ShardFile, file) for report in reports for file in report["files"]]
         manifest = join_reports(plan, reports, files)
         manifest.save()
         return manifest

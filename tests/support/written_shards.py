@@ -13,6 +13,7 @@ from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Scalar
 from ringspark.pipelines.manifest import SPLITS, ShardFile
+from ringspark.pipelines.typed_json import record
 from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
 from ringspark.pipelines.writing.task_reports import join_reports
 
@@ -58,7 +59,7 @@ def written(
         batches = table.take(pa.array(part)).to_batches()
         (report,) = write_partition(plan, iter(batches))
         reports.append(json.loads(report.to_pydict()["report"][0]))
-    files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+    files = [record(ShardFile, file) for report in reports for file in report["files"]]
     # Paths have no Spark task number here, so sorting by path would give a random order.
     files.sort(key=lambda file: SPLITS.index(file.split))
     manifest = join_reports(plan, reports, files)

@@ -14,7 +14,7 @@ from typing import Any
 from ringspark.estimators.parallel.shard_spec import CheckpointShards
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
-from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 FORMAT_VERSION = 1
 
@@ -46,8 +46,8 @@ class Position:
     skipped_before: int = 0
     scaler: dict[str, Any] = field(default_factory=dict)
     rate_scales: tuple[float, ...] = ()
-    first_rate_step: int = added(0)
-    rate_pace: tuple[float, ...] = added(())
+    first_rate_step: int = 0
+    rate_pace: tuple[float, ...] = ()
     resumed_steps: tuple[int, ...] = ()
     non_finite: tuple[NonFiniteStep, ...] = ()
     history: tuple[EpochRecord, ...] = ()
@@ -75,9 +75,9 @@ class Record:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, FileSum] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
-    num_parts: int = added(1)
-    spreads: dict[str, dict[str, CheckpointShards]] = field(default_factory=dict, metadata={"added": True})
-    token: str = added("")
+    num_parts: int = 1
+    spreads: dict[str, dict[str, CheckpointShards]] = field(default_factory=dict)
+    token: str = ""
 
     def __post_init__(self) -> None:
         # The token becomes part of a file name.
@@ -85,11 +85,7 @@ class Record:
             raise ValueError(f"token must be up to 16 hexadecimal digits, got {self.token[:40]!r}")
 
     def to_json(self) -> str:
-        values = asdict(self)
-        if self.num_parts == 1:
-            # Readable by ringspark versions from before sharded checkpoints.
-            del values["num_parts"], values["spreads"], values["token"]
-        return json.dumps(values)
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:

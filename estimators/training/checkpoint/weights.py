@@ -31,7 +31,7 @@ from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 from ringspark.models.lora import adapter_state, find_adapters, merged_state
 from ringspark.models.meta_device import fill
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import OtherFormatError, added, record, versioned
+from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -49,7 +49,7 @@ class CheckpointInfo:
     num_tensors: int
     checkpoint_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     format_version: int = FORMAT_VERSION
-    training_sha256: str | None = added(None)
+    training_sha256: str | None = None
 
 
 def save_together(

@@ -351,10 +351,3 @@ def test_sums_at_a_time_have_threads_of_their_own_in_the_trace() -> None:
     spans = _spans(("a", 0, 10, 40), ("b", 5, 20, 50), ("c", 30, 40, 60), ("d", 45, 45, 70))
     lanes = {piece.kind: piece.lane for piece in make_slices([spans]) if piece.lane}
     assert lanes == {"a": 1, "b": 2, "c": 1, "d": 3}
-
-
-def test_a_timeline_of_before_operations_were_recorded_is_read() -> None:
-    old = json.loads(_spans().to_json())
-    for step in old["steps"]:
-        del step["operations"]
-    assert RankSpans.from_json(json.dumps(old).encode()) == _spans()

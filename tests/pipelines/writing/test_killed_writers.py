@@ -38,6 +38,7 @@ _FORKER = """
     import pyarrow.parquet
     from ringspark.pipelines import Column, ShardFile
     from ringspark.pipelines.kinds import Scalar
+    from ringspark.pipelines.typed_json import record
     from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
     from ringspark.pipelines.writing.task_reports import join_reports
 
@@ -50,7 +51,7 @@ _FORKER = """
             batches = (pa.record_batch([pa.array(piece)], ["id"]) for piece in np.array_split(part, 8))
             (report,) = write_partition(plan, batches)
             reports.append(json.loads(report.to_pydict()["report"][0]))
-        files = [ShardFile.from_json(file) for report in reports for file in report["files"]]
+        files = [record(ShardFile, file) for report in reports for file in report["files"]]
         join_reports(plan, reports, files).save(overwrite=overwrite)
 
     def kill_myself_at(name, when):
