@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from ringspark.pipelines.readers import retry
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import JsonText
 
 # Type of the failure of a rank that could not report it itself.
 LOST = "WorkerLost"
@@ -34,7 +33,7 @@ class TrainingCancelledError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(JsonText):
     """One rank's failure; the rank sends it to the driver.
 
     Attributes:
@@ -81,13 +80,6 @@ class Failure:
             from_peer=False,
             may_pass=True,
         )
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Failure:
-        return record(cls, parse_object(text))
 
     @property
     def is_out_of_memory(self) -> bool:

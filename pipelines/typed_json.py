@@ -9,11 +9,12 @@ import json
 import types
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import lru_cache
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+J = TypeVar("J", bound="JsonText")
 
 
 def parse(text: str | bytes, *, allow_nan: bool = False) -> Any:
@@ -73,6 +74,20 @@ def record(cls: type[T], values: object) -> T:
     if missing := [name for name in known if name not in values]:
         raise ValueError(f"{missing[0]!r} is missing")
     return cls(**{name: fit(hints[name], values[name], name) for name in known})
+
+
+class JsonText:
+    """Base of dataclasses that are one JSON object in a file or a message."""
+
+    allow_nan: ClassVar[bool] = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls: type[J], text: str | bytes) -> J:
+        """Reads a result of `to_json`; raises ValueError for anything else."""
+        return record(cls, parse_object(text, allow_nan=cls.allow_nan))
 
 
 def fit(hint: Any, value: Any, name: str) -> Any:

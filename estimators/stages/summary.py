@@ -17,7 +17,6 @@ from ringspark.estimators.training.history import EpochRecord, PrivacySpent, Set
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
-from ringspark.pipelines.typed_json import parse_object, record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -170,7 +169,7 @@ class TrainingSummary:
     def of_run(cls, finished: str, run_uri: str) -> tuple[TrainingSummary, TrainResult]:
         """Returns summary and result of a run; `finished`: text of `result.json`; `run_uri`: its folder."""
         try:
-            found = record(FinishedRun, parse_object(finished, allow_nan=True))
+            found = FinishedRun.from_json(finished)
         except ValueError as error:
             raise ValueError(
                 f"the run has finished, and its {run_layout.RESULT} is damaged ({error}); train again in "

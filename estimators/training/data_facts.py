@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.manifest import SPLITS
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import JsonText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class ColumnFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFacts:
+class DataFacts(JsonText):
     uri: str
     columns: tuple[ColumnFacts, ...]
     splits: dict[str, SplitFacts]
@@ -52,13 +51,6 @@ class DataFacts:
             skipped_rows=manifest.skipped_rows,
             is_table=manifest.table is not None,
         )
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> DataFacts:
-        return record(cls, parse_object(text))
 
 
 def _sizes(view: ShardManifest) -> SplitFacts:

@@ -16,7 +16,7 @@ from typing import Any
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import fit, parse, parse_object, record
+from ringspark.pipelines.typed_json import JsonText, fit, parse
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class SettingChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingProgress:
+class TrainingProgress(JsonText):
     epoch: int
     epochs: int
     step: int
@@ -178,7 +178,7 @@ class RunLog:
     def write_progress(self, progress: TrainingProgress) -> None:
         if self.wants_progress:
             self._last_progress = time.monotonic()
-            text = json.dumps(asdict(progress)).encode()
+            text = progress.to_json().encode()
             self._progress.write(lambda: text)
 
     def add_epoch(self, record: EpochRecord) -> None:
@@ -214,4 +214,4 @@ def parse_history(text: bytes) -> list[EpochRecord]:
 def read_progress(run_uri: str) -> TrainingProgress | None:
     """Returns the present position, None before the first step."""
     uri = storage.join(run_uri, run_layout.PROGRESS)
-    return record(TrainingProgress, parse_object(storage.read_bytes(uri))) if storage.exists(uri) else None
+    return TrainingProgress.from_json(storage.read_bytes(uri)) if storage.exists(uri) else None

@@ -5,7 +5,6 @@ Rank 0 writes. Training continues if the store refuses the files.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
@@ -27,7 +26,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import JsonText
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ MOST_STARTS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankHost:
+class RankHost(JsonText):
     """The machine of one rank; sizes of memory are in bytes, and the peaks are 0 until the training ends."""
 
     host: str
@@ -60,14 +59,10 @@ class GangStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(JsonText):
     """All starts of a run, in order."""
 
     starts: tuple[GangStart, ...] = ()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Environment:
-        return record(cls, parse_object(text))
 
 
 def record_start(
@@ -128,7 +123,7 @@ def _describe_rank(device: torch.device, *, at_end: bool = False) -> bytes:
                 peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
                 peak_device_memory=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
             )
-        return json.dumps(asdict(host)).encode()
+        return host.to_json().encode()
     except (OSError, RuntimeError, ValueError, psutil.Error) as error:
         _log.warning("this rank's host is not known (%s); training continues without it", error)
         return b""
@@ -144,7 +139,7 @@ def _versions() -> dict[str, str]:
 
 def _parse_ranks(texts: Sequence[bytes]) -> tuple[RankHost, ...]:
     unknown = RankHost(host="unknown", device="unknown", cores=0, host_memory=0)
-    return tuple(record(RankHost, parse_object(text)) if text else unknown for text in texts)
+    return tuple(RankHost.from_json(text) if text else unknown for text in texts)
 
 
 def _read(run_uri: str) -> Sequence[GangStart]:
@@ -153,7 +148,7 @@ def _read(run_uri: str) -> Sequence[GangStart]:
 
 
 def _write(run_uri: str, starts: Sequence[GangStart]) -> None:
-    _put(run_uri, run_layout.ENVIRONMENT, json.dumps({"starts": [asdict(start) for start in starts]}))
+    _put(run_uri, run_layout.ENVIRONMENT, Environment(starts=tuple(starts)).to_json())
 
 
 def _put(run_uri: str, name: str, text: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,11 +35,11 @@ from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.pipelines import ShardManifest, open_reader, storage
 from ringspark.pipelines.manifest import Split
 from ringspark.pipelines.readers import ShardReader
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import JsonText
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainResult:
+class TrainResult(JsonText):
     """The result that returns through Spark: a few kilobytes, never weights.
 
     Attributes:
@@ -48,6 +47,7 @@ class TrainResult:
         checkpoint_errors: One sentence per checkpoint that rank 0 could not write.
     """
 
+    allow_nan = True  # a loss that overflowed
     run_uri: str
     checkpoint_uri: str
     checkpoint_epoch: int
@@ -63,28 +63,19 @@ class TrainResult:
     non_finite: tuple[NonFiniteStep, ...] = ()
     privacy: PrivacySpent | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainResult:
-        return record(cls, parse_object(text, allow_nan=True))
-
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedRun:
+class FinishedRun(JsonText):
     """The record of a finished run, `result.json`.
 
     Holds the result of rank 0, why workers restarted, and which settings changed.
     """
 
+    allow_nan = True
     result: TrainResult
     restarts: tuple[str, ...] = ()
     parallelism: dict[str, Any] = field(default_factory=dict)
     changes: tuple[SettingChange, ...] = ()
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def train_worker(

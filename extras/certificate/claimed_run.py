@@ -31,7 +31,6 @@ from ringspark.extras.certificate.recorder import digest_run, digest_weights
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
-from ringspark.pipelines.typed_json import parse_object, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +220,7 @@ def _check_end(run: ClaimedRun, end: Link) -> str:
         return f"The final weights in {folder} are not the ones in the hash chain."
     with suppress(FileNotFoundError, ValueError):  # `_check_history` reports a damaged file
         result = storage.read_bytes(storage.join(run.uri, run_layout.RESULT))
-        named = record(FinishedRun, parse_object(result, allow_nan=True)).result.checkpoint_uri
+        named = FinishedRun.from_json(result).result.checkpoint_uri
         if named.rpartition("/")[2] != end.content["folder"]:
             return f"{run_layout.RESULT} names other final weights than the hash chain: {named}."
     return ""
@@ -265,7 +264,7 @@ def _read_history(data: bytes) -> Sequence[EpochRecord]:
 
 
 def _read_result(data: bytes) -> Sequence[EpochRecord]:
-    return record(FinishedRun, parse_object(data, allow_nan=True)).result.history
+    return FinishedRun.from_json(data).result.history
 
 
 def describe_unknown_start(run: ClaimedRun, objects: UserObjects) -> str:

@@ -19,7 +19,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepRecord, read_steps
 from ringspark.estimators.training.worker import FinishedRun
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import parse_object
 
 T = TypeVar("T")
 
@@ -121,9 +121,7 @@ def read_run(run_uri: str) -> RunFacts:
     def parse_file(name: str, parse: Callable[[bytes], T]) -> T | None:
         return try_read(name, lambda: parse(storage.read_bytes(storage.join(uri, name))), None)
 
-    finished = parse_file(
-        run_layout.RESULT, lambda text: record(FinishedRun, parse_object(text, allow_nan=True))
-    )
+    finished = parse_file(run_layout.RESULT, lambda text: FinishedRun.from_json(text))
     config = parse_file(run_layout.CONFIG, lambda text: TrainConfig.from_json(text.decode()))
     no_history: tuple[EpochRecord, ...] = ()
     history = try_read(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)

@@ -16,13 +16,13 @@ from ringspark.estimators.training.settings.rules import COMBINATIONS
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.estimators.training.settings.values import ConfigValues
 from ringspark.models.adapters import adapt_network
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.typed_json import JsonText
 
 _OF_RANKS = [setting for setting in SETTINGS.values() if not setting.on_driver]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ConfigValues):
+class TrainConfig(ConfigValues, JsonText):
     """Everything that decides a training, except the user's own Python objects."""
 
     def __post_init__(self) -> None:
@@ -55,11 +55,6 @@ class TrainConfig(ConfigValues):
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        """Parses a result of `to_json`. Raises ValueError if it breaks a rule."""
-        return record(cls, parse_object(text))
 
 
 def _plain(value: Any) -> Any:
