@@ -1,53 +1,36 @@
 """Folders of cached shards: layout, listing and removal.
 
-    <root>/<first 20 digits of the digest>/.ringspark-entry   marks our folder; holds the user's key
-                                           run-<id>/          shards and manifest of one write
-                                           entry.json         which run is valid; written last: the commit
+    <root>/<first 20 digits of the digest>/.ringspark-entry               marks our folder; holds the key
+                                           _shards-<id>/, manifest.json   see `write_shards`
 
-Each writer has its own run folder, so concurrent writers with the same key do not collide. Files of other
-programs are left alone.
+The manifest commits an entry. Files of other programs are left alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import SHARD_PATHS, remove_folder
-from ringspark.pipelines.manifest import ShardManifest
-from ringspark.pipelines.typed_json import parse_object, record
+from ringspark.pipelines.folder_removal import FOLDER_PREFIX, SHARD_PATHS, remove_folder
+from ringspark.pipelines.manifest import MANIFEST_NAME, ShardManifest
+from ringspark.pipelines.typed_json import JsonText
 
-ENTRY_NAME = "entry.json"
 MARKER_NAME = ".ringspark-entry"
 DIGITS = 20
 
 _FOLDER = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
-_RUN = re.compile(r"run-[0-9a-f]{12}")
+_OURS = re.compile(rf"{re.escape(MARKER_NAME)}|{re.escape(MANIFEST_NAME)}|{FOLDER_PREFIX}\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheEntry:
-    """Content of an `entry.json`.
-
-    Attributes:
-        key: The user's key.
-        digest: SHA-256 of key, schema and settings, in hexadecimal.
-        run: Name of the run folder with the valid shards.
-        created: UTC time of the write, in ISO 8601.
-    """
+class CacheEntry(JsonText):
+    """Content of the marker file: the user's key, and the UTC time of the write in ISO 8601."""
 
     key: str
-    digest: str
-    run: str
-    created: str = ""
-    rows: int = 0
-    num_bytes: int = 0
-    columns: tuple[str, ...] = ()
+    created: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +39,7 @@ class CachedShards:
 
     Attributes:
         key: Key that `cached_shards` was given.
-        uri: Folder of the shards, for `ShardManifest.load`. For an unfinished entry, the entry's folder.
+        uri: Folder of the shards, for `ShardManifest.load`.
         created: UTC time of the write, ISO 8601; empty if unfinished: being written, or interrupted.
         num_bytes: Bytes that removing the entry frees.
     """
@@ -98,41 +81,16 @@ def folder_of(root: str | os.PathLike[str], digest: str) -> str:
     return storage.join(storage.normalize(root), digest[:DIGITS])
 
 
-def begin(root: str | os.PathLike[str], key: str, digest: str) -> str:
-    """Creates an entry's folder with its marker file. Returns the name of a new run folder."""
-    storage.write_atomic(storage.join(folder_of(root, digest), MARKER_NAME), key.encode())
-    return f"run-{uuid.uuid4().hex[:12]}"
+def mark(folder: str, key: str) -> None:
+    """Writes the marker file into an entry's folder."""
+    entry = CacheEntry(key=key, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    storage.write_atomic(storage.join(folder, MARKER_NAME), entry.to_json().encode())
 
 
-def publish(root: str | os.PathLike[str], entry: CacheEntry, manifest: ShardManifest) -> None:
-    """Commits an entry whose shards are complete; replaces an older entry with the same digest."""
-    folder = folder_of(root, entry.digest)
-    complete = replace(
-        entry,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        rows=manifest.num_rows,
-        num_bytes=sum(file.num_bytes for file in manifest.files),
-        columns=tuple(column.name for column in manifest.columns),
-    )
-    # The marker is written again, because a concurrent writer that failed may have removed it.
-    storage.write_atomic(storage.join(folder, MARKER_NAME), entry.key.encode())
-    storage.write_atomic(storage.join(folder, ENTRY_NAME), json.dumps(asdict(complete), indent=1).encode())
-
-
-def abandon(root: str | os.PathLike[str], digest: str, run: str) -> None:
-    folder = folder_of(root, digest)
-    remove_folder(storage.join(folder, run), SHARD_PATHS)
+def abandon(folder: str) -> None:
+    """Removes an entry's folder if a failed write has left only the marker file."""
     if storage.list_names(folder) == [MARKER_NAME]:
         _remove(folder)
-
-
-def load_entry(folder: str) -> CacheEntry | None:
-    try:
-        entry = record(CacheEntry, parse_object(storage.read_bytes(storage.join(folder, ENTRY_NAME))))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    names_match = entry.digest.startswith(folder.rpartition("/")[2]) and _RUN.fullmatch(entry.run)
-    return entry if names_match else None
 
 
 def _entries(root: str | os.PathLike[str]) -> dict[str, CachedShards]:
@@ -143,26 +101,22 @@ def _entries(root: str | os.PathLike[str]) -> dict[str, CachedShards]:
 
 
 def _describe_folder(folder: str) -> CachedShards | None:
-    names = storage.list_names(folder)
-    entry = load_entry(folder) if ENTRY_NAME in names else None
-    num_bytes = sum(_bytes_below(storage.join(folder, name)) for name in names if _is_ours(name))
-    if entry is not None:
-        return CachedShards(
-            key=entry.key,
-            uri=storage.join(folder, entry.run),
-            created=entry.created,
-            rows=entry.rows,
-            num_bytes=num_bytes,
-            columns=entry.columns,
-        )
-    if MARKER_NAME not in names:
+    try:
+        entry = CacheEntry.from_json(storage.read_bytes(storage.join(folder, MARKER_NAME)))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    key = storage.read_bytes(storage.join(folder, MARKER_NAME)).decode()
-    return CachedShards(key=key, uri=folder, num_bytes=num_bytes)
+    num_bytes = sum(_bytes_below(storage.join(folder, name)) for name in _list_ours(folder))
+    unfinished = CachedShards(key=entry.key, uri=folder, num_bytes=num_bytes)
+    try:
+        manifest = ShardManifest.load(folder)
+    except ValueError:
+        return unfinished
+    columns = tuple(column.name for column in manifest.columns)
+    return replace(unfinished, created=entry.created, rows=manifest.num_rows, columns=columns)
 
 
-def _is_ours(name: str) -> bool:
-    return name in (ENTRY_NAME, MARKER_NAME) or _RUN.fullmatch(name) is not None
+def _list_ours(folder: str) -> list[str]:
+    return [name for name in storage.list_names(folder) if _OURS.fullmatch(name)]
 
 
 def _bytes_below(uri: str) -> int:
@@ -176,8 +130,7 @@ def _bytes_below(uri: str) -> int:
 def _remove(folder: str) -> None:
     # The commit goes first, so that no reader finds an entry with missing shards. The marker goes last, so
     # that an interrupted removal is still listed.
-    order = {ENTRY_NAME: 0, MARKER_NAME: 2}
-    ours = filter(_is_ours, storage.list_names(folder))
-    for name in sorted(ours, key=lambda name: order.get(name, 1)):
+    order = {MANIFEST_NAME: 0, MARKER_NAME: 2}
+    for name in sorted(_list_ours(folder), key=lambda name: order.get(name, 1)):
         remove_folder(storage.join(folder, name), SHARD_PATHS)
     storage.remove_if_empty(folder)

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ringspark.extras.reuse import cache_entries
-from ringspark.extras.reuse.cache_entries import CacheEntry
 from ringspark.pipelines import storage
 from ringspark.pipelines.kinds import Kind
-from ringspark.pipelines.manifest import FORMAT_VERSION, ShardManifest
+from ringspark.pipelines.manifest import FORMAT_VERSION, MANIFEST_NAME, ShardManifest
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.writing.shards import write_shards
 
@@ -56,44 +55,41 @@ def cached_shards(df: DataFrame, root: str | os.PathLike[str], *, key: str, **se
     if df.isStreaming:
         raise ValueError("cached_shards takes a batch DataFrame; call write_shards in foreachBatch")
     root = storage.normalize(resolve(df.sparkSession, root))
-    digest = _digest(df, key, settings)
-    found = _find(root, digest)
+    folder = cache_entries.folder_of(root, _digest(df, key, settings))
+    found = _find(folder)
     if found is None:
-        return _write(df, root, key, digest, settings)
+        return _write(df, folder, key, settings)
     _logger.info("the shards in %r are reused", found.uri)
     return replace(found, uri=to_spark_uri(df.sparkSession, found.uri))
 
 
-def _find(root: str, digest: str) -> ShardManifest | None:
-    folder = cache_entries.folder_of(root, digest)
-    stored = cache_entries.load_entry(folder)
-    if stored is None or stored.digest != digest:
+def _find(folder: str) -> ShardManifest | None:
+    if not storage.exists(storage.join(folder, MANIFEST_NAME)):
         return None
-    uri = storage.join(folder, stored.run)
     try:
-        manifest = ShardManifest.load(uri)
+        manifest = ShardManifest.load(folder)
         manifest.verify_files()
     except ValueError as error:
-        # The shards stay, because this machine may be at fault, and another process may be reading them.
-        _logger.warning("the cached shards in %r are damaged and written again: %s", uri, error)
+        _logger.warning("the cached shards in %r are damaged and written again: %s", folder, error)
         return None
     return manifest
 
 
-def _write(df: DataFrame, root: str, key: str, digest: str, settings: Mapping[str, Any]) -> ShardManifest:
-    storage.check_writable(root)
-    run = cache_entries.begin(root, key, digest)
-    uri = storage.join(cache_entries.folder_of(root, digest), run)
+def _write(df: DataFrame, folder: str, key: str, settings: Mapping[str, Any]) -> ShardManifest:
+    is_damaged = storage.exists(storage.join(folder, MANIFEST_NAME))
+    storage.check_writable(folder)
+    cache_entries.mark(folder, key)
+    uri = to_spark_uri(df.sparkSession, folder)
     try:
-        manifest = write_shards(df, to_spark_uri(df.sparkSession, uri), **settings)
-        if (theirs := _find(root, digest)) is not None:
+        manifest = write_shards(df, uri, overwrite=is_damaged, **settings)
+    except BaseException as error:
+        cache_entries.abandon(folder)
+        if isinstance(error, ValueError) and (theirs := _find(folder)) is not None:
             # Another writer with the same key was faster, and one copy is enough.
-            cache_entries.abandon(root, digest, run)
-            return replace(theirs, uri=to_spark_uri(df.sparkSession, theirs.uri))
-        cache_entries.publish(root, CacheEntry(key=key, digest=digest, run=run), manifest)
-    except BaseException:
-        cache_entries.abandon(root, digest, run)
+            return replace(theirs, uri=uri)
         raise
+    # Again, because a concurrent writer that failed may have removed the marker.
+    cache_entries.mark(folder, key)
     return manifest
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringspark.extras.reuse.cache_entries import CacheEntry, begin, folder_of, publish
+from ringspark.extras.reuse.cache_entries import folder_of, mark
 from ringspark.jobs import command
 from ringspark.pipelines import ShardManifest
 
@@ -28,12 +28,10 @@ def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
     """A cache with one entry of 64 rows."""
     made = make_shards({"x": np.arange(64, dtype=np.float32), "y": np.arange(64)})
     root = tmp_path / "cache"
-    name = begin(root, "v1", DIGEST)
-    folder = Path(folder_of(root, DIGEST)) / name
-    Path(made.uri).rename(folder)
-    manifest = ShardManifest.load(folder)
-    publish(root, CacheEntry(key="v1", digest=DIGEST, run=name), manifest)
-    return root, manifest
+    root.mkdir()
+    folder = Path(made.uri).rename(folder_of(root, DIGEST))
+    mark(str(folder), "v1")
+    return root, ShardManifest.load(folder)
 
 
 def test_list_shows_every_entry(cache, capsys: pytest.CaptureFixture[str]) -> None:

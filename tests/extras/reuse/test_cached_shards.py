@@ -1,7 +1,4 @@
-"""Shards are reused for the same key, columns and settings only.
-
-Each write uses its own folder, so the folder of the returned shards shows whether a write took place.
-"""
+"""Shards are reused for the same key, columns and settings only."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import pytest
 
 from ringspark.extras.reuse import cache_entries
 from ringspark.extras.reuse import cached_shards as module
-from ringspark.extras.reuse.cache_entries import DIGITS, ENTRY_NAME
+from ringspark.extras.reuse.cache_entries import DIGITS
 from ringspark.pipelines import (
     ShardManifest,
     Tokens,
@@ -25,9 +22,9 @@ from ringspark.pipelines import (
     open_reader,
     remove_cached,
     storage,
-    write_shards,
 )
 from ringspark.pipelines.source_files import path_states
+from ringspark.pipelines.writing import shards
 
 spark_test = pytest.mark.spark
 
@@ -103,32 +100,31 @@ def test_tokenizers_of_equal_length_are_another_entry(spark: Any, root: str) -> 
 def test_an_interrupted_write_is_never_served(spark: Any, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = spark.range(40)
 
-    def die(*args: Any, **settings: Any) -> ShardManifest:
-        write_shards(*args, **settings)
+    def die(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_shards", die)
+        patch.setattr(shards, "commit", die)
         with pytest.raises(KeyboardInterrupt):
             cached_shards(rows, root, key="v1")
         assert list_cached(root) == []
         # A killed process cleans up nothing.
-        patch.setattr(module.cache_entries, "abandon", lambda *args: None)
+        patch.setattr(shards, "discard", lambda *args: None)
         with pytest.raises(KeyboardInterrupt):
             cached_shards(rows, root, key="v1")
     (left,) = list_cached(root)
     assert (left.key, left.created) == ("v1", "")
     assert left.num_bytes > 0
-    (run,) = Path(left.uri).glob("run-*")
+    (part,) = Path(left.uri).glob("_shards-*")
     manifest = cached_shards(rows, root, key="v1")
-    assert manifest.uri != str(run)
+    assert all(not file.path.startswith(part.name) for file in manifest.files)
     assert cached_shards(rows, root, key="v1") == manifest
     assert remove_cached(root) > 0
     assert os.listdir(root) == []
 
 
 @spark_test
-@pytest.mark.parametrize("fault", ["cut", "gone", "manifest", "entry"])
+@pytest.mark.parametrize("fault", ["cut", "gone", "manifest"])
 def test_a_damaged_entry_is_written_again(spark: Any, root: str, fault: str) -> None:
     rows = spark.range(40)
     first = cached_shards(rows, root, key="v1")
@@ -137,12 +133,10 @@ def test_a_damaged_entry_is_written_again(spark: Any, root: str, fault: str) -> 
         file.write_bytes(file.read_bytes()[:-10])
     elif fault == "gone":
         file.unlink()
-    elif fault == "manifest":
-        (Path(first.uri) / "manifest.json").unlink()
     else:
-        (Path(first.uri).parent / ENTRY_NAME).write_text("{")
+        (Path(first.uri) / "manifest.json").unlink()
     second = cached_shards(rows, root, key="v1")
-    assert second.uri != first.uri
+    assert second.files != first.files
     assert ids_of(second) == list(range(40))
     assert cached_shards(rows, root, key="v1") == second
 
@@ -186,7 +180,7 @@ def test_entries_are_listed_and_removed_and_nothing_else(spark: Any, root: str) 
     mine = [
         Path(root) / "notes.txt",
         Path(root) / ("a" * DIGITS) / "mine",
-        Path(first.uri).parent / "mine",
+        Path(first.uri) / "mine",
     ]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
@@ -212,13 +206,12 @@ def test_entries_are_listed_and_removed_and_nothing_else(spark: Any, root: str) 
 def test_an_interrupted_removal_leaves_no_entry_to_serve_and_one_to_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_removed: int
 ) -> None:
-    digest = "1" * DIGITS
-    for _ in range(2):
-        run = cache_entries.begin(tmp_path, "v1", digest)
-        (tmp_path / digest / run).mkdir()
-        (tmp_path / digest / run / "part.parquet").write_bytes(b"rows")
-    manifest = ShardManifest(uri=str(tmp_path / digest / run), columns=(), files=())
-    cache_entries.publish(tmp_path, cache_entries.CacheEntry(key="v1", digest=digest, run=run), manifest)
+    folder = tmp_path / ("1" * DIGITS)
+    for name in ("_shards-1", "_shards-2"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "part.parquet").write_bytes(b"rows")
+    cache_entries.mark(str(folder), "v1")
+    (folder / "manifest.json").write_text("{}")
     removed: list[str] = []
     remove = storage.remove
 
@@ -232,8 +225,7 @@ def test_an_interrupted_removal_leaves_no_entry_to_serve_and_one_to_list(
         patch.setattr(storage, "remove", remove_some)
         with pytest.raises(OSError, match="does not answer"):
             remove_cached(tmp_path)
-    served = cache_entries.load_entry(str(tmp_path / digest))
-    assert (served is None) == (num_removed > 0)
+    assert (folder / "manifest.json").exists() == (num_removed == 0)
     assert [listed.key for listed in list_cached(tmp_path)] == ["v1"]
     remove_cached(tmp_path)
     assert os.listdir(tmp_path) == []
