@@ -63,6 +63,12 @@ def _list(uri: str) -> None:
     from ringspark.extras.runs.listing import list_run_folders
 
     found = list_run_folders(uri)
+    print_folders(found)
+    print(f"runs: {len(found)} in {uri}")
+
+
+def print_folders(found: Sequence[ListedRun]) -> None:
+    """Prints one line per folder: name, state, epochs, time since the last change, size."""
     width = max((len(run.name) for run in found), default=0)
     for run in found:
         epochs = f"{run.epochs} epochs" if run.epochs != 1 else "1 epoch"
@@ -70,7 +76,6 @@ def _list(uri: str) -> None:
             f"{run.name:{width}}  {run.state:10}  {epochs:>10}  {_ago(run):>12}  "
             f"{cli.format_size(run.num_bytes)}"
         )
-    print(f"runs: {len(found)} in {uri}")
 
 
 def _ago(run: ListedRun) -> str:

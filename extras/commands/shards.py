@@ -12,12 +12,8 @@ The command does not start Spark, so a path without a scheme is on this machine.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from ringspark.jobs import cli
-
-if TYPE_CHECKING:
-    from ringspark.extras.runs.stored_runs import StoredRun
 
 DESCRIPTION = "Show, verify and remove shards, shard caches, and runs that fit left behind."
 
@@ -30,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("list", "root", "show the entries of a cache"),
         ("describe", "uri", "show splits, columns and ranges of shards"),
         ("verify", "uri", "check that every file exists and has the rows that the manifest lists"),
-        ("runs", "root", "show runs that calls of fit left behind: hours since the last change, state, size"),
+        (
+            "runs",
+            "root",
+            "show runs that calls of fit left behind: state, epochs, last change, size",
+        ),
         ("remove", "root", "remove the entries of a cache with a key, or all"),
     ):
         added = commands.add_parser(command, help=what, description=f"{what[0].upper()}{what[1:]}.")
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     # Late, because `--help` needs no storage client.
+    from ringspark.extras.commands.runs import print_folders
     from ringspark.extras.runs.stored_runs import list_runs, remove_runs
     from ringspark.pipelines import ShardManifest, remove_cached
 
@@ -61,10 +62,13 @@ def run(args: argparse.Namespace) -> None:
         if args.remove_older_than is None and args.finished:
             raise ValueError("--finished needs --remove-older-than HOURS")
         if args.remove_older_than is None:
-            _print_runs(args.root, list_runs(args.root), "found")
+            found, what = list_runs(args.root), "found"
         else:
-            removed = remove_runs(args.root, args.remove_older_than, finished=args.finished)
-            _print_runs(args.root, removed, "removed")
+            found = remove_runs(args.root, args.remove_older_than, finished=args.finished)
+            what = "removed"
+        print_folders(found)
+        total = cli.format_size(sum(run.num_bytes for run in found))
+        print(f"shards: {len(found)} runs and shards, {total} {what} in {args.root}")
     elif args.what == "remove":
         freed = remove_cached(args.root, None if args.all else args.key)
         print(f"shards: {cli.format_size(freed)} freed in {args.root}")
@@ -87,12 +91,3 @@ def _list(root: str) -> None:
         print(f"  {entry.uri}")
     total = sum(entry.num_bytes for entry in entries)
     print(f"shards: {len(entries)} entries, {cli.format_size(total)} in {root}")
-
-
-def _print_runs(root: str, runs: list[StoredRun], what: str) -> None:
-    for run in runs:
-        print(
-            f"{run.idle_seconds / 3600:8.1f} h  {run.state:10}  {cli.format_size(run.num_bytes)}  {run.uri}"
-        )
-    total = cli.format_size(sum(run.num_bytes for run in runs))
-    print(f"shards: {len(runs)} runs and shards, {total} {what} in {root}")

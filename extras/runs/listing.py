@@ -1,4 +1,4 @@
-"""Lists the run folders below a folder, whatever their names, and removes one."""
+"""Lists the run folders below a folder, whatever their names, and removes one of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.run.store_clock import read_store_clock
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.history import read_history
-from ringspark.extras.runs.stored_runs import LEAST_HOURS, measure_folder
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import remove_folder
+
+LEAST_HOURS = 1.0
 
 # The presence of either means that a run was begun here.
 _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
@@ -22,14 +23,21 @@ _MARKS = {run_layout.OWNER, run_layout.IDENTITY}
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRun:
-    """One run folder; an unfinished run is "in use" if it has changed within the last hour."""
+    """One run folder, or a folder of shards that a fit wrote to its storageUri.
+
+    An unfinished run is "in use" if it has changed within the last hour. `idle_seconds` is 0 if the store
+    does not record changes.
+    """
 
     uri: str
-    name: str
-    state: Literal["finished", "in use", "stopped"]
+    state: Literal["finished", "in use", "stopped", "shards"]
     epochs: int
     num_bytes: int
     idle_seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.uri.rpartition("/")[2]
 
 
 def list_run_folders(root: str) -> list[ListedRun]:
@@ -49,8 +57,13 @@ def inspect_run(uri: str, now: float | None = None) -> ListedRun:
     uri = storage.normalize(uri).rstrip("/")
     if not _is_run(uri):
         raise ValueError(f"{uri} is no run folder; give the runUri of a training")
+    return describe_folder(uri, now)
+
+
+def describe_folder(uri: str, now: float | None = None) -> ListedRun:
+    """Returns the state of a run folder, or of a folder that a fit named like one."""
+    num_bytes, changed = _measure_folder(uri)
     now = time.time() if now is None else now
-    num_bytes, changed = measure_folder(uri)
     idle_seconds = 0.0 if changed is None else max(0.0, now - changed)
     is_finished = storage.exists(storage.join(uri, run_layout.RESULT))
     is_new = idle_seconds < LEAST_HOURS * 3600
@@ -59,12 +72,27 @@ def inspect_run(uri: str, now: float | None = None) -> ListedRun:
         epochs = len(read_history(uri))
     return ListedRun(
         uri=uri,
-        name=uri.rpartition("/")[2],
         state="finished" if is_finished else "in use" if is_new else "stopped",
         epochs=epochs,
         num_bytes=num_bytes,
         idle_seconds=idle_seconds,
     )
+
+
+def _measure_folder(uri: str) -> tuple[int, float | None]:
+    """Returns the bytes of a folder, and the time of its last change; None if the store does not know."""
+    fs, path = storage.filesystem(uri)
+    fs.invalidate_cache()
+    size, changes = 0, []
+    with storage.store_errors(uri):
+        files = fs.find(path, detail=True)
+        if not files and storage.is_local(uri):
+            files = {path: {}}
+        for name, info in files.items():
+            with suppress(FileNotFoundError, NotImplementedError):
+                changes.append(float(fs.modified(name).timestamp()))
+                size += int(info.get("size") or 0)
+    return size, max(changes, default=None)
 
 
 def remove_run(uri: str, *, stopped: bool = False) -> ListedRun:

@@ -7,73 +7,38 @@ of its model until the model is saved elsewhere.
 from __future__ import annotations
 
 import re
-import time
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.run.store_clock import read_store_clock
+from ringspark.extras.runs.listing import LEAST_HOURS, ListedRun, describe_folder
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import SHARD_PATHS, discard
-from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.typed_json import parse_object
-
-LEAST_HOURS = 1.0
 
 _FOLDER = re.compile(r"(run|shards)-[0-9a-f]{12}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredRun:
-    """One folder of a storageUri; `idle_seconds` is 0 if the store does not record changes.
-
-    A folder of shards, or of a table's manifest, has the state "shards". A change of a run that reads such a
-    folder also counts as a change of the folder.
-    """
-
-    uri: str
-    state: Literal["finished", "unfinished", "shards"]
-    num_bytes: int
-    idle_seconds: float
-
-
-def list_runs(root: str, now: float | None = None) -> list[StoredRun]:
+def list_runs(root: str, now: float | None = None) -> list[ListedRun]:
     """Returns the runs and shards of fits in the storageUri `root`, the longest idle first.
 
-    `now` is the current time on the store's clock; None takes the local clock.
+    `now` is the current time on the store's clock; None takes the local clock. A change of a run that reads
+    a folder of shards also counts as a change of this folder.
     """
     root = storage.normalize(root)
-    now = time.time() if now is None else now
-    names = [
-        name
-        for name in storage.list_names(root)
-        if _FOLDER.fullmatch(name)
-        # An entry of `cached_shards` has such a name too, with a manifest directly in it.
-        and not (name.startswith("run") and storage.exists(storage.join(root, name, MANIFEST_NAME)))
-    ]
-    sizes, changes = {}, {}
+    names = [name for name in storage.list_names(root) if _FOLDER.fullmatch(name)]
+    found = {name: describe_folder(storage.join(root, name), now) for name in names}
     for name in names:
-        sizes[name], changed = measure_folder(storage.join(root, name))
-        changes[name] = now if changed is None else changed
-    for name in names:
-        shards = _shards_of(storage.join(root, name))
-        if shards in changes:
-            changes[shards] = max(changes[shards], changes[name])
-    found = []
-    for name in names:
-        state: Literal["finished", "unfinished", "shards"] = "shards"
-        if name.startswith("run"):
-            done = storage.exists(storage.join(root, name, run_layout.RESULT))
-            state = "finished" if done else "unfinished"
-        idle = max(0.0, now - changes[name])
-        found.append(
-            StoredRun(uri=storage.join(root, name), state=state, num_bytes=sizes[name], idle_seconds=idle)
-        )
-    return sorted(found, key=lambda run: -run.idle_seconds)
+        if name.startswith("shards"):
+            found[name] = replace(found[name], state="shards")
+        elif (shards := found.get(_shards_of(found[name].uri) or "")) is not None:
+            idle_seconds = min(shards.idle_seconds, found[name].idle_seconds)
+            found[shards.name] = replace(shards, idle_seconds=idle_seconds)
+    return sorted(found.values(), key=lambda run: -run.idle_seconds)
 
 
-def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[StoredRun]:
+def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -> list[ListedRun]:
     """Removes runs whose driver died, and unused shards; returns them.
 
     A run counts as dead after `older_than_hours` without a change. Choose more hours than
@@ -99,22 +64,6 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
 def discard_run(uri: str) -> bool:
     """Removes the folder of a run that the caller knows to be its own; a failure is only logged."""
     return discard(uri, run_layout.PATHS, run_layout.find_mark(storage.list_names(uri)))
-
-
-def measure_folder(uri: str) -> tuple[int, float | None]:
-    """Returns the bytes of a folder, and the time of its last change; None if the store does not know."""
-    fs, path = storage.filesystem(uri)
-    fs.invalidate_cache()
-    size, changes = 0, []
-    with storage.store_errors(uri):
-        files = fs.find(path, detail=True)
-        if not files and storage.is_local(uri):
-            files = {path: {}}
-        for name, info in files.items():
-            with suppress(FileNotFoundError, NotImplementedError):
-                changes.append(float(fs.modified(name).timestamp()))
-                size += int(info.get("size") or 0)
-    return size, max(changes, default=None)
 
 
 def _shards_of(run_uri: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from ringspark.extras.reuse.cache_entries import folder_of, mark
 from ringspark.jobs import command
 from ringspark.pipelines import ShardManifest
 
-ROOT = Path(__file__).parent.parent.parent
 DIGEST = "0123456789abcdef" * 4
 
 
@@ -76,8 +76,8 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     os.utime(tmp_path / "run-0123456789ab" / "owner.json", (0, 0))
     assert run("runs", str(tmp_path)) == 0
     first, second, total = capsys.readouterr().out.splitlines()
-    assert first.endswith(f" h  unfinished  2 bytes  {tmp_path}/run-0123456789ab")
-    assert second.endswith(f"     0.0 h  unfinished  2 bytes  {tmp_path}/run-ba9876543210")
+    assert re.fullmatch(r"run-0123456789ab  stopped       0 epochs  +\d+ days ago  2 bytes", first)
+    assert re.fullmatch(r"run-ba9876543210  in use        0 epochs  +0 min ago  2 bytes", second)
     assert total == f"shards: 2 runs and shards, 4 bytes found in {tmp_path}"
     assert run("runs", str(tmp_path), "--remove-older-than", "24") == 0
     assert f"shards: 1 runs and shards, 2 bytes removed in {tmp_path}\n" in capsys.readouterr().out
@@ -100,22 +100,22 @@ def test_finished_runs_are_removed_only_if_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "message"),
+    ("options", "message"),
     [
-        ([], 2, "the following arguments are required: COMMAND"),
-        (["list"], 2, "the following arguments are required: ROOT"),
-        (["remove", "x"], 2, "one of the arguments KEY --all is required"),
-        (["remove", "x", "1", "--all"], 2, "not allowed with argument KEY"),
-        (["describe", "missing"], 1, "holds no shards"),
+        ([], "the following arguments are required: COMMAND"),
+        (["list"], "the following arguments are required: ROOT"),
+        (["remove", "x"], "one of the arguments KEY --all is required"),
+        (["remove", "x", "1", "--all"], "not allowed with argument KEY"),
+        (["describe", "missing"], "holds no shards"),
     ],
 )
-def test_what_is_wrong_is_one_line(options: list[str], code: int, message: str) -> None:
-    command = [sys.executable, str(ROOT / "jobs" / "shards.py"), *options]
+def test_what_is_wrong_is_one_line(options: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "ringspark.jobs.command", "shards", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == code
+    assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("shards: error: ")
+    assert done.stderr.startswith("ringspark shards")
 
 
 def test_no_spark_is_imported() -> None:

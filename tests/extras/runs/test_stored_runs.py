@@ -42,18 +42,17 @@ def root(tmp_path: Path) -> Path:
     make(tmp_path, "shards-00000000b0a7", 30, "manifest.json")
     make(tmp_path, "run-00000000d01e", 30, "owner.json", "result.json", "checkpoint/model.safetensors")
     make(tmp_path, "thesis", 99, "chapter.tex")
-    make(tmp_path, "run-0000000cac8e", 99, "manifest.json")  # of cached_shards
     return tmp_path
 
 
 def test_runs_are_listed_with_age_size_and_state(root: Path) -> None:
     found = {Path(run.uri).name: run for run in list_runs(str(root))}
     assert {name: (run.state, round(run.idle_seconds / HOUR)) for name, run in found.items()} == {
-        "run-00000000dead": ("unfinished", 30),
+        "run-00000000dead": ("stopped", 30),
         "shards-00000000dead": ("shards", 30),
-        "run-00000000a11e": ("unfinished", 0),
+        "run-00000000a11e": ("in use", 0),
         "shards-00000000a11e": ("shards", 0),
-        "run-00000000b0a7": ("unfinished", 0),
+        "run-00000000b0a7": ("in use", 0),
         "shards-00000000b0a7": ("shards", 0),
         "run-00000000d01e": ("finished", 30),
     }
