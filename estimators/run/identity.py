@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -54,11 +54,8 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         "transformInPrediction": _settings_of(objects.transform_in_prediction),
         # By name alone: their attributes may be folders, counters, or when to stop.
         "callbacks": [_name(callback) for callback in objects.callbacks],
+        "own metrics": {name: _describe(given, tensors=False) for name, given in objects.metrics.items()},
     }
-    if objects.metrics:
-        settings["own metrics"] = {
-            name: _describe(metric, tensors=False) for name, metric in objects.metrics.items()
-        }
     identity = {"settings": settings, "data": _data_of(manifest), "model": _model_of(config, objects)}
     # In the form that is read back later: tuples are lists.
     found: dict[str, Any] = json.loads(json.dumps(identity, default=_plain))
@@ -70,10 +67,6 @@ def list_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for part in ("settings", "data", "model"):
         before, now = old.get(part, {}), new.get(part, {})
-        if part == "settings":
-            defaults = _defaults()
-            added = {name: defaults[name] for name in now if name in defaults}
-            before = added | before
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 found.append(f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}")
@@ -101,15 +94,6 @@ def _only_shards(*syncs: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value.to_values() if isinstance(value, Options) else repr(value)
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    """Returns the default of every setting, which the runs of versions without this setting had."""
-    found = {_NAMES.get(f.name, f.name): f.default for f in fields(TrainConfig) if f.name not in _FREE}
-    known = {name: value for name, value in found.items() if value is not MISSING}
-    defaults: dict[str, Any] = json.loads(json.dumps(known, default=_plain))
-    return defaults
 
 
 def list_data_differences(old: ShardManifest, new: ShardManifest) -> list[str]:

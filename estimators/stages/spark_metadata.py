@@ -51,6 +51,4 @@ def read_metadata(uri: str) -> dict[str, Any]:
     metadata = parse_object(storage.read_bytes(storage.join(folder, part)), allow_nan=True)
     for name, kind in _METADATA_TYPES.items():
         fit(kind, metadata.get(name), name)
-    for name in _OF_THE_MACHINE:
-        metadata["defaultParamMap"].pop(name, None)
     return metadata

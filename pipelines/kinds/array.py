@@ -1,7 +1,7 @@
 """Column type "array": each row is an array, all of the same shape, with any number of dimensions.
 
 Rows are stored as bytes in row-major order, which pyarrow reads ten times as fast as lists. If nulls are
-kept, rows are stored as flat lists, because a null row has no size. Older files also hold lists.
+kept, rows are stored as flat lists, because a null row has no size.
 """
 
 from __future__ import annotations

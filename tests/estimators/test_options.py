@@ -26,7 +26,6 @@ from ringspark.estimators import (
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.declare import Options
 from ringspark.estimators.options.sync import Sync
-from ringspark.estimators.run.identity import list_differences
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
@@ -64,13 +63,6 @@ def test_both_forms_of_a_setting_give_the_same_config(plain: Any, present: Any) 
     config = _config(**present)
     assert _config(**plain) == config != _config()
     assert TrainConfig.from_json(config.to_json()) == config
-
-
-def test_a_run_of_a_version_without_a_setting_had_its_default() -> None:
-    then = {"epochs": 2}
-    assert list_differences({"settings": then}, {"settings": then | {"alpha": 0.5, "temperature": 2.0}}) == []
-    (changed,) = list_differences({"settings": then}, {"settings": then | {"alpha": 0.25}})
-    assert changed == "alpha: 0.5 -> 0.25"
 
 
 def _variants(kind: type[Options]) -> list[type[Options]]:

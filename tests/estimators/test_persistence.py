@@ -377,9 +377,6 @@ def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path
     (part,) = (tmp_path / "stage" / METADATA).glob("part-*")
     metadata = json.loads(part.read_text())
     assert not {"collective", "reader"} & set(metadata["defaultParamMap"])
-    # The format of earlier versions, written on another machine.
-    metadata["defaultParamMap"] |= {"collective": "local", "reader": "local"}
-    part.write_text(json.dumps(metadata))
     loaded = TorchEstimator.load(path)
     assert loaded.getCollective() == TorchEstimator().getCollective()
     assert (loaded.getReader(), loaded.isSet("collective"), loaded.isSet("reader")) == ("arrow", False, True)

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ringspark.pipelines import (
@@ -20,7 +18,6 @@ from ringspark.pipelines import (
     readers,
     storage,
 )
-from ringspark.pipelines.kinds.base import list_type
 from ringspark.pipelines.readers import Batch, ShardReader, base
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -71,29 +68,6 @@ def test_every_dtype_comes_back_bitwise(shards: ShardManifest, engine: str) -> N
         assert values.dtype == expected.dtype
         assert values.shape == expected.shape
         assert values.tobytes() == expected.tobytes()
-
-
-def test_shards_whose_rows_are_lists_are_still_read(shards: ShardManifest, engine: str) -> None:
-    """Older shards store all arrays as lists; nullable arrays still use lists."""
-    expected = [open_reader(shards, batch_size=50, engine=engine).batches(epoch) for epoch in range(2)]
-    expected = [list(batches) for batches in expected]
-    files = []
-    for file, path in zip(shards.files, shards.paths, strict=True):
-        table = pq.read_table(path)
-        for number, (name, values) in enumerate(zip(table.column_names, table.columns, strict=True)):
-            if pa.types.is_fixed_size_binary(values.type):
-                dtype = COLUMNS[name].dtype
-                rows = np.frombuffer(b"".join(values.to_pylist()), dtype).reshape(len(values), -1)
-                field = pa.field(name, list_type(dtype.name), nullable=False)
-                table = table.set_column(number, field, pa.array(list(rows), field.type))
-        pq.write_table(table, path, row_group_size=16)
-        files.append(replace(file, num_bytes=Path(path).stat().st_size))
-    lists = replace(shards, files=tuple(files))
-    assert {str(kind) for kind in pq.read_schema(path).types} >= {"list<element: float not null>"}
-    for epoch in range(2):
-        batches = list(open_reader(lists, batch_size=50, engine=engine).batches(epoch))
-        for old, new in zip(batches, expected[epoch], strict=True):
-            assert {k: v.tobytes() for k, v in old.items()} == {k: v.tobytes() for k, v in new.items()}
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5, 50])
