@@ -14,9 +14,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +28,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking.context import registry
 from mlflow.tracking.fluent import _get_experiment_id
 
+import ringspark
 from ringspark.estimators import run_layout
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart
@@ -46,9 +46,7 @@ FILE = "mlflow.json"
 SAVE_MODEL = "ringspark.extras.serving.logged_model:save"
 MODEL = "model"
 
-# MLflow's limits of one request and of a text.
-METRICS_PER_REQUEST = 1000
-TEXTS_PER_REQUEST = 100
+# MLflow's limits of a text.
 PARAM_LENGTH = 6000
 TAG_LENGTH = 5000
 NAME_LENGTH = 250
@@ -146,16 +144,14 @@ class MlflowRun(Listener):
         _connect(self._uri)
         if not self._run_id:
             self._begin()
-        while self._waiting:
-            piece = self._waiting[:METRICS_PER_REQUEST]
-            new = {
-                _known(name, step, value): Metric(name, value, at, step) for name, value, at, step in piece
-            }
-            metrics = [metric for key, metric in new.items() if key not in self._sent]
-            if metrics:
-                self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
-            self._sent |= new.keys()
-            del self._waiting[: len(piece)]
+        new = {
+            _known(name, step, value): Metric(name, value, at, step)
+            for name, value, at, step in self._waiting
+        }
+        metrics = [metric for key, metric in new.items() if key not in self._sent]
+        self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
+        self._sent |= new.keys()
+        self._waiting.clear()
 
     def _begin(self) -> None:
         self._client = MlflowClient(tracking_uri=self._uri, registry_uri=self._tracker.registry_uri)
@@ -192,7 +188,7 @@ class MlflowRun(Listener):
         tags = {
             **_context(around),
             "ringspark.run_uri": _without_secrets(self._run.run_uri),
-            "ringspark.version": _version(),
+            "ringspark.version": ringspark.__version__,
             "ringspark.stage": self._run.name,
             **{str(key): str(value) for key, value in (tracker.tags or {}).items()},
         }
@@ -237,16 +233,13 @@ class MlflowRun(Listener):
         }
         known = run.data.params
         params = [Param(name, text) for name, text in texts.items() if name not in known]
-        for piece in _pieces(params):
-            self._client.log_batch(run.info.run_id, params=piece, synchronous=True)
         # Params of a run cannot change, but some settings may differ in a resumed training.
         tags = [
             RunTag(f"ringspark.resumed.{name}", text[:TAG_LENGTH])
             for name, text in texts.items()
             if known.get(name, text) != text
         ]
-        for piece in _pieces(tags):
-            self._client.log_batch(run.info.run_id, tags=piece, synchronous=True)
+        self._client.log_batch(run.info.run_id, params=params, tags=tags, synchronous=True)
 
     def _log_data(self, run: Any) -> None:
         data = self._run.data
@@ -370,17 +363,5 @@ def _short(error: Exception) -> str:
     return storage.redact_text(str(error).split("\n", 1)[0])[:300]
 
 
-def _pieces(entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(entries), TEXTS_PER_REQUEST):
-        yield entries[start : start + TEXTS_PER_REQUEST]
-
-
 def _without_secrets(uri: str) -> str:
     return re.sub(r"(?<=://)[^/@]*@", "", storage.redact(uri))
-
-
-def _version() -> str:
-    try:
-        return version("ringspark")
-    except PackageNotFoundError:  # shipped as a zip
-        return "unknown"
