@@ -191,6 +191,17 @@ def executors_find_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
         library.unregister_pickle_by_value(request.module)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Uses one thread, which is faster for small networks."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def networks_begin_alike() -> None:
     """Seeds torch, so a network has the same initial weights alone and after other tests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -47,13 +47,7 @@ LINEAR = ScaleLearningRate(base_batch_size=8, warmup_epochs=1.5)
 SQRT = ScaleLearningRate(base_batch_size=64, rule="sqrt")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Uses one thread, which is faster for networks this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def net() -> nn.Module:
