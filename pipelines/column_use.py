@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,3 @@ class ColumnUse:
     use: str
     reason: str
     leaks: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)

@@ -71,7 +71,7 @@ class TrainingSummary:
         The DataFrame is empty if the user gave the estimator a whole network.
         """
         names = [each.name for each in fields(ColumnUse)]
-        return pd.DataFrame([use.to_json() for use in self.column_uses], columns=names)
+        return pd.DataFrame([vars(use) for use in self.column_uses], columns=names)
 
     @property
     def history(self) -> pd.DataFrame:

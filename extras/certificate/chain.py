@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ringspark.estimators import run_layout
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import record, versioned
+from ringspark.pipelines.typed_json import JsonText, record, versioned
 
 FORMAT_VERSION = 1
 CHAIN = "chain.json"
@@ -41,13 +41,11 @@ class Link:
     hash: str = ""
 
     def digest(self) -> str:
-        values = asdict(self)
-        del values["hash"]
-        return digest_json(values)
+        return digest_json({name: value for name, value in vars(self).items() if name != "hash"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class Chain(JsonText):
     links: tuple[Link, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -61,7 +59,7 @@ class Chain:
 
     def add(self, kind: Kind, step: int, content: Mapping[str, Any]) -> Chain:
         link = Link(kind=kind, step=step, previous=self.head, content=dict(content))
-        return Chain(links=(*self.links, seal(link)))
+        return Chain(links=(*self.links, replace(link, hash=link.digest())))
 
     def find_start(self, step: int) -> Link:
         """Returns the start that trained the last step up to `step`; for step 0, the first start."""
@@ -69,12 +67,6 @@ class Chain:
         if not starts:
             raise ValueError("the hash chain has no start; it is damaged, or was not written by a training")
         return next((link for link in reversed(starts) if link.step < step), starts[0])
-
-
-def seal(link: Link) -> Link:
-    """Returns the link with its hash."""
-    values = asdict(link)
-    return Link(**(values | {"hash": link.digest()}))
 
 
 def reseal(links: Sequence[Link]) -> Chain:
@@ -105,7 +97,7 @@ def read_chain(run_uri: str) -> Chain:
 
 
 def write_chain(run_uri: str, chain: Chain) -> None:
-    storage.write_atomic(chain_uri(run_uri), json.dumps(asdict(chain), indent=1).encode())
+    storage.write_atomic(chain_uri(run_uri), chain.to_json().encode())
 
 
 def find_breaks(chain: Chain) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,16 +67,7 @@ class TablePlan:
     asked: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "kind": self.kind.to_json(),
-                "edges": self.edges,
-                "uses": [asdict(use) for use in self.uses],
-                "rows": self.rows,
-                "outputs": self.outputs,
-                "asked": self.asked,
-            }
-        )
+        return json.dumps(vars(self) | {"kind": self.kind.to_json()}, default=vars)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TablePlan:

@@ -6,7 +6,7 @@ All times are nanoseconds on the rank's own clock. The file also holds the offse
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ringspark.estimators import run_layout
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, interpolate_offset
@@ -91,14 +91,8 @@ class RankSpans:
         return by_rank_0 - self.moment.clock_ns + self.moment.unix_ns
 
     def to_json(self) -> bytes:
-        # `asdict` of all would copy every span.
-        lists = {
-            "moment": asdict(self.moment),
-            "offsets": [asdict(offset) for offset in self.offsets],
-            "steps": [vars(step) for step in self.steps],
-            "rare": [vars(span) for span in self.rare],
-        }
-        return json.dumps(vars(self) | lists, separators=(",", ":")).encode()
+        # `asdict` would copy every span.
+        return json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> RankSpans:

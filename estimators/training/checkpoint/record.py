@@ -5,16 +5,15 @@ Reading returns a `Record` or raises ValueError, whatever a damaged or untrusted
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringspark.estimators.parallel.shard_spec import CheckpointShards
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.non_finite import NonFiniteStep
-from ringspark.pipelines.typed_json import OtherFormatError, record, versioned
+from ringspark.pipelines.typed_json import JsonText, OtherFormatError, record, versioned
 
 FORMAT_VERSION = 1
 
@@ -59,7 +58,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(JsonText):
     """The content of a checkpoint's record file.
 
     Attributes:
@@ -83,9 +82,6 @@ class Record:
         # The token becomes part of a file name.
         if not re.fullmatch("[0-9a-f]{0,16}", self.token):
             raise ValueError(f"token must be up to 16 hexadecimal digits, got {self.token[:40]!r}")
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes | str, name: str = "training.json") -> Record:
