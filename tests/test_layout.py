@@ -372,6 +372,7 @@ IN_MORE_PLACES = {
     "columns": "the word also names the columns of a DataFrame, of shards and of a batch",
     "inferenceOffload": "what cannot read a weights file, or a network part by part, names the way out",
     "storageUri": "a search says that it is not to be varied",
+    "inferencePrecision": "an export names it where it writes fp32 all the same",
     "certify": "each place where a run writes, keeps or removes checkpoints asks for it",
     "runUri": "the config gives the run's folder this name, and every rank writes there",
 }

@@ -226,10 +226,6 @@ def test_networks_that_mix_or_keep_rows_are_refused(
 def test_an_output_that_does_not_fit_the_label_is_said_first(make_shards: MakeShards, tmp_path: Path) -> None:
     manifest = make_shards(columns())
     config = private_config(manifest, tmp_path)
-    width = (
-        len(manifest.array(config.input_columns[0]).shape)
-        and manifest.array(config.input_columns[0]).shape[0]
-    )
     with pytest.raises(ValueError, match=r"must return .* change the model's last layer"):
         check_training(replace(config, task="regression"), objects(module=nn.Linear(WIDTH, 3)), manifest)
 
