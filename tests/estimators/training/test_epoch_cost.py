@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.history import parse_history
 from ringspark.estimators.training.observation.epoch_meter import PEAKS, FlopCount, RaplEnergy, peak_flops
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import train_worker
@@ -76,13 +74,6 @@ def test_an_epoch_that_was_resumed_has_no_bytes(manifest: ShardManifest, tmp_pat
     assert rest.bytes_sent is None
     assert rest.energy_joules is None
     assert rest.flops == whole.flops == ROWS * FLOPS_A_ROW
-
-
-def test_a_history_of_before_the_cost_was_measured_is_read() -> None:
-    old = {"epoch": 1, "steps": 3, "rows": 96, "seconds": 0.5, "learning_rate": 0.01, "train_loss": 0.25}
-    (record,) = parse_history(json.dumps([old | {"validation_loss": None, "metrics": {}}]).encode())
-    assert record.cost is None
-    assert "bytes_sent" not in record.row()
 
 
 # ------------------------------------------------------------------------------ operations

@@ -20,11 +20,12 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
-from ringspark.estimators import Callback, TorchClassifier, TrainingState, table_fit
+from ringspark.estimators import Callback, TorchClassifier, TrainingState
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.stages import fit_data
 from ringspark.extras.search import Choice, IntRange, OptunaSearch, PopulationSearch, SearchModel, Uniform
 from ringspark.extras.search.trial_data import TrialData
+from ringspark.extras.tables import table_fit
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
 
