@@ -167,8 +167,8 @@ class Registered:
     def load(self) -> list[Technique]:
         try:
             return [load_object(self.path)()]
-        except ModuleNotFoundError:
-            if self.is_optional:
+        except ModuleNotFoundError as error:
+            if self.is_optional and (error.name or "").startswith("ringspark.extras"):
                 return []
             raise
 
