@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = re.compile(r"""make bench ARGS="([^"]*)"|tests/benchmarks/(\w+)\.py""")
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("script", "page"),
     [

@@ -157,6 +157,7 @@ def test_an_image_struct_without_pixels_is_a_null(table: Any, tmp_path: Path) ->
     assert [row.prediction is None for row in kept] == [False, True]
 
 
+@pytest.mark.extras
 def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table: Any, tmp_path: Path) -> None:
     wide = classifier(tmp_path, epochs=1, batchSize=40, columns={"content": Image(64, 64)}).fit(table)
     assert wide._predictor().batch_size == (64 << 20) // (4 * 3 * 64 * 64)

@@ -42,6 +42,7 @@ def test_every_link_computes_with_its_parts_alone(name: str) -> None:
         assert all(not value.isnan().any() for value in values if value is not None)
 
 
+@pytest.mark.extras
 def test_the_networks_without_links_are_refused_with_what_to_do() -> None:
     for name in set(MODELS) - set(CHAINS):
         with pytest.raises(ValueError, match=r"has no method links\(\); add it"):

@@ -36,7 +36,7 @@ def _fit(**settings: Any) -> Way:
 
 
 def _marks(way: str, *, is_slow: bool) -> list[Any]:
-    return [pytest.mark.slow] * is_slow + [pytest.mark.extras] * (way == "a cache")
+    return [pytest.mark.slow] * is_slow + [pytest.mark.extras] * (way in ("a cache", "a fit in place"))
 
 
 WAYS: dict[str, Way] = {

@@ -41,6 +41,7 @@ OF_EXTRAS = frozenset(
     [
         "mesh: with compression",
         "mesh: planned, and none fits",
+        "text: nothing to learn from",
         *(row.name for row in WINDOWS),
         *(row.name for row in JOB_LINES if row.name.startswith("shards:")),
     ]

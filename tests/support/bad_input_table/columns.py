@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, processors
 from tokenizers import models as tokenizer_models
 
 from bad_input_table.place import BadInput, Place, unread
+from ringspark import pipelines
 from ringspark.estimators import TorchRegressor
-from ringspark.pipelines import HashBuckets, Image, Padded, Ragged, Tokens, Vocabulary, train_tokenizer
+from ringspark.pipelines import HashBuckets, Image, Padded, Ragged, Tokens, Vocabulary
 
 R = BadInput
 
@@ -113,7 +114,8 @@ TEXTS = [
     R("text: shorter than the special tokens", lambda p: words_of(p, max_length=2),
       "max_length of Tokens for column 'text' is 2, but the tokenizer adds 2", "set at least 3"),
     R("text: nothing to learn from",
-      lambda p: train_tokenizer(p.table.where("text is null"), "text"), "'text' holds no text", "filter"),
+      lambda p: pipelines.train_tokenizer(p.table.where("text is null"), "text"),
+      "'text' holds no text", "filter"),
 ]
 # fmt: on
 
