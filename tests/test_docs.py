@@ -69,6 +69,7 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
         assert public - names <= {"ringspark.pipelines.READERS", "ringspark.models.MODELS"}
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("page", ["design.md", "promises.md"])
 def test_every_test_that_a_page_cites_is_there(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()

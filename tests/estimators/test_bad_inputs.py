@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 (its import makes a temporary folder, which no row is to blame for)
+
+# Many rows of the table are of techniques.
+pytest.importorskip("ringspark.extras")
+
 from bad_input_table import BAD_INPUTS, OF_EXTRAS, Place
 from waiting import wait_for
 
