@@ -29,6 +29,9 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
 
+# Hooks of a technique that a pass calls.
+_HOOKS = ("around_forward", "around_losses", "mix_losses")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -42,7 +45,12 @@ class Recipe:
 
     @cached_property
     def techniques(self) -> Sequence[Technique]:
-        return techniques_of(self.config)
+        """The techniques that override a hook of a pass."""
+        return [
+            each
+            for each in techniques_of(self.config)
+            if any(getattr(type(each), hook) is not getattr(Technique, hook) for hook in _HOOKS)
+        ]
 
 
 def forward_backward(
