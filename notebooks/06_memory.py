@@ -16,9 +16,7 @@ import pandas as pd
 import torch
 from pyspark.sql import functions as F
 
-from ringspark.estimators import TorchClassifier
-from ringspark.extras.planning.memory.plan import plan_memory
-from ringspark.models import ModelSpec
+from ringspark.estimators import TorchClassifier, plan_memory
 
 # A folder that the driver and all workers reach.
 FOLDER = "/dbfs/tmp/ringspark-memory" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="memory-")
