@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ringspark.extras.pretraining.autoencoder import TorchAutoencoder as TorchAutoencoder
     from ringspark.extras.pretraining.autoencoder import TorchAutoencoderModel as TorchAutoencoderModel
     from ringspark.extras.privacy.cpsgd_options import CpSGD as CpSGD
+    from ringspark.extras.serving.served_model import load_stage as load_stage
     from ringspark.extras.windows.sequence_windows import SequenceWindows as SequenceWindows
 
 # Module -> the public names that it defines.
@@ -69,6 +70,7 @@ _NAMES = {
     "ringspark.extras.planning": "ParallelismPlan ScalingPlan fit_scaling plan_parallelism plan_scaling",
     "ringspark.extras.pretraining.autoencoder": "TorchAutoencoder TorchAutoencoderModel",
     "ringspark.extras.privacy.cpsgd_options": "CpSGD",
+    "ringspark.extras.serving.served_model": "load_stage",
     "ringspark.extras.windows.sequence_windows": "SequenceWindows",
 }
 _PATHS = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}

@@ -62,3 +62,7 @@ def __getattr__(name: str) -> Any:
     if name in _EXTRAS:
         return getattr(import_module(f"ringspark.extras.{_EXTRAS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
