@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -21,11 +22,23 @@ from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 
+def columns_of(rows: int, width: int = 4) -> dict[str, np.ndarray]:
+    """Returns the columns `x` (rows, width), normally distributed, and `y` (rows,), its sums; both float32."""
+    x = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
 def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    """Returns settings without a model: two epochs, 32 rows per step, input `x`, label `y`."""
+    """Returns settings without a model: two epochs, 32 rows per step, input `x`, label `y`.
+
+    `model` may be a `ModelSpec`.
+    """
+    if isinstance(spec := changes.get("model"), ModelSpec):
+        changes["model"] = spec.to_json()
     config = TrainConfig(
         shards_uri=manifest.uri,
         run_uri=str(run_uri),

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from failing_callback import Fails
-from short_sync import sync_of
-from small_training import config_of, train_gang, weights_of, workers_of
+from parity import Pair, equal_to_one_worker, equal_to_undisturbed
+from small_training import config_of, workers_of
 
-from ringspark.estimators import WorkerError
 from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.checkpoint.weights import read_adapter
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -48,10 +45,6 @@ def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfi
     return config_of(manifest, folder, **settings | changes)
 
 
-def _difference(first: Any, second: Any, spec: ModelSpec = MLP) -> float:
-    return float((weights_of(first, spec.build()) - weights_of(second, spec.build())).abs().max())
-
-
 # Every layer, because all ranks compute and count a layer outside the plan.
 GRIDS: dict[str, Any] = {
     "trunk.0.linear": ["grid", [2, 2]],
@@ -59,67 +52,52 @@ GRIDS: dict[str, Any] = {
     "trunk.2.linear": ["grid", [4, 1]],
     "head": ["grid", [1, 4]],
 }
+
+
+def _slow(mesh: dict[str, Any], **changes: Any) -> Any:
+    return pytest.param(mesh, changes, id=_id(mesh, changes), marks=pytest.mark.slow)
+
+
+def _quick(mesh: dict[str, Any], **changes: Any) -> Any:
+    return pytest.param(mesh, changes, id=_id(mesh, changes))
+
+
+def _id_of(mesh: dict[str, Any]) -> str:
+    return _id(mesh, {})
+
+
+def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
+    return "-".join(f"{key}{value}" for key, value in (mesh | changes).items())
+
+
 MESHES = [
-    pytest.param({"tensor": 2}, 2, {}, id="tensor2"),
-    pytest.param({"pipeline": 2}, 2, {"gradient_accumulation": 4}, id="pipeline2"),
-    pytest.param({"pipeline": 4}, 4, {"gradient_accumulation": 4}, id="pipeline4", marks=pytest.mark.slow),
-    pytest.param(
-        {"data": 2, "pipeline": 2},
-        4,
-        {"gradient_accumulation": 2},
-        id="data2-pipeline2",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param({"pipeline": 2, "tensor": 2}, 4, {}, id="pipeline2-tensor2", marks=pytest.mark.slow),
-    pytest.param(
-        {"data": 2, "pipeline": 2},
-        4,
-        {"sync": Zero(stage=1), "gradient_accumulation": 2},
-        id="zero1-pipeline2",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param({"tensor": 4}, 4, {}, id="tensor4", marks=pytest.mark.slow),
-    pytest.param({"data": 2, "tensor": 2}, 4, {}, id="data2-tensor2", marks=pytest.mark.slow),
-    pytest.param({"tensor": 4, "plan": GRIDS}, 4, {}, id="tensor4-grid", marks=pytest.mark.slow),
-    pytest.param(
-        {"data": 2, "tensor": 2, "plan": {"*linear": ["grid", [2, 1]], "head": ["grid", [1, 2]]}},
-        4,
-        {},
-        id="data2-tensor2-grid",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        {"data": 2, "tensor": 2}, 4, {"sync": Zero(stage=2)}, id="zero2-tensor2", marks=pytest.mark.slow
-    ),
+    _quick({"tensor": 2}),
+    _quick({"pipeline": 2}, gradient_accumulation=4),
+    _slow({"pipeline": 4}, gradient_accumulation=4),
+    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=2),
+    _slow({"pipeline": 2, "tensor": 2}),
+    _slow({"data": 2, "pipeline": 2}, sync=Zero(stage=1), gradient_accumulation=2),
+    _slow({"tensor": 4}),
+    _slow({"data": 2, "tensor": 2}),
+    _slow({"tensor": 4, "plan": GRIDS}),
+    _slow({"data": 2, "tensor": 2, "plan": {"*linear": ["grid", [2, 1]], "head": ["grid", [1, 2]]}}),
+    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=2)),
     *(
-        pytest.param(
-            {"shard": 2} | mesh,
-            4,
-            {"sync": sync_of(sharding=sharding), "gradient_accumulation": 2},
-            id=f"{sharding}-shard2-{'-'.join(mesh)}2",
-            marks=pytest.mark.slow,
-        )
+        _slow({"shard": 2} | mesh, sync=Zero(stage=stage), gradient_accumulation=2)
         for mesh in ({"data": 2}, {"tensor": 2}, {"pipeline": 2})
-        for sharding in ("optimizer", "gradients", "parameters")
-        if "pipeline" not in mesh or sharding == "optimizer"
+        for stage in ((1,) if "pipeline" in mesh else (1, 2, 3))
     ),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "workers", "changes"), MESHES)
+@pytest.mark.parametrize(("mesh", "changes"), MESHES)
 def test_a_mesh_trains_what_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], workers: int, changes: dict[str, Any]
+    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     """51 AdamW steps with row weights and clipping; each of 3 epochs has a short last batch."""
-    config = _config(make_shards, tmp_path / "one")
-    one = train_gang(config)
-    spread = replace(config, run_uri=str(tmp_path / "mesh"), num_workers=workers, parallelism=mesh, **changes)
-    many = train_gang(spread)
-    assert one.steps == many.steps == 51
-    assert _difference(one, many) < 1e-5
+    one, many = equal_to_one_worker(_config(make_shards, tmp_path / "run"), parallelism=mesh, **changes)
+    assert one.steps == 51
     for first, second in zip(one.history, many.history, strict=True):
-        assert first.train_loss == pytest.approx(second.train_loss, rel=1e-5)
-        assert first.rows == second.rows == ROWS
         # The ranks of a replica each count a share of the operations; pipeline stages count none.
         assert first.cost is not None
         assert second.cost is not None
@@ -141,19 +119,14 @@ def test_a_training_goes_on_over_another_mesh(
     make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
 ) -> None:
     config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=5, ema_decay=0.9)
-    straight = train_gang(
-        replace(config, run_uri=str(tmp_path / "straight"), num_workers=2, parallelism=first)
-    )
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed", step=25),))
-    with pytest.raises(WorkerError, match="step 25"):
-        train_gang(replace(config, num_workers=2, parallelism=first), objects)
-    workers = 2 if then else 1
-    resumed = train_gang(replace(config, num_workers=workers, parallelism=then), objects)
-    assert resumed.resumed_steps in ((20,), (25,))
-    difference = _difference(straight, resumed)
-    assert difference == 0 if first == then else difference < 1e-6
-    assert [r.rows for r in resumed.history] == [ROWS] * 3
+    straight, resumed = _goes_on(config, first, then)
     assert resumed.history[1].train_loss == pytest.approx(straight.history[1].train_loss, rel=1e-6)
+
+
+def _goes_on(config: TrainConfig, first: dict[str, Any], then: dict[str, Any], **changes: Any) -> Pair:
+    """Fails at step 25 over the mesh `first` and resumes over `then`; equal bits over the same mesh."""
+    begin, end = ({"parallelism": mesh, "num_workers": workers_of(mesh), **changes} for mesh in (first, then))
+    return equal_to_undisturbed(config, step=25, first=begin, then=end, bound=0.0 if then == first else 1e-5)
 
 
 WIDE = ModelSpec("mlp", {"in_features": 8, "hidden": [64, 96, 64], "out_features": 1, "activation": "tanh"})
@@ -166,23 +139,15 @@ def test_stages_train_by_optimizers_that_look_at_whole_parameters(
 ) -> None:
     """Stages train like one worker, resume bit for bit, and let one worker resume from their state."""
     config = _config(
-        make_shards, tmp_path / "one", model=WIDE.to_json(), optimizer=optimizer, checkpoint_every_steps=5
+        make_shards, tmp_path / "run", model=WIDE.to_json(), optimizer=optimizer, checkpoint_every_steps=5
     )
     staged = {"num_workers": 2, "parallelism": {"pipeline": 2}, "gradient_accumulation": 2}
-    one = train_gang(config)
-    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight"), **staged))
     # Rounding can change an 8-bit code by one: a step of up to the rate, 0.01.
     bound = 1e-2 if optimizer == "adamw8bit" else 1e-5
-    assert _difference(one, straight, WIDE) < bound
-    for name, then in (("stages", staged), ("alone", {})):
-        objects = UserObjects(callbacks=(Fails(tmp_path / f"failed-{name}", step=25),))
-        run = replace(config, run_uri=str(tmp_path / name))
-        with pytest.raises(WorkerError, match="step 25"):
-            train_gang(replace(run, **staged), objects)
-        resumed = train_gang(replace(run, **{**then, "gradient_accumulation": 2}), objects)
-        assert resumed.resumed_steps in ((20,), (25,))
-        difference = _difference(straight, resumed, WIDE)
-        assert difference == 0 if then else difference < bound
+    equal_to_one_worker(config, bound=bound, **staged)
+    equal_to_undisturbed(config, step=25, first=staged)
+    alone = replace(config, run_uri=str(tmp_path / "alone"), gradient_accumulation=2)
+    equal_to_undisturbed(alone, step=25, first=staged, then={}, bound=bound)
 
 
 TEXT = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
@@ -220,22 +185,6 @@ def _texts(
         "collective": "torch",
     }
     return config_of(manifest, folder, **settings | changes)
-
-
-def _slow(mesh: dict[str, Any], **changes: Any) -> Any:
-    return pytest.param(mesh, changes, id=_id(mesh, changes), marks=pytest.mark.slow)
-
-
-def _quick(mesh: dict[str, Any], **changes: Any) -> Any:
-    return pytest.param(mesh, changes, id=_id(mesh, changes))
-
-
-def _id_of(mesh: dict[str, Any]) -> str:
-    return _id(mesh, {})
-
-
-def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
-    return "-".join(f"{key}{value}" for key, value in (mesh | changes).items())
 
 
 # One axis of 2 and of 4 ranks, and every pair of axes that shards a network.
@@ -280,7 +229,9 @@ OVER_TEXT = [
 def test_a_mesh_trains_a_transformer_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    _check_mesh(_texts(make_shards, tmp_path / "one", TRANSFORMERS[name]), TRANSFORMERS[name], mesh, changes)
+    equal_to_one_worker(
+        _texts(make_shards, tmp_path / "run", TRANSFORMERS[name]), parallelism=mesh, **changes
+    )
 
 
 # Key biases get only rounding errors as gradients, which these optimizers would turn into full steps.
@@ -300,9 +251,10 @@ def test_an_optimizer_of_whole_parameters_trains_as_on_one_worker(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     spec = TRANSFORMERS["language model"]
-    config = _texts(make_shards, tmp_path / "one", spec, **GENTLE)
+    config = _texts(make_shards, tmp_path / "run", spec, **GENTLE)
     # Rounding can change an 8-bit code by one, which changes a step by up to the rate.
-    _check_mesh(config, spec, mesh, changes, 1e-3 if changes["optimizer"] == "adamw8bit" else 1e-5)
+    bound = 1e-3 if changes["optimizer"] == "adamw8bit" else 1e-5
+    equal_to_one_worker(config, bound=bound, parallelism=mesh, **changes)
 
 
 @pytest.mark.slow
@@ -312,13 +264,9 @@ def test_a_sharded_state_of_whole_parameters_goes_on_over_another_mesh(
 ) -> None:
     spec, settings = TRANSFORMERS["language model"], GENTLE | {"optimizer": "adafactor"}
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, **settings)
-    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed", step=25),))
-    with pytest.raises(WorkerError, match="step 25"):
-        train_gang(replace(config, num_workers=4, parallelism=mesh, sync=Zero(stage=1)), objects)
-    resumed = train_gang(replace(config, num_workers=2, parallelism={"sequence": 2}), objects)
-    assert resumed.resumed_steps in ((20,), (25,))
-    assert _difference(straight, resumed, spec) < 1e-5
+    begin = {"num_workers": 4, "parallelism": mesh, "sync": Zero(stage=1)}
+    end = {"num_workers": 2, "parallelism": {"sequence": 2}}
+    equal_to_undisturbed(config, step=25, first=begin, then=end, bound=1e-5)
 
 
 RECURRENT = ModelSpec(
@@ -350,8 +298,8 @@ def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     """Rows have 0 to 11 tokens; the head uses the state after the last one."""
-    config = _texts(make_shards, tmp_path / "one", RECURRENT, held_out=9)
-    _check_mesh(config, RECURRENT, mesh, changes)
+    config = _texts(make_shards, tmp_path / "run", RECURRENT, held_out=9)
+    equal_to_one_worker(config, parallelism=mesh, **changes)
 
 
 @pytest.mark.slow
@@ -374,8 +322,7 @@ def test_a_training_of_spread_rows_goes_on_over_another_mesh(
     attention = {"attention_dropout": dropout} if "tensor" in first else {}
     spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout, **attention})
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
-    resumed = _check_resume(config, spec, first, then)
-    assert [r.rows for r in resumed.history] == [ROWS] * 3
+    _goes_on(config, first, then)
 
 
 # Every block is a mixture, so every stage adds a large loss and drops tokens.
@@ -452,8 +399,8 @@ def _check_mixture(
     name: str, make_shards: MakeShards, folder: Path, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     settings: dict[str, Any] = {"held_out": 9, "weight_column": "w", "seed": SEEDS[name]}
-    config = _texts(make_shards, folder / "one", MIXTURES[name], **settings)
-    _check_mesh(config, MIXTURES[name], mesh, changes)
+    config = _texts(make_shards, folder / "run", MIXTURES[name], **settings)
+    equal_to_one_worker(config, parallelism=mesh, **changes)
 
 
 @pytest.mark.slow
@@ -472,13 +419,7 @@ def test_counts_of_an_epoch_go_on_over_another_mesh(
     """Training fails in the middle of an epoch, when each stage has counts of its own layers."""
     spec, seed = MIXTURES["classifier"], SEEDS["classifier"]
     config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, seed=seed)
-    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed", step=25),))
-    with pytest.raises(WorkerError, match="step 25"):
-        train_gang(replace(config, num_workers=2 if first else 1, parallelism=first), objects)
-    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
-    assert resumed.resumed_steps in ((20,), (25,))
-    assert _difference(straight, resumed, spec) < 1e-5
+    straight, resumed = _goes_on(config, first, then)
     for one, other in zip(straight.history, resumed.history, strict=True):
         assert other.metrics == pytest.approx(one.metrics, rel=1e-5)
         assert one.metrics["train_dropped_share"] > 0
@@ -515,7 +456,7 @@ def test_a_mesh_trains_adapters_as_one_worker_does(
     make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     spec = TRANSFORMERS[name]
-    _check_adapters(_texts(make_shards, tmp_path / "one", spec, lora=ADAPTED[name]), spec, mesh, changes)
+    _check_adapters(_texts(make_shards, tmp_path / "run", spec, lora=ADAPTED[name]), mesh, changes)
 
 
 @pytest.mark.slow
@@ -524,21 +465,19 @@ def test_a_mesh_trains_adapters_beside_experts_as_one_worker_does(
 ) -> None:
     adapters = replace(ADAPTED["classifier"], targets=("*.qkv", "*.out", "head"))
     settings: dict[str, Any] = {"weight_column": "w", "seed": SEEDS["classifier"], "lora": adapters}
-    config = _texts(make_shards, tmp_path / "one", MIXTURES["classifier"], **settings)
+    config = _texts(make_shards, tmp_path / "run", MIXTURES["classifier"], **settings)
     changes = {"gradient_accumulation": 2}
-    _check_adapters(config, MIXTURES["classifier"], {"data": 2, "expert": 2}, changes)
+    _check_adapters(config, {"data": 2, "expert": 2}, changes)
 
 
 @pytest.mark.slow
 def test_a_grid_trains_adapters_as_one_worker_does(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path / "one", lora=LoRA(rank=2, targets=("*",)))
-    _check_adapters(config, MLP, {"tensor": 4, "plan": GRIDS}, {})
+    config = _config(make_shards, tmp_path / "run", lora=LoRA(rank=2, targets=("*",)))
+    _check_adapters(config, {"tensor": 4, "plan": GRIDS}, {})
 
 
-def _check_adapters(
-    config: TrainConfig, spec: ModelSpec, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    one, many = _check_mesh(config, spec, mesh, changes)
+def _check_adapters(config: TrainConfig, mesh: dict[str, Any], changes: dict[str, Any]) -> None:
+    one, many = equal_to_one_worker(config, parallelism=mesh, **changes)
     first, second = read_adapter(one.checkpoint_uri), read_adapter(many.checkpoint_uri)
     assert first.keys() == second.keys()
     for key, tensor in first.items():
@@ -565,42 +504,4 @@ def test_a_training_of_adapters_goes_on_over_another_mesh(
     spec = TRANSFORMERS["classifier"]
     adapters = replace(ADAPTED["classifier"], dropout=0.2 if then == first else 0.0)
     config = _texts(make_shards, tmp_path / "run", spec, lora=adapters, checkpoint_every_steps=5)
-    config = replace(config, gradient_accumulation=2)
-    _check_resume(config, spec, first, then)
-
-
-def _check_resume(
-    config: TrainConfig, spec: ModelSpec, first: dict[str, Any], then: dict[str, Any]
-) -> TrainResult:
-    """Checks a training over `first` that fails and resumes over `then` (one rank if empty)."""
-    folder = Path(config.run_uri).parent
-    spread = replace(config, num_workers=2, parallelism=first)
-    straight = train_gang(replace(spread, run_uri=str(folder / "straight")))
-    objects = UserObjects(callbacks=(Fails(folder / "failed", step=25),))
-    with pytest.raises(WorkerError, match="step 25"):
-        train_gang(spread, objects)
-    resumed = train_gang(replace(config, num_workers=2 if then else 1, parallelism=then), objects)
-    assert resumed.resumed_steps in ((20,), (25,))
-    difference = _difference(straight, resumed, spec)
-    assert difference == 0 if then == first else difference < 1e-5
-    return resumed
-
-
-def _check_mesh(
-    config: TrainConfig,
-    spec: ModelSpec,
-    mesh: dict[str, Any],
-    changes: dict[str, Any],
-    bound: float = 1e-5,
-) -> tuple[TrainResult, TrainResult]:
-    one = train_gang(replace(config, **{k: v for k, v in changes.items() if k != "sharding"}))
-    workers = workers_of(mesh)
-    uri = str(Path(config.run_uri).parent / "mesh")
-    many = train_gang(replace(config, run_uri=uri, num_workers=workers, parallelism=mesh, **changes))
-    assert one.steps == many.steps == 51
-    assert _difference(one, many, spec) < bound
-    for first, second in zip(one.history, many.history, strict=True):
-        assert second.train_loss == pytest.approx(first.train_loss, rel=bound)
-        assert (second.validation_loss or 0) == pytest.approx(first.validation_loss or 0, rel=bound)
-        assert second.metrics == pytest.approx(first.metrics, rel=bound)
-    return one, many
+    _goes_on(config, first, then, gradient_accumulation=2)

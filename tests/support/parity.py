@@ -1,0 +1,115 @@
+"""Trainings that must agree: of one worker and several, undisturbed and resumed, saved and loaded.
+
+Each function trains, compares, and returns the results for further comparisons. `config` describes the
+training; its `run_uri` is one of the runs, and the others are beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_callback import Fails
+from small_training import train_gang, weights_of, workers_of
+from torch import nn
+
+from ringspark.estimators import WorkerError
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
+from ringspark.models import ModelSpec
+
+# Settings of several workers.
+SPREADING = ("parallelism", "num_workers", "sync", "collective")
+# What `train_gang` returned: the first training and the one to compare with it.
+Pair = tuple[TrainResult, TrainResult]
+
+
+def difference(first: TrainResult, second: TrainResult, network: nn.Module | TrainConfig) -> float:
+    """Returns the largest absolute difference of the weights.
+
+    Args:
+        network: A module of the trained kind, or the config that names it.
+    """
+    spec = network.model if isinstance(network, TrainConfig) else None
+    module = deepcopy(network) if isinstance(network, nn.Module) else ModelSpec.from_json(spec or "").build()
+    return float((weights_of(first, module) - weights_of(second, module)).abs().max())
+
+
+def assert_equal_histories(first: TrainResult, second: TrainResult, bound: float = 1e-5) -> None:
+    """Compares rows exactly, and losses and metrics within the relative `bound`, epoch by epoch."""
+    for one, other in zip(first.history, second.history, strict=True):
+        assert other.rows == one.rows
+        assert other.train_loss == pytest.approx(one.train_loss, rel=bound)
+        assert (other.validation_loss or 0) == pytest.approx(one.validation_loss or 0, rel=bound)
+        assert other.metrics == pytest.approx(one.metrics, rel=bound)
+
+
+def equal_to_one_worker(
+    config: TrainConfig, objects: UserObjects | None = None, *, bound: float = 1e-5, **spread: Any
+) -> Pair:
+    """Trains `config` on one worker and with the settings `spread`, and compares weights and histories.
+
+    The one worker has those of `spread` that do not spread a training, such as `gradient_accumulation`.
+    `num_workers` follows from `parallelism` if `spread` has only this.
+    """
+    if "parallelism" in spread:
+        spread = {"num_workers": workers_of(spread["parallelism"]), **spread}
+    alone = {name: value for name, value in spread.items() if name not in SPREADING}
+    one = train_gang(_beside(config, "one-worker", **alone, num_workers=1), objects)
+    many = train_gang(_beside(config, "workers", **spread), objects)
+    assert one.steps == many.steps
+    assert difference(one, many, _network(config, objects)) < bound
+    assert_equal_histories(one, many, bound)
+    return one, many
+
+
+def equal_to_undisturbed(
+    config: TrainConfig,
+    objects: UserObjects | None = None,
+    *,
+    step: int = 7,
+    first: Mapping[str, Any] | None = None,
+    then: Mapping[str, Any] | None = None,
+    bound: float = 0.0,
+) -> Pair:
+    """Trains without and with a failure after `step`; resumes, and compares weights and rows per epoch.
+
+    Args:
+        first: Settings until the failure, and of the undisturbed training.
+        then: Settings of the resumed training; the same if None.
+        bound: Largest difference of the weights; 0 for equal bits.
+    """
+    first = first or {}
+    objects = objects or UserObjects()
+    straight = train_gang(_beside(config, "undisturbed", **first), objects)
+    mark = Path(config.run_uri).with_name(f"{Path(config.run_uri).name}-failed")
+    failing = replace(objects, callbacks=(*objects.callbacks, Fails(mark, step=step)))
+    with pytest.raises(WorkerError, match=f"step {step}"):
+        train_gang(replace(config, **first), failing)
+    resumed = train_gang(replace(config, **(first if then is None else then)), failing)
+    assert resumed.resumed_steps, "the training started again instead of resuming"
+    assert 0 < resumed.resumed_steps[0] <= step
+    found = difference(straight, resumed, _network(config, objects))
+    assert found <= bound, f"weights differ by {found}"
+    assert [epoch.rows for epoch in resumed.history] == [epoch.rows for epoch in straight.history]
+    return straight, resumed
+
+
+def assert_predicts_the_same(first: Any, second: Any, table: Any, key: str = "id") -> None:
+    """Compares the predictions of two fitted models on a DataFrame, bit for bit, by the column `key`."""
+    columns = [key, first.getPredictionCol()]
+    one, other = (sorted(m.transform(table).select(*columns).collect()) for m in (first, second))
+    assert one == other
+
+
+def _beside(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
+    uri = Path(config.run_uri)
+    return replace(config, run_uri=str(uri.with_name(f"{uri.name}-{name}")), **changes)
+
+
+def _network(config: TrainConfig, objects: UserObjects | None) -> nn.Module | TrainConfig:
+    return objects.module if objects is not None and objects.module is not None else config
