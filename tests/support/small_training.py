@@ -27,7 +27,7 @@ from ringspark.pipelines import ShardManifest
 
 
 def columns_of(rows: int, width: int = 4) -> dict[str, np.ndarray]:
-    """Returns the columns `x` (rows, width), normally distributed, and `y` (rows,), its sums; both float32."""
+    """Returns float32 columns: `x` (rows, width), normally distributed, and `y` (rows,), its row sums."""
     x = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
     return {"x": x, "y": x.sum(1)}
 
