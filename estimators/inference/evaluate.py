@@ -17,6 +17,7 @@ from ringspark.estimators import user_code
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.own_metrics import try_metric
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds.base import is_list, list_offsets
 from ringspark.pipelines.spark_errors import explain_worker_errors
 
@@ -58,7 +59,7 @@ class Evaluation:
 
     def over(self, scored: DataFrame) -> dict[str, float]:
         """Returns the metrics by name, from a column of outputs and a column of labels (`check_labels`)."""
-        with explain_worker_errors():
+        with explain_worker_errors(), name_jobs(scored.sparkSession, "evaluate"):
             rows = scored.mapInArrow(self._in_task, _SCHEMA).collect()
         for row in rows:
             if row["problem"] is not None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.sql import SparkSession
@@ -26,6 +27,7 @@ from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
 from ringspark.estimators.stages.session import spark_conf
+from ringspark.pipelines.job_names import name_jobs
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
 END_SECONDS = 15.0
@@ -124,7 +126,7 @@ class Supervisor(Generic[C]):
         job = SparkJob(self.spark)
         monitor = Monitor(pulse, config.num_workers, job, self._stage.slots)
         try:
-            with monitor:
+            with monitor, name_jobs(self.spark, self._describe()):
                 rows = self._stage.run(task, config.num_workers, job)
         except Exception as error:
             cause = self._find_cause(error, monitor)
@@ -139,6 +141,12 @@ class Supervisor(Generic[C]):
         if failures:
             raise WorkerError(failures)
         return [str(row.result) for row in rows]
+
+    def _describe(self) -> str:
+        restarted = f", restart {len(self.restarts)}" if self.restarts else ""
+        return (
+            f"train {PurePosixPath(self.config.run_uri).name}, {self.config.num_workers} workers{restarted}"
+        )
 
     def _find_cause(self, error: Exception, monitor: Monitor) -> Exception:
         if monitor.verdict is not None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ringspark.extras.external_tables.in_place.row_pages import find_leaves, has_page_rows
 from ringspark.pipelines import storage
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds.base import is_list
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.typed_json import parse_object, record
@@ -60,7 +61,7 @@ def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str])
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
             footers = list(pool.map(partial(read_footer, names=names), uris))
     else:
-        with explain_worker_errors():
+        with explain_worker_errors(), name_jobs(spark, f"read the footers of {len(uris)} files"):
             rows = spark.range(0, len(uris)).mapInArrow(partial(_in_task, uris, names), "report string")
             found = [parse_object(row["report"]) for row in rows.collect()]
         footers = [

@@ -24,6 +24,7 @@ from ringspark.extras.external_tables.in_place.listing import Listing, escape_gl
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
 from ringspark.pipelines.columns import Column, columns_from_spark, quote
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds import (
     HashBuckets,
     Image,
@@ -217,7 +218,7 @@ def _measure_table(
         for (path, _, _), footer, split in zip(listing.files, footers, splits, strict=True)
         for group in range(len(footer.row_groups))
     ]
-    with explain_worker_errors():
+    with explain_worker_errors(), name_jobs(spark, f"measure {len(work)} row groups"):
         tasks = spark.range(0, len(work)).mapInArrow(partial(_measure, plan, work), REPORT_SCHEMA)
         reports = [json.loads(row["report"]) for row in tasks.collect()]
     rows = sum(report["rows"] for report in reports)

@@ -28,6 +28,7 @@ from ringspark.pipelines.columns import (
 )
 from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.folder_removal import FOLDER_PREFIX
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
@@ -294,7 +295,8 @@ def _run(
         # Without a shuffle; fewer partitions stay as they are. No expression may name a row's partition here:
         # Spark computes expressions over data in memory on the driver, where each row is in partition 0.
         selected = selected.coalesce(max(_MIN_TASKS, FILES_PER_CORE * _cores(df.sparkSession)))
-    rows = selected.mapInArrow(partial(write_structs, plan), REPORT_SCHEMA).collect()
+    with name_jobs(df.sparkSession, f"write shards to {storage.redact(plan.uri)}"):
+        rows = selected.mapInArrow(partial(write_structs, plan), REPORT_SCHEMA).collect()
     return [json.loads(row["report"]) for row in rows]
 
 
@@ -333,7 +335,8 @@ def _even(
             kept += written
             continue
         numbers = spark.range(0, len(new), 1, len(new))
-        rows = numbers.mapInArrow(partial(copy_files, plan, split, new), REPORT_SCHEMA).collect()
+        with name_jobs(spark, f"make the files of {storage.redact(plan.uri)} even"):
+            rows = numbers.mapInArrow(partial(copy_files, plan, split, new), REPORT_SCHEMA).collect()
         entries = {entry.pop("number"): entry for entry in (json.loads(row["report"]) for row in rows)}
         assert len(entries) == len(rows) == len(new)
         copies = [record(ShardFile, entries[number]) for number in range(len(new))]

@@ -1,0 +1,28 @@
+"""Names of Spark jobs in Spark's UI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from ringspark.pipelines.spark_paths import is_remote
+
+_DESCRIPTION = "spark.job.description"
+
+
+@contextmanager
+def name_jobs(spark: SparkSession, name: str) -> Iterator[None]:
+    """Names the jobs of this thread "ringspark: <name>". Spark Connect has no names of jobs."""
+    if is_remote(spark):
+        yield
+        return
+    context: Any = spark.sparkContext
+    before = context.getLocalProperty(_DESCRIPTION)
+    context.setLocalProperty(_DESCRIPTION, f"ringspark: {name}")
+    try:
+        yield
+    finally:
+        context.setLocalProperty(_DESCRIPTION, before)
