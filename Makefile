@@ -27,7 +27,7 @@ python:
 setup: python ## Build .venv from the pins, with Horovod; a second run is a no-op
 	@$(PYTHON) scripts/setup_environment.py
 
-setup-floor: python ## Build .venv, and .venv-floor: the oldest Spark, Arrow, NumPy, pandas, Petastorm
+setup-floor: python ## Build .venv, and .venv-floor: the oldest Spark, Arrow, NumPy, pandas
 	@$(PYTHON) scripts/setup_environment.py --floor
 
 setup-peers: python ## Build .venv, .venv-floor and the .venv-peers-*: what bench-peers compares with

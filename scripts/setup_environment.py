@@ -3,7 +3,7 @@
 `.venv` has the newest version of every package. A layer has only the packages that differ, and imports all
 others, such as torch and Horovod, from `.venv`:
 
-- `.venv-floor` (--floor): the oldest Spark, Arrow, NumPy, pandas and Petastorm that ringspark supports.
+- `.venv-floor` (--floor): the oldest Spark, Arrow, NumPy and pandas that ringspark supports.
 - `.venv-peers-*` (--peers): the libraries that `make bench-peers` compares ringspark with.
 - `.venv-frameworks` (--frameworks): JAX and TensorFlow, for the scripts in tests/frameworks.
 
@@ -296,7 +296,7 @@ def install_pinned() -> None:
     """Installs what the requirements pin, and ringspark itself; all but Horovod."""
     with phase("pinned requirements"):
         install("--requirement", LOCK)
-    with phase("petastorm and MLflow"):
+    with phase("MLflow"):
         install("--no-deps", "-r", NO_DEPS)
     remove_strays()
     with phase("ringspark itself, editable"):
