@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringspark.estimators.options.compression import RandomK as RandomK
     from ringspark.estimators.options.compression import Sign as Sign
     from ringspark.estimators.options.compression import Sparsify as Sparsify
+    from ringspark.estimators.options.compression import SufficientFactors as SufficientFactors
     from ringspark.estimators.options.compression import TopK as TopK
     from ringspark.estimators.options.compression import Uncompressed as Uncompressed
     from ringspark.estimators.options.finetuning import LoRA as LoRA
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 # Module -> the public names that it defines.
 _NAMES = {
     "ringspark.estimators.failures": "TrainingCancelledError WorkerError",
-    "ringspark.estimators.options.compression": "BF16 FP16 GradiVeQ PowerSGD QSGD RandomK Sign Sparsify TopK "
-    "Uncompressed",
+    "ringspark.estimators.options.compression": "BF16 FP16 GradiVeQ PowerSGD QSGD RandomK Sign Sparsify "
+    "SufficientFactors TopK Uncompressed",
     "ringspark.estimators.options.finetuning": "LoRA Pretrained",
     "ringspark.estimators.options.mesh": "Mesh Pipeline",
     "ringspark.estimators.options.privacy": "Privacy",

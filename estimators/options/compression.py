@@ -121,6 +121,18 @@ class PowerSGD(Compression):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SufficientFactors(Compression):
+    """Two thin matrices per gradient of a wide layer; exact if a worker's batch has at most `rows` rows.
+
+    Attributes:
+        rows: Largest rank of a worker's gradient: its rows per step, times their tokens in a language model.
+    """
+
+    feedback: bool = True
+    rows: AtLeast1 = 32
+
+
+@dataclass(frozen=True, kw_only=True)
 class GradiVeQ(Compression):
     """Principal components of slices of the gradient.
 

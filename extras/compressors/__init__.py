@@ -16,6 +16,7 @@ COMPRESSORS: LazyRegistry[type[Compressor]] = LazyRegistry(
         "sparsify": "ringspark.extras.compressors.sparsify:SparsifyCompressor",
         "qsgd": "ringspark.extras.compressors.qsgd:QsgdCompressor",
         "sign": "ringspark.extras.compressors.sign:SignCompressor",
+        "sufficientfactors": "ringspark.extras.compressors.sufficient:SufficientFactorCompressor",
         "powersgd": "ringspark.extras.compressors.powersgd:PowerSgdCompressor",
         "gradiveq": "ringspark.extras.compressors.gradiveq:GradiVeQCompressor",
         "cpsgd": "ringspark.extras.compressors.cpsgd:CpSgdCompressor",

@@ -189,6 +189,7 @@ GROUPS: dict[str, list[Choice]] = {
         _codec("Sparsify", ratio=0.3),
         _codec("QSGD", bits=8),
         _codec("Sign"),
+        _codec("SufficientFactors", rows=4),
         _codec("GradiVeQ", slice=8, components=4, samples=1),
         Choice(
             "CpSGD",

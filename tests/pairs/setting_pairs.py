@@ -58,7 +58,7 @@ _TENSORS = "tensor*|data x tensor"
 _EXPERTS = "expert|data x expert"
 # Meshes with less than the whole network or less than whole rows on a worker.
 CUT = f"{_PIPELINES}|{_SEQUENCES}|{_TENSORS}|{_EXPERTS}"
-OF_SHARDS = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|GradiVeQ"
+OF_SHARDS = "FP16|BF16|PowerSGD|TopK|RandomK|Sparsify|QSGD|Sign|SufficientFactors|GradiVeQ"
 COMPRESSED = f"{OF_SHARDS}|CpSGD"
 ALONE = "LocalSGD|DiLoCo|streaming DiLoCo|ElasticAveraging"
 APART = "ParameterServer*|Hogwild"

@@ -235,6 +235,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "qsgd": {"ratio": None, "feedback": True, "bits": 2},
     "sign": {"ratio": None},
     "powersgd": {"ratio": None, "rank": 1},
+    "sufficientfactors": {"ratio": None, "rows": 1},
     "gradiveq": {"ratio": None, "slice": 8, "components": 2, "samples": 2},
 }
 

@@ -39,6 +39,7 @@ MakeShards = Callable[..., ShardManifest]
 OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"ratio": 0.2},
     "randomk": {"ratio": 0.2},
+    "sufficientfactors": {"rows": 4},
     "gradiveq": {"slice": 32, "components": 4, "samples": 2, "refresh": 3},
 }
 # CpSGD bounds the norm of the whole gradient, so it refuses shards.

@@ -22,7 +22,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network_collective import NetworkCollective
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.options.compression import Compression, PowerSGD
+from ringspark.estimators.options.compression import Compression, PowerSGD, SufficientFactors
 from ringspark.extras.compressors import COMPRESSORS, Compressor
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
@@ -43,6 +43,7 @@ WHOLE = {
     "randomk": {"ratio": 1.0},
     "sparsify": {"ratio": 1.0},
     "powersgd": {"rank": 50},
+    "sufficientfactors": {"rows": 60},
     "gradiveq": {"slice": 64, "components": 64, "samples": 1},
 }
 # Largest error of an element, relative to the largest element.
@@ -50,6 +51,7 @@ ROUNDING = {"fp16": 2**-11, "bf16": 2**-8}
 SMALL = {
     "gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3},
     "powersgd": {"rank": 2},
+    "sufficientfactors": {"rows": 2},
     "cpsgd": {"trials": 8, "max_norm": 2000.0},
 }
 # Adds noise that nobody can repeat or subtract, so it has no error feedback.
@@ -237,6 +239,7 @@ def _closed_form(name: str, size: int, picked: list[int], rank: int) -> int:
         "randomk": ring(math.ceil(0.01 * ELEMENTS)),
         "powersgd": ring(sum(2 * shape[0] for shape in SHAPES))
         + ring(sum(2 * s[1:].numel() for s in SHAPES)),
+        "sufficientfactors": to_all([sum(8 * (s[0] + s[1:].numel()) for s in SHAPES)] * size),
         "gradiveq": ring(sum(4 * -(-shape.numel() // 64) for shape in SHAPES)),
         # Integers up to 15 + 8 take 5 bits.
         "cpsgd": (size - 1) * (-(-part * 5 // 8) - (-part * (size * 23).bit_length() // 8)),
@@ -258,6 +261,19 @@ def test_powersgd_has_rank_2_and_leaves_a_matrix_that_it_would_not_shrink() -> N
     assert kind.helps(torch.Size((64, 64)), options)
     assert not kind.helps(torch.Size((4, 4)), options)
     assert not kind.helps(torch.Size((64, 64)), replace(options, rank=32))
+
+
+def test_sufficient_factors_of_the_gradient_of_few_rows_are_the_gradient() -> None:
+    kind, options = COMPRESSORS["sufficientfactors"], SufficientFactors(rows=16)
+    shape = torch.Size((80, 300))
+    rows = [torch.randn(16, width, generator=torch.Generator().manual_seed(width)) for width in shape]
+    gradient = (rows[0].T @ rows[1]).view(-1)
+    total, error = kind([shape], 7, options).sum(gradient, LocalCollective(), 0)
+    assert error is not None
+    assert error.abs().max() < 1e-5 * gradient.abs().max()
+    assert torch.allclose(total, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+    assert kind.helps(shape, options)
+    assert not kind.helps(shape, SufficientFactors(rows=64))  # 64 (80 + 300) numbers are more than 80 x 300
 
 
 def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> None:
