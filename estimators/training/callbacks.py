@@ -6,9 +6,11 @@ Every rank runs its own copy. An exception in a callback ends the training.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -47,6 +49,23 @@ class TrainingState:
     history: list[EpochRecord] = field(default_factory=list)
     stop_reason: str | None = None
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
+    _logged: dict[str, list[float]] = field(default_factory=dict)
+
+    def log(self, name: str, value: float) -> None:
+        """Notes a value of this rank. Raises ValueError if it is not finite.
+
+        The mean of the epoch's values is the metric `<name>_rank<rank>` of the epoch, in the history and in
+        every tracker. Values noted in `on_epoch_end` belong to the next epoch.
+        """
+        if not math.isfinite(value):
+            raise ValueError(f"a callback logged {name}={value}; log finite numbers only")
+        self._logged.setdefault(name, []).append(float(value))
+
+    def take_logged(self) -> dict[str, float]:
+        """Returns the means of the values noted since the last call."""
+        means = {f"{name}_rank{self.rank}": fmean(values) for name, values in self._logged.items()}
+        self._logged.clear()
+        return means
 
     def stop(self, reason: str) -> None:
         """Ends the training on all ranks after the present epoch; one rank's call is enough."""

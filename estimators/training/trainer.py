@@ -7,6 +7,7 @@ rows' loss divided by the global weight, and the ranks' gradients are summed.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Collection, Iterator
@@ -108,6 +109,10 @@ class Trainer:
         if validation is not None:
             with self._timeline.rare_span("validation", self._state):
                 values |= self._validate(epoch, validation)
+        if len(train_state.callbacks):
+            logged = json.dumps(self._state.take_logged()).encode()
+            for found in gather_bytes(self._mesh.world, logged):
+                values |= json.loads(found)
         # Whoever reads the epoch's record must find its steps.
         self._observed.losses.flush()
         train_state.log.add_epoch(

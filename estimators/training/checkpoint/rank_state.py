@@ -54,6 +54,7 @@ class RankState:
             "random": plain,
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
+            "logged": {name: [*noted] for name, noted in train_state.state._logged.items()},
             # A shared weight is listed under all its names, because a pipeline stage may use another one.
             "frozen": [
                 name
@@ -218,6 +219,7 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
     if train_state.own_step is not None:
         train_state.own_step.load([own.tensors])
     train_state.callbacks.load_state_dicts(own.values["callbacks"])
+    train_state.state._logged |= own.values["logged"]
     _restore_stop(train_state, own.values["stop_reason"], own)
     # Last, because restoring the rest may use random numbers.
     set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], train_state.device)

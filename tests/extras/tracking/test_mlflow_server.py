@@ -63,6 +63,11 @@ def table(spark: Any) -> Any:
     return plain.select(features, F.expr("cast(a + b > 0 as double) as label"))
 
 
+class LogsItsRank(Callback):
+    def on_step_end(self, state: TrainingState) -> None:
+        state.log("own", state.rank)
+
+
 def classifier(folder: Path, **params: Any) -> TorchClassifier:
     return TorchClassifier(
         **{
@@ -86,7 +91,8 @@ def runs_of(client: Any, experiment: str) -> list[Any]:
 def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=server.uri)
     options = {"tracking_uri": server.uri, "experiment": "all", "registered_model_name": "main.flights.late"}
-    model = classifier(tmp_path, tracking=[{"name": "mlflow", **options}]).fit(table)
+    tracking = [{"name": "mlflow", **options}]
+    model = classifier(tmp_path, tracking=tracking, callbacks=[LogsItsRank()]).fit(table)
 
     (run,) = runs_of(client, "all")  # two ranks, one run
     run_id = run.info.run_id
@@ -99,6 +105,9 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
         history = client.get_metric_history(run_id, name)
         expected = [(3 * record.epoch, getattr(record, name)) for record in records]
         assert [(metric.step, metric.value) for metric in history] == expected
+    for rank in range(2):
+        history = client.get_metric_history(run_id, f"own_rank{rank}")
+        assert [metric.value for metric in history] == [rank, rank]
     for name in ("rows_per_second", "bytes_sent", "flops"):
         history = client.get_metric_history(run_id, name)
         assert [metric.value for metric in history] == list(model.summary.history[name])
