@@ -274,6 +274,34 @@ print(f"largest difference of the Jacobians: {jacobian_difference:.1e}")
 # COMMAND ----------
 
 # MAGIC %md
+# MAGIC ## One network, three graphs
+# MAGIC `torch.fx` records the modules that `forward` calls, `torch.export` the operators below them with
+# MAGIC their shapes, and autograd the backward functions of the call that was made.
+
+# COMMAND ----------
+
+network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+example = torch.randn(2, 3)
+
+
+def backward_functions(node):
+    parents = [parent for parent, _ in node.next_functions if parent is not None]
+    return [type(node).__name__, *(name for parent in parents for name in backward_functions(parent))]
+
+
+modules = [node.target for node in torch.fx.symbolic_trace(network).graph.nodes if node.op == "call_module"]
+operators = [
+    f"{node.target}: {tuple(node.meta['val'].shape)}"
+    for node in torch.export.export(network, (example,)).graph.nodes
+    if node.op == "call_function"
+]
+backward = backward_functions(network(example).grad_fn)
+for name, nodes in {"torch.fx": modules, "torch.export": operators, "autograd": backward}.items():
+    print(f"{name:<14}{', '.join(nodes)}")
+
+# COMMAND ----------
+
+# MAGIC %md
 # MAGIC ## A convolution is a matrix product
 # MAGIC *im2col* copies every patch of the image into a column, and multiplies by the kernels as rows.
 # MAGIC Alternatively, the image is a plain vector, and the kernels become a Toeplitz matrix that is mostly

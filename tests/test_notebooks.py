@@ -98,6 +98,7 @@ def check_learning(names: dict[str, Any], printed: str) -> None:
     assert names["dual"] == pytest.approx(names["reverse"], abs=1e-12)
     assert names["jacobian_difference"] < 1e-12
     assert [row[2:4] for row in names["passes"]] == [(64, 1), (16, 16), (1, 64)]
+    assert [len(names[graph]) for graph in ("modules", "operators", "backward")] == [3, 3, 9]
     assert max(names["convolution_differences"].values()) < 1e-5
     assert names["ring_difference"] < 1e-12
     # A dot product of 4,096 numbers, and a ring of 16 ranks: 15 additions of 1,024 numbers each, 15 rounds
