@@ -1,6 +1,11 @@
 """How Sphinx builds the pages of this folder: `make docs`. Nothing is looked up in the network."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 from docutils import nodes
+from sphinx.errors import ExtensionError
 
 project = "ringspark"
 author = "the ringspark authors"
@@ -26,6 +31,28 @@ autodoc_member_order = "groupwise"
 autodoc_default_options = {"members": True, "show-inheritance": True, "exclude-members": "averaged"}
 
 
+DOCS = Path(__file__).parent
+# Pages that are built, not committed, and the scripts that print them.
+PRINTED = {
+    "settings.md": "scripts/show_settings.py",
+    "pairs.md": "tests/pairs/pairs_page.py",
+    "errors.md": "scripts/show_errors.py",
+    "data_flow.svg": "scripts/draw_data_flow.py",
+}
+
+
+def _print_pages(app, config):
+    """Writes the pages of `PRINTED`; an equal page is left alone, so that Sphinx need not read it again."""
+    for page, script in PRINTED.items():
+        command = [sys.executable, str(DOCS.parent / script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ExtensionError(f"{script} failed:\n{done.stderr}")
+        path = DOCS / page
+        if not path.exists() or path.read_text() != done.stdout:
+            path.write_text(done.stdout)
+
+
 def _link_pictures(app, doctree):
     """Gives each picture a width, so that Sphinx links it to the file in full size."""
     for picture in doctree.findall(nodes.image):
@@ -42,5 +69,6 @@ def _without_settings(app, what, name, obj, options, lines):
 
 def setup(app):
     """Registers the hooks of this file."""
+    app.connect("config-inited", _print_pages)
     app.connect("doctree-read", _link_pictures)
     app.connect("autodoc-process-docstring", _without_settings, priority=100)

@@ -1,7 +1,4 @@
-"""Prints docs/data_flow.svg, the diagram of the data flow on the page "Concepts".
-
-python scripts/draw_data_flow.py > docs/data_flow.svg
-"""
+"""Prints the diagram of the data flow on the page "Concepts"; `make docs` runs it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Triggers common errors and prints their messages as docs/errors.md.
-
-    .venv/bin/python scripts/show_errors.py > docs/errors.md
+"""Triggers common errors and prints their messages as the page "Error messages"; `make docs` runs it.
 
 Text that differs between runs is replaced by fixed text, so the page is the same on every machine.
 """

@@ -1,7 +1,4 @@
-"""Prints docs/settings.md from the tables of the package.
-
-python scripts/show_settings.py > docs/settings.md
-"""
+"""Prints the page "Settings" from the tables of the package; `make docs` runs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The base class of settings with options. pydantic checks each option.
 
 A subclass of `Options` defines the value of a Param, a section of `TrainConfig` and of a job file, and a
-table of docs/settings.md. Nothing here imports torch or Spark.
+table of the page "Settings". Nothing here imports torch or Spark.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Writes docs/pairs.md, the table of all pairs of settings: `python tests/pairs/pairs_page.py`."""
+"""Prints the page "Pairs of settings", the table of all pairs: `make docs` runs it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
 
 from covering import Value
 from setting_choices import GROUPS, params_of
@@ -31,9 +30,6 @@ from setting_pairs import (
 
 from ringspark.estimators import TorchClassifier
 from ringspark.estimators.stages.to_config import config_of
-
-PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
-
 
 # Short names for long lists of choices.
 _SHORT = {
@@ -126,4 +122,4 @@ def _message(rule: Rule, pair: tuple[Value, Value]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page(), end="")

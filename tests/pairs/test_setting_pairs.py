@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("ringspark.extras")
 
-import pairs_page
 from setting_choices import Combination
 from setting_pairs import (
     MEANINGLESS,
@@ -133,10 +132,6 @@ def test_every_rule_has_a_pair() -> None:
     assert [
         rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and id(rule) not in used
     ] == []
-
-
-def test_the_page_of_pairs_is_up_to_date() -> None:
-    assert pairs_page.PAGE.read_text() == pairs_page.page(), "run python tests/pairs/pairs_page.py"
 
 
 def _pairs_of(combination: Combination) -> list[Any]:

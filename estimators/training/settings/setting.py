@@ -1,4 +1,4 @@
-"""Declares a setting once: for the stages' Params, `TrainConfig`, job files, `--help` and docs/settings.md.
+"""Declares a setting once: for the stages' Params, `TrainConfig`, job files, `--help` and the settings page.
 
 A section is a frozen dataclass with settings as fields:
 
@@ -40,7 +40,7 @@ class Setting:
     Attributes:
         name: Name of the Spark Param in camelCase, which users know.
         hint: Type of the value, with its range.
-        words: Meaning, for `explainParams()`, `help`, docs/settings.md and the jobs' `--help`.
+        words: Meaning, for `explainParams()`, `help`, the settings page and the jobs' `--help`.
         default: Default value; None if the setting has none.
         field: Field of `TrainConfig` that holds the value; empty if the ranks do not need it.
         group: Title of its section.
@@ -48,7 +48,7 @@ class Setting:
             converted in `field`.
         convert: Converts a user's value before the type is checked; raises TypeError or ValueError.
         remedy: The user's remedy, if the rule of the range does not contain it.
-        rule_words: Rule of the range in docs/settings.md, if `convert` checks it.
+        rule_words: Rule of the range on the settings page, if `convert` checks it.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
         recorded_on_resume: Like `may_differ_on_resume`, but it changes the result, so the run records it.
         without_effect: Pair of a predicate and a reason. The predicate takes all settings by name and returns
