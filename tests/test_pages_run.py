@@ -18,7 +18,6 @@ ELSEWHERE = {"finetuning.md", "lightning.md"}
 NOT_RUN: dict[str, int] = {
     "clusters.md": 1,
     "dataloader.md": 1,
-    "design.md": 6,
     "inference.md": 1,
     "migrating.md": 4,
     "run.md": 1,
