@@ -19,7 +19,6 @@ NOT_RUN: dict[str, int] = {
     "clusters.md": 1,
     "dataloader.md": 1,
     "inference.md": 1,
-    "run.md": 1,
     "search.md": 1,
     "serving.md": 2,
     "tracking.md": 1,
