@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from sphinx.util.inventory import InventoryFile
 
+import ringspark
 from ringspark.estimators.training.settings.table import SETTINGS
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,16 @@ def test_every_test_that_a_page_cites_is_there(page: str) -> None:
             continue
         texts = [path.read_text() for path in (ROOT / "tests").rglob(file)]
         assert any(f"def {name}(" in text for text in texts), f"{page} cites {file}::{name}"
+
+
+def test_changelog_and_citation_have_the_package_s_version() -> None:
+    releases = re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = (ROOT / "CITATION.cff").read_text()
+    cited = tuple(
+        re.findall(rf"^{key}: (\S+)$", citation, re.MULTILINE)[0] for key in ("version", "date-released")
+    )
+    assert releases[0] == cited
+    assert cited[0] == ringspark.__version__
 
 
 WITH_EXAMPLES = [
