@@ -61,10 +61,12 @@ def _link_pictures(app, doctree):
 
 
 def _without_settings(app, what, name, obj, options, lines):
-    """Removes the list of settings from a stage's docstring, because settings.md has it."""
+    """Removes the list of settings from a stage's docstring if settings.md has it; searches keep theirs."""
     groups = {f"{setting.group.capitalize()}:" for setting in getattr(obj, "SETTINGS", {}).values()}
     first = next((place for place, line in enumerate(lines) if line in groups), None)
-    if first is not None:
+    if groups == {"Search:"}:
+        lines[first] = "Args:"
+    elif first is not None:
         lines[first:] = ["Its keywords are :doc:`settings </settings>`.", ""]
 
 

@@ -58,7 +58,7 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
     inventory = InventoryFile.loads((tmp_path / "html" / "objects.inv").read_bytes(), uri="").data
     names = {name for kind, entries in inventory.items() if kind.startswith("py:") for name in entries}
     assert not [name for name in names if "._" in name]
-    extras = ("planning", "search", "tuning", "certificate")
+    extras = ("search", "tuning", "certificate")
     for package in ("pipelines", "models", "estimators", *(f"extras.{name}" for name in extras)):
         module = import_module(f"ringspark.{package}")
         public = {f"{module.__name__}.{name}" for name in module.__all__}
@@ -66,7 +66,6 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
         assert public - names <= {
             "ringspark.pipelines.READERS",
             "ringspark.models.MODELS",
-            "ringspark.extras.planning.FORMS",
         }
 
 

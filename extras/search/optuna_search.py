@@ -24,7 +24,7 @@ from ringspark.pipelines.columns import check_frame
 
 
 class OptunaSearch(OptunaParams, SearchStage):
-    """Fits copies of an estimator with settings that optuna chooses; returns the model of the best copy.
+    """Fits copies of an estimator with settings that optuna chooses; returns the model of the best copy::
 
         search = OptunaSearch(
             estimator=TorchClassifier(model=network, validationFraction=0.2, metrics=["auroc"], epochs=8),

@@ -31,7 +31,7 @@ class PopulationSearch(PopulationParams, SearchStage):
     """Population based training: copies of an estimator train concurrently and learn from the best.
 
     After each round the worst members resume from the checkpoint of one of the best, with slightly changed
-    settings. The result is a schedule of settings over the training, not one setting.
+    settings. The result is a schedule of settings over the training, not one setting::
 
         search = PopulationSearch(
             estimator=TorchClassifier(model=network, validationFraction=0.2, metrics=["auroc"], epochs=12),

@@ -1,4 +1,4 @@
-"""Losses that compare each row with the rows of all ranks; each returns one value per row, (rows,).
+"""Losses that compare each row with the rows of all ranks; each returns one value per row, (rows,)::
 
     z = step.module(*step.inputs)
     step.minimize(step.mean(nt_xent(step, first, second)))
