@@ -12,7 +12,7 @@ a_rank_without_rows RuntimeError: d_party/gloo/gloo/transport/tcp/unbound_buffer
 $ torchrun --nproc-per-node 2 gradients.py auroc_of_a_rank_without_rows
 auroc_of_a_rank_without_rows tensor(1.)
 terminate called after throwing an instance of 'gloo::EnforceNotMet'
-  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 12 vs 6. Received data siz ...
+  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 12 vs 6. Received data ...
 """
 
 import datetime

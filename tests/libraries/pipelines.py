@@ -6,7 +6,7 @@ $ torchrun --nproc-per-node 3 pipelines.py zero_bubble 8
 ['zero_bubble', '8'] {'query': None, 'layer.weight': 3.4429259300231934, 'layer.bias': 1.0353171825408936}
 $ torchrun --nproc-per-node 3 pipelines.py 1f1b 7
 ['1f1b', '7'] {'query': nan, 'layer.weight': nan, 'layer.bias': nan}
-[rank0]: RuntimeError: Mismatch in shape: grad_output[0] has a shape of torch.Size([2, 4]) and outpu ...
+[rank0]: RuntimeError: Mismatch in shape: grad_output[0] has a shape of torch.Size([2, 4]) and ...
 $ torchrun --nproc-per-node 3 pipelines.py 1f1b 3
 [rank0]: ValueError: Expecting 4 arg_mbs but got 3
 [rank2]: AssertionError: Tensor size 3 is smaller than num_chunks
