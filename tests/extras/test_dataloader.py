@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,11 @@ from ringspark.extras.dataloader import ShardLoader, to_dataloader
 from ringspark.pipelines import Padded, ShardManifest, Vocabulary, open_reader, write_shards
 from ringspark.pipelines.readers import base
 
-MakeShards = Callable[..., ShardManifest]
-
 ROWS, SIZE = 210, 32
 
 
 @pytest.fixture
-def shards(make_shards: MakeShards) -> ShardManifest:
+def shards(make_shards: Any) -> ShardManifest:
     """210 rows of training, of which 18 are in the last of 7 steps, and 20 of validation."""
     x = np.arange(230 * 3, dtype=np.float32).reshape(-1, 3)
     row = np.arange(230)
@@ -153,9 +151,7 @@ def test_the_rows_of_a_step_weight_a_short_step(shards: ShardManifest) -> None:
         ({"split": "validation"}, "is of other shards"),
     ],
 )
-def test_a_state_of_another_order_is_refused(
-    shards: ShardManifest, options: dict[str, Any], message: str
-) -> None:
+def test_a_state_of_another_order_is_refused(shards: ShardManifest, options: Any, message: str) -> None:
     state = to_dataloader(shards, SIZE).state_dict()
     with pytest.raises(ValueError, match=message):
         to_dataloader(shards, **{"batch_size": SIZE, **options}).load_state_dict(state)

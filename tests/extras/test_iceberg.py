@@ -226,9 +226,7 @@ def test_default_values_are_refused_if_a_file_lacks_them(spark: Any, catalog: An
         find_table(spark, NAME)
 
 
-def test_types_that_spark_does_not_read_are_left_out(
-    spark: Any, catalog: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_types_that_spark_does_not_read_are_left_out(spark: Any, catalog: Any, caplog: Any) -> None:
     noon = pa.array([time(12)], pa.time64("us"))
     place = pa.StructArray.from_arrays([noon, pa.array([1])], names=["at", "x"])
     times = pa.ListArray.from_arrays([0, 1], noon)

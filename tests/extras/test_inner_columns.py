@@ -92,9 +92,7 @@ def test_lower_precisions_have_the_columns(pipeline: Any, frame: Any, precision:
 
 
 @pytest.mark.slow
-def test_evaluation_export_and_invalid_rows_work_as_before(
-    frame: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_evaluation_export_and_invalid_rows_work_as_before(frame: Any, common: Any, tmp_path: Path) -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     model = TorchClassifier(model=network, innerCols={"1": "hidden"}, metrics=["accuracy"], **common).fit(
         frame
@@ -121,9 +119,7 @@ def test_evaluation_export_and_invalid_rows_work_as_before(
         ({"encoder": "features"}, "already exists"),
     ],
 )
-def test_wrong_names_are_refused_before_the_fit(
-    frame: Any, common: dict[str, Any], columns: dict[str, str], message: str
-) -> None:
+def test_wrong_names_are_refused_before_the_fit(frame: Any, common: Any, columns: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TorchEstimator(model=Coder(), innerCols=columns, **common).fit(frame)
 

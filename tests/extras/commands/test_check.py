@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from standalone import SPARK, spark_environment, standalone_cluster
@@ -101,9 +102,7 @@ def answer(host: str, **changes: str) -> _Answer:
         ({"Python": "3.10.4"}, "PROBLEM packages a has Python 3.10.4, the driver has"),
     ],
 )
-def test_packages_are_compared_as_a_training_needs_them(
-    changes: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packages_are_compared_as_a_training_needs_them(changes: Any, expected: str, capsys: Any) -> None:
     _check_packages([answer("a", **changes)], _Findings())
     assert " ".join(capsys.readouterr().out.split()).startswith(expected)
 

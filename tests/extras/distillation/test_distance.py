@@ -125,4 +125,4 @@ def test_a_training_step_of_its_own_is_refused() -> None:
         training_step="own",
     )
     with pytest.raises(ValueError, match="trainingStep computes its own losses; let trainingStep call"):
-        check_teacher(config, UserObjects(), ShardManifest.load, (2, 3))  # type: ignore[arg-type]
+        check_teacher(config, UserObjects(), ShardManifest.load, (2, 3))

@@ -24,9 +24,7 @@ def layer(router: str, **options: Any) -> MixtureOfExperts:
     return made
 
 
-def by_tokens(
-    router: str, mixture: MixtureOfExperts, x: torch.Tensor, real: torch.Tensor, capacity: int
-) -> torch.Tensor:
+def by_tokens(router: str, mixture: Any, x: torch.Tensor, real: torch.Tensor, capacity: int) -> torch.Tensor:
     """Computes the layer for one row, token by token: (seq, dim), with the capacity of the row."""
     shares = (x @ mixture.router.weight.T).softmax(-1)
     known = shares.tolist()
@@ -112,7 +110,7 @@ def test_layers_report_once_however_often_they_run(policy: str) -> None:
         out = again(ids)
     (out.square().mean() + torch.stack(reports.losses).sum()).backward()
     for one, other in zip(net.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_nothing_is_kept_outside_of_a_collected_pass() -> None:
@@ -141,8 +139,8 @@ def test_a_causal_network_knows_no_later_token_also_where_tokens_are_dropped(rou
     torch.manual_seed(0)
     options = {"num_experts": 4, "router": router, "capacity_factor": 0.5, "min_capacity": 1, "every": 1}
     net = ModelSpec("transformer_lm", SIZES | {"experts": options}).build().eval()
-    for block in net.blocks:  # type: ignore[union-attr]
-        torch.nn.init.normal_(block.mixture.router.weight)  # type: ignore[union-attr, arg-type]
+    for block in net.blocks:
+        torch.nn.init.normal_(block.mixture.router.weight)
     ids = torch.randint(0, 11, (20, 12))
     other = ids.clone()
     other[:, 7:] = torch.randint(0, 11, (20, 5))
@@ -163,7 +161,7 @@ def test_a_prediction_depends_neither_on_the_batch_nor_on_its_padding(router: st
     )
     net = spec.build().eval()
     assert ModelSpec.from_json(spec.to_json()) == spec
-    torch.nn.init.normal_(net.blocks[1].mixture.router.weight)  # type: ignore[union-attr, index, arg-type]
+    torch.nn.init.normal_(net.blocks[1].mixture.router.weight)
     ids = torch.randint(1, 11, (6, 12))
     for number in range(6):
         ids[number, 2 * number + 1 :] = 0
@@ -182,7 +180,7 @@ def test_an_exported_network_predicts_the_same_for_any_number_of_rows(router: st
     torch.manual_seed(0)
     options = {"num_experts": 3, "router": router, "capacity_factor": 1.0, "min_capacity": 1}
     net = ModelSpec("transformer_classifier", SIZES | {"out_features": 3, "experts": options}).build().eval()
-    torch.nn.init.normal_(net.blocks[1].mixture.router.weight)  # type: ignore[union-attr, index, arg-type]
+    torch.nn.init.normal_(net.blocks[1].mixture.router.weight)
     ids = torch.randint(0, 11, (5, 12))
     shapes = ({0: torch.export.Dim("batch", min=1, max=2**31 - 1)},)  # as model.export
     program = torch.export.export(net, (ids[:2],), dynamic_shapes=shapes, strict=False).module()
@@ -203,7 +201,7 @@ def test_a_network_without_experts_keeps_its_names_and_first_weights(name: str) 
         key for key in dense.state_dict() if "blocks.0" in key
     ]
     assert mixed.state_dict()["blocks.1.mixture.experts.up_weight"].shape == (2, 32, 8)
-    assert torch.equal(dense.blocks[0].up.weight, mixed.blocks[0].up.weight)  # type: ignore[union-attr, index]
+    assert torch.equal(dense.blocks[0].up.weight, mixed.blocks[0].up.weight)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from ringspark.estimators.training.objective.sums import MicroBatchOutput, Sums
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.reports import CountingLayer, collect_reports
-from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
 CPU = torch.device("cpu")
 NUMBERS = ("dropped_share", "expert_balance", "balance_loss", "z_loss")
 
@@ -54,9 +51,7 @@ def columns(rows: int) -> dict[str, np.ndarray]:
         pytest.param("expert_choice", "gradients", marks=pytest.mark.slow),
     ],
 )
-def test_two_workers_are_one_worker(
-    make_shards: MakeShards, tmp_path: Path, router: str, sharding: str
-) -> None:
+def test_two_workers_are_one_worker(make_shards: Any, tmp_path: Path, router: str, sharding: str) -> None:
     """The last batches leave a rank without rows; rows have weights, and steps have micro-batches."""
     manifest = make_shards(columns(104), validation=np.arange(104) >= 97, row_group_rows=97)
     model = spec(router, balance_weight=0.5, z_weight=0.1)
@@ -93,7 +88,7 @@ def test_two_workers_are_one_worker(
     assert one.history[0].metrics["train_dropped_share"] > 0
 
 
-def test_layers_losses_are_trained(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_layers_losses_are_trained(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(columns(64))
     last: dict[float, dict[str, float]] = {}
     for weight in (0.0, 1.0):
@@ -121,7 +116,7 @@ class Stops(Callback):
 
 
 def test_a_training_that_goes_on_in_the_middle_of_an_epoch_has_the_undisturbed_history(
-    make_shards: MakeShards, tmp_path: Path
+    make_shards: Any, tmp_path: Path
 ) -> None:
     """A checkpoint holds the random generators that the noise comes from."""
     manifest = make_shards(columns(104))
@@ -167,6 +162,6 @@ def test_sums_of_layers_go_through_a_checkpoint_of_any_number_of_ranks() -> None
     assert again.take(LocalCollective()) == joined.take(LocalCollective()) == whole
     numbers = other.take(LocalCollective())
     assert np.isnan([numbers["train_dropped_share"], numbers["train_loss"]]).all()
-    assert isinstance(network.blocks[1].mixture, CountingLayer)  # type: ignore[union-attr, index]
+    assert isinstance(network.blocks[1].mixture, CountingLayer)
     with pytest.raises(ValueError, match=r"has 9 counts of layers, this network has 0; give runUri"):
         Sums("train", heads, CPU).load(made(parts[0]).state())

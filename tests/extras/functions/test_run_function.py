@@ -121,7 +121,7 @@ def test_an_error_that_only_the_function_can_import_keeps_its_message(spark: Any
 
     def work() -> None:
         sys.path.append(str(tmp_path))
-        import lib_of_ranks  # type: ignore[import-not-found]
+        import lib_of_ranks
 
         raise lib_of_ranks.LibraryError("the words")
 
@@ -208,7 +208,7 @@ def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path:
         "import os, sys\nif __name__ == '__main__':\n    print('from', os.environ['RANK'], sys.argv[1:])\n"
     )
     arguments: tuple[Any, ...] = ("--lr", 0.1, 32, True, np.float32(0.5), tmp_path)
-    found = ringspark.run(script, *arguments, numWorkers=np.int64(2), runUri=str(tmp_path / "run"))  # type: ignore[arg-type]
+    found = ringspark.run(script, *arguments, numWorkers=np.int64(2), runUri=str(tmp_path / "run"))
     assert found == [None, None]
     for rank in (0, 1):
         text = f"from {rank} ['--lr', '0.1', '32', 'True', '0.5', '{tmp_path}']"

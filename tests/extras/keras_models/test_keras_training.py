@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.keras_models.library import import_keras
 from ringspark.models.adapters import adapt_network
-from ringspark.pipelines import ShardManifest
-
-MakeShards = Callable[..., ShardManifest]
 
 keras = import_keras()
 layers = keras.layers
 
 
-class Noise(layers.Layer):  # type: ignore[misc, name-defined]
+class Noise(layers.Layer):
     """Draws from Keras' global generator; workers get this class by value."""
 
     def call(self, x: Any, training: bool | None = None) -> Any:
@@ -75,7 +71,7 @@ def noisy() -> Any:
     ])  # fmt: skip
 
 
-def config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
+def config(make_shards: Any, folder: Path, **changes: Any) -> TrainConfig:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(206, 4)).astype(np.float32)
     manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(206) >= 190, row_group_rows=32)
@@ -85,7 +81,7 @@ def config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig
 def state_of(uri: str, model: Any) -> dict[str, torch.Tensor]:
     module = adapt_network(model)
     load_checkpoint(uri, module)
-    return module.state_dict()  # type: ignore[no-any-return]
+    return module.state_dict()
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -97,7 +93,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
 def test_a_keras_model_trains_as_the_same_torch_network(
-    make_shards: MakeShards, tmp_path: Path, collective: str
+    make_shards: Any, tmp_path: Path, collective: str
 ) -> None:
     """Both draw their dropout masks from torch's generator."""
     model = plain()
@@ -125,9 +121,7 @@ def test_a_keras_model_trains_as_the_same_torch_network(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
-def test_a_stopped_training_resumes_to_the_bit(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
+def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path, collective: str) -> None:
     """With moving statistics per rank, a seeded dropout, and draws from Keras' global generator."""
     whole = config(make_shards, tmp_path, collective=collective, checkpoint_every_steps=4)
     part, model = replace(whole, run_uri=str(tmp_path / "part")), noisy()
@@ -149,9 +143,7 @@ def test_a_stopped_training_resumes_to_the_bit(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [2, 3])
-def test_sharded_training_gives_the_weights_of_replicas(
-    make_shards: MakeShards, tmp_path: Path, stage: int
-) -> None:
+def test_sharded_training_gives_the_weights_of_replicas(make_shards: Any, tmp_path: Path, stage: int) -> None:
     settings, model = config(make_shards, tmp_path), plain()
     replicas = train_gang(settings, UserObjects(module=model))
     sharded = replace(settings, run_uri=str(tmp_path / "sharded"), sync=Zero(stage=stage), collective="torch")

@@ -71,7 +71,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
-        return self.layers(x)  # type: ignore[no-any-return]
+        return self.layers(x)
 
 
 def _rows(step: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _rows(step: int) -> torch.Tensor:
 
 def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> torch.Tensor:
     error = network(mine) - mine.sum(1, keepdim=True)
-    return error.square().sum() / rows * factor  # type: ignore[no-any-return]
+    return error.square().sum() / rows * factor
 
 
 def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
@@ -91,7 +91,7 @@ def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
 
 
 def _flat(network: nn.Module) -> list[float]:
-    return torch.cat([p.detach().flatten() for p in network.parameters()]).tolist()  # type: ignore[no-any-return]
+    return torch.cat([p.detach().flatten() for p in network.parameters()]).tolist()
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> list[list[float]]:
@@ -107,7 +107,7 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
         sync.optimizer.zero_grad()
         if len(mine):
             with sync.micro_batch(last=True):
-                _loss(sync.module, mine, len(rows), sync.loss_factor).backward()  # type: ignore[no-untyped-call]
+                _loss(sync.module, mine, len(rows), sync.loss_factor).backward()
         else:
             sync.backward_without_rows((mine,))
         sync.reduce()
@@ -130,7 +130,7 @@ def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> l
     torch.nn.utils.vector_to_parameters(torch.tensor(first, dtype=torch.float64), after.network.parameters())
     # The checkpoint contains rank 0's optimizer; the other ranks must restore theirs.
     if collective.rank == 0:
-        after.load_optimizer_state(saved[1])  # type: ignore[arg-type]
+        after.load_optimizer_state(saved[1])
     after.load_rank_states([load(text) for text in own], is_same=True)
     return _steps(after, collective, at, EPOCHS * len(ROWS))
 
@@ -254,7 +254,7 @@ def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
             o.zero_grad()
             mine = rows if step < after else rows[rank::SIZE]
             factor = 1.0 if step < after else SIZE
-            _loss(network, mine, len(rows), factor).backward()  # type: ignore[no-untyped-call]
+            _loss(network, mine, len(rows), factor).backward()
             o.step()
         dirty = set(range(len(cuts)))
         if step >= after:
@@ -488,7 +488,7 @@ class _Branches(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[int(x[0, 0])](x)  # type: ignore[no-any-return]
+        return self.layers[int(x[0, 0])](x)
 
 
 class _Rank(LocalCollective):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,8 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.2})
-MakeShards = Callable[..., ShardManifest]
 _weights = partial(weights_of, module=SPEC.build())
 WAYS: list[Any] = [
     {"steps": 4, "after": 2},
@@ -49,7 +46,7 @@ class _Stops(Callback):
         return
 
 
-def _config(make_shards: MakeShards, folder: Path, way: Any, name: str) -> Any:
+def _config(make_shards: Any, folder: Path, way: Any, name: str) -> Any:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(206, 4)).astype(np.float32)
     manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(206) >= 200, row_group_rows=32)
@@ -92,9 +89,7 @@ class _Still(nn.Module):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", ["training", *WAYS[1:]], ids=["one-shot", "streaming", "elastic"])
-def test_what_a_callback_does_to_the_equal_weights_lasts(
-    make_shards: MakeShards, tmp_path: Path, way: Any
-) -> None:
+def test_what_a_callback_does_to_the_equal_weights_lasts(make_shards: Any, tmp_path: Path, way: Any) -> None:
     """It must survive a resume too, because the first epoch's checkpoint contains the change."""
     config = _config(make_shards, tmp_path, way, "run")
     config = replace(config, model=None, optimizer="sgd", checkpoint_every_epochs=1)
@@ -109,7 +104,7 @@ def test_what_a_callback_does_to_the_equal_weights_lasts(
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
 @pytest.mark.parametrize("way", WAYS, ids=["average", "streaming", "elastic"])
 def test_a_gang_that_stopped_in_mid_period_resumes_to_the_bit(
-    make_shards: MakeShards, tmp_path: Path, way: Any, collective: str
+    make_shards: Any, tmp_path: Path, way: Any, collective: str
 ) -> None:
     whole = replace(_config(make_shards, tmp_path, way, "whole"), collective=collective)
     part = replace(whole, run_uri=str(tmp_path / "part"))
@@ -125,7 +120,7 @@ def test_a_gang_that_stopped_in_mid_period_resumes_to_the_bit(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS, ids=["average", "streaming", "elastic"])
-def test_another_number_of_workers_goes_on(make_shards: MakeShards, tmp_path: Path, way: Any) -> None:
+def test_another_number_of_workers_goes_on(make_shards: Any, tmp_path: Path, way: Any) -> None:
     config = _config(make_shards, tmp_path, way, "part")
     with pytest.raises(WorkerError, match="stopped"):
         train_gang(config, UserObjects(callbacks=(_Stops(6),)))

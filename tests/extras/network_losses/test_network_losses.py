@@ -64,9 +64,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(hidden) ** 3 + torch.relu(hidden) * hidden)
 
 
-def penalty(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
+def penalty(module: nn.Module, inputs: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Returns the squared error, and the gradient penalty of WGAN-GP at the inputs and at moved inputs."""
     (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
     moved = (inputs[0] + 0.1).detach().requires_grad_()
@@ -137,9 +135,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_gradient_penalty_trains_as_in_plain_torch(
-    name: str, make_config: MakeConfig, columns: Any
-) -> None:
+def test_a_gradient_penalty_trains_as_in_plain_torch(name: str, make_config: Any, columns: Any) -> None:
     result = train_here(make_config(**ALONE[name]), _objects())
     difference = _difference(result, train_plainly(columns))
     print(f"{name}: {difference:.1e}")
@@ -147,9 +143,7 @@ def test_a_gradient_penalty_trains_as_in_plain_torch(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_train_as_plain_torch_under_autocast(
-    precision: str, make_config: MakeConfig, columns: Any
-) -> None:
+def test_16_bits_train_as_plain_torch_under_autocast(precision: str, make_config: Any, columns: Any) -> None:
     result = train_here(make_config(precision=precision), _objects())
     difference = _difference(result, train_plainly(columns, precision))
     print(f"{precision}: {difference:.1e}")
@@ -286,9 +280,7 @@ def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeC
         ({"parallelism": Mesh(tensor=2, sequence_parallel=True)}, "give all workers to 'data'"),
     ],
 )
-def test_settings_with_one_derivative_are_refused(
-    changes: dict[str, Any], remedy: str, make_config: MakeConfig
-) -> None:
+def test_settings_with_one_derivative_are_refused(changes: Any, remedy: str, make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=f"a loss that takes the module .*; {remedy}"):
         make_config(num_workers=2, collective="torch", **changes)
 
@@ -296,7 +288,7 @@ def test_settings_with_one_derivative_are_refused(
 def test_a_pack_scales_gradients_and_is_refused(make_config: MakeConfig) -> None:
     pack = TabPack(edges=[[0.0, 1.0]], cardinalities=[], out_features=1, scale=3.0)
     with pytest.raises(ValueError, match="model TabPack scales the gradients of its members"):
-        check_network_losses(make_config(), [], pack, None)  # type: ignore[arg-type]
+        check_network_losses(make_config(), [], pack, None)
 
 
 class PenaltyModule(nn.Module):

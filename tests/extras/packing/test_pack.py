@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from namespaces import Network, refusal
@@ -211,9 +212,7 @@ def test_executors_without_python_train_from_the_archive(cluster: SparkHosts, tm
 @pytest.mark.spark
 @pytest.mark.slow
 @on_hosts
-def test_the_script_for_yarn_trains_on_the_cluster(
-    cluster: SparkHosts, archive: Path, tmp_path: Path
-) -> None:
+def test_the_script_for_yarn_trains_on_the_cluster(cluster: Any, archive: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("x,y\n" + "".join(f"{n / 64},{n / 32}\n" for n in range(64)))
     (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
     first = cluster.network.hosts[0]

@@ -62,9 +62,7 @@ def test_a_linear_autoencoder_loses_what_pca_drops(frame: Any, numbers: Any, com
 
 
 @pytest.mark.parametrize("settings", [{}, {"noise": 0.3}, {"mask": 0.3}], ids=["plain", "noise", "mask"])
-def test_two_workers_train_the_weights_of_one(
-    frame: Any, common: dict[str, Any], settings: dict[str, Any]
-) -> None:
+def test_two_workers_train_the_weights_of_one(frame: Any, common: Any, settings: dict[str, Any]) -> None:
     settings = common | settings | {"epochs": 2, "validationFraction": 0.2}
     one, two = (TorchAutoencoder(model=linear(), numWorkers=n, **settings).fit(frame) for n in (1, 2))
     assert torch.allclose(weights(one), weights(two), rtol=0, atol=1e-5)
@@ -106,9 +104,7 @@ class Joined(torch.nn.Module):
 
 
 class Each(Joined):
-    def forward(  # type: ignore[override]
-        self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(super().forward(a, b, c).unbind(1))
 
 
@@ -128,9 +124,7 @@ def test_a_stage_without_a_label_has_no_label_param(frame: Any, common: dict[str
         ({"noise": 0.2, "transformBatch": torch.nn.Identity()}, "put your function into the network"),
     ],
 )
-def test_settings_that_exclude_each_other(
-    frame: Any, common: dict[str, Any], settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_exclude_each_other(frame: Any, common: Any, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TorchAutoencoder(model=linear(), **common, **settings).fit(frame)
 
@@ -184,9 +178,7 @@ def test_a_table_network_starts_from_its_pretraining(spark: Any, common: dict[st
         tuned.copy({tuned.initialState: "optimizer"}).fit(table)
 
 
-def test_a_network_with_a_label_takes_weights_by_name(
-    frame: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_network_with_a_label_takes_weights_by_name(frame: Any, common: Any, tmp_path: Path) -> None:
     model = TorchAutoencoder(model=linear(), epochs=1, **common).fit(frame)
     labelled = frame.withColumn("label", F.col("a"))
     settings = common | {"epochs": 1} | STILL
@@ -195,7 +187,7 @@ def test_a_network_with_a_label_takes_weights_by_name(
     model.save(str(tmp_path / "saved"))
     start = Pretrained(uri=str(tmp_path / "saved"), ignore=["decoder.*"], strict=False)
     tuned = TorchEstimator(model=Head(), pretrained=start, **settings).fit(labelled).module()
-    assert torch.equal(tuned.get_parameter("encoder.0.weight"), model.module().encoder[0].weight)  # type: ignore[index, union-attr]
+    assert torch.equal(tuned.get_parameter("encoder.0.weight"), model.module().encoder[0].weight)
 
 
 class Head(torch.nn.Module):
@@ -209,9 +201,7 @@ class Head(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_masked_tokens_are_predicted_from_their_neighbors(
-    spark: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_masked_tokens_are_predicted_from_their_neighbors(spark: Any, common: Any, tmp_path: Path) -> None:
     words = {"[PAD]": 0, "[MASK]": 1} | {f"w{i}": i + 2 for i in range(8)}
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +96,7 @@ def _digits(spark: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_flights, _numbers, _digits])
-def test_the_page_fits_a_browser_and_asks_it_for_nothing(
-    spark: Any, tmp_path: Path, make: Callable[[Any, Path], None]
-) -> None:
+def test_the_page_fits_a_browser_and_asks_it_for_nothing(spark: Any, tmp_path: Path, make: Any) -> None:
     program = chromium()
     if program is None:
         pytest.skip("Chromium is not installed, so nobody looks at the page")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +19,13 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.report.page import check_packages
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest, plan_epoch
+from ringspark.pipelines import plan_epoch
 
 EVIL = "<script>alert(1)</script>"
-MakeShards = Callable[..., ShardManifest]
 
 
 @pytest.fixture
-def summary(make_shards: MakeShards, tmp_path: Path) -> TrainingSummary:
+def summary(make_shards: Any, tmp_path: Path) -> TrainingSummary:
     drawn = np.random.default_rng(0)
     columns = {"x": drawn.normal(size=(64, 2)).astype(np.float32), "y": drawn.normal(size=64)}
     manifest = make_shards(columns, validation=np.arange(64) % 4 == 0)
@@ -79,7 +78,7 @@ def test_a_model_also_shows_what_its_training_came_to(summary: TrainingSummary) 
     assert f"validation loss {loss:.4g}." in model._repr_html_()
 
 
-def test_shards_show_their_columns_and_sizes(make_shards: MakeShards) -> None:
+def test_shards_show_their_columns_and_sizes(make_shards: Any) -> None:
     html = make_shards({EVIL: np.arange(10.0), "b": np.ones((10, 3))})._repr_html_()
     assert "train: 10 rows in 2 files." in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ from ringspark.extras.report.content import Facts, Table, seconds, show
 from ringspark.extras.report.facts import RunFacts
 from ringspark.extras.report.sections.headline import SECTION
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
-
-MakeShards = Callable[..., ShardManifest]
 
 EVIL = '<script>alert("x")</script>'
 
@@ -41,7 +37,7 @@ def _rows(rows: int = 300) -> dict[str, np.ndarray[Any, Any]]:
     return {"x": x, "y": (x @ [1.0, -2.0, 0.5]).astype(np.float32)}
 
 
-def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
+def _config(make_shards: Any, folder: Path, **changes: Any) -> TrainConfig:
     columns = changes.pop("columns", _rows())
     manifest = make_shards(columns, validation=np.arange(len(columns["y"])) % 4 == 0)
     spec = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1})
@@ -54,7 +50,7 @@ def _report(config: TrainConfig, folder: Path) -> Page:
     return Page.at(folder / "page.html")
 
 
-def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: Any, tmp_path: Path) -> None:
     config = _config(make_shards, tmp_path, metrics=("mae", "r2"), learning_rate=0.25, keep="best")
     result = train_here(config)
     page = _report(config, tmp_path)
@@ -95,7 +91,7 @@ def test_of_equally_good_epochs_the_first_is_named() -> None:
     assert table.rows == [["train_loss", show(1.0), show(1.0), "2"]]
 
 
-def test_each_setting_is_listed_once_beside_its_default(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_each_setting_is_listed_once_beside_its_default(make_shards: Any, tmp_path: Path) -> None:
     config = _config(make_shards, tmp_path, learning_rate=0.25)
     train_here(config)
     chosen, others = _report(config, tmp_path).tables["settings"]
@@ -108,7 +104,7 @@ def test_each_setting_is_listed_once_beside_its_default(make_shards: MakeShards,
     assert ("optimizer", "adamw") in pairs
 
 
-def test_the_page_stands_alone_and_is_small(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_the_page_stands_alone_and_is_small(make_shards: Any, tmp_path: Path) -> None:
     config = _config(make_shards, tmp_path, log_every_steps=1, timeline_every_steps=1, epochs=12)
     train_here(config)
     page = _report(config, tmp_path)
@@ -124,7 +120,7 @@ def test_the_page_stands_alone_and_is_small(make_shards: MakeShards, tmp_path: P
     assert total == pytest.approx(100, abs=0.5)
 
 
-def test_names_that_are_markup_are_shown_as_letters(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_names_that_are_markup_are_shown_as_letters(make_shards: Any, tmp_path: Path) -> None:
     columns = _rows()
     config = _config(
         make_shards,
@@ -151,7 +147,7 @@ def test_names_that_are_markup_are_shown_as_letters(make_shards: MakeShards, tmp
     ],
 )
 def test_a_damaged_or_missing_file_leaves_only_its_part_out(
-    make_shards: MakeShards, tmp_path: Path, name: str, section: str
+    make_shards: Any, tmp_path: Path, name: str, section: str
 ) -> None:
     config = _config(make_shards, tmp_path, epochs=1)
     train_here(config)
@@ -171,7 +167,7 @@ def test_a_damaged_or_missing_file_leaves_only_its_part_out(
     assert missing.cards["state"] == ("finished" if name != "result.json" else "not finished")
 
 
-def test_a_run_that_trains_is_reported_by_its_last_position(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_run_that_trains_is_reported_by_its_last_position(make_shards: Any, tmp_path: Path) -> None:
     config = _config(make_shards, tmp_path)
     train_here(config)
     run = Path(config.run_uri)
@@ -186,7 +182,7 @@ def test_a_run_that_trains_is_reported_by_its_last_position(make_shards: MakeSha
     assert "step 9 of 24, epoch 2" in page.text["headline"]
 
 
-def test_a_run_that_failed_before_its_first_epoch_says_why(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_epoch_says_why(make_shards: Any, tmp_path: Path) -> None:
     config = _config(make_shards, tmp_path)
     run = Path(config.run_uri)
     (run / "heartbeat").mkdir(parents=True)
@@ -209,7 +205,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_every_rank_is_noted_with_its_host_and_its_memory(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_every_rank_is_noted_with_its_host_and_its_memory(make_shards: Any, tmp_path: Path) -> None:
     config = replace(_config(make_shards, tmp_path, epochs=1), num_workers=2, collective="torch")
     train_gang(config)
     page = _report(config, tmp_path)

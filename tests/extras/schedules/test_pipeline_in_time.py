@@ -52,7 +52,7 @@ class Between(nn.Module):
         layers = list(self.layers)
 
         def whole(i: int, x: torch.Tensor) -> torch.Tensor:
-            return layers[i](x + x.mean(1, keepdim=True)).tanh()  # type: ignore[no-any-return]
+            return layers[i](x + x.mean(1, keepdim=True)).tanh()
 
         def along(i: int, state: Any, x: torch.Tensor) -> Any:
             y = layers[i](x).tanh().cumsum(1) + (0 if state is None else state[0])
@@ -267,7 +267,7 @@ class Added(nn.Module):
         self.along = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.over_time(None, x)[0]  # type: ignore[no-any-return]
+        return self.over_time(None, x)[0]
 
     def over_time(self, state: Any, x: torch.Tensor) -> Any:
         add_loss(x.square().mean((1, 2)))

@@ -109,9 +109,7 @@ def test_aotinductor_predicts_any_number_of_rows(stage: Any, tmp_path: Path) -> 
         np.testing.assert_allclose(found, expected(stage, 7)[: len(found)], rtol=1e-4, atol=1e-5)
 
 
-def test_aotinductor_without_a_compiler_is_one_sentence(
-    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aotinductor_without_a_compiler_is_one_sentence(stage: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CXX", "no-compiler")
     with pytest.raises(ValueError, match=r"^format 'aotinductor' needs a C\+\+ compiler; install g\+\+"):
         stage.export(str(tmp_path / "model.pt2"), format="aotinductor")

@@ -122,9 +122,7 @@ def test_rows_are_predicted_in_passes_of_limited_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_that_cannot_be_exported_is_served_by_ringspark(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_network_that_cannot_be_exported_is_served_by_ringspark(tmp_path: Path, caplog: Any) -> None:
     stage = stage_of(Branching(), tmp_path)
     with caplog.at_level(logging.WARNING, "ringspark"):
         save(stage, str(tmp_path / "model"))

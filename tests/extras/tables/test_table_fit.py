@@ -124,9 +124,7 @@ def test_the_summary_says_what_became_of_each_column(classified: tuple[TorchMode
     assert "'inner.y', 'tags', 'row', 'constant', 'empty'" in message
 
 
-def test_columns_may_be_in_another_order_and_have_new_values(
-    classified: tuple[TorchModel, list[str]], table: Any
-) -> None:
+def test_columns_may_be_in_another_order_and_have_new_values(classified: Any, table: Any) -> None:
     model, _ = classified
     found = model.transform(table.select(*reversed(table.columns))).orderBy("row").collect()
     expected = model.transform(table).orderBy("row").collect()
@@ -139,9 +137,7 @@ def test_columns_may_be_in_another_order_and_have_new_values(
 
 
 @pytest.mark.slow
-def test_a_new_process_predicts_with_the_saved_model(
-    classified: tuple[TorchModel, list[str]], table: Any, tmp_path: Path
-) -> None:
+def test_a_new_process_predicts_with_the_saved_model(classified: Any, table: Any, tmp_path: Path) -> None:
     model, _ = classified
     first = model.transform(table).orderBy("row").select("probability").collect()
     model.write().overwrite().save(str(tmp_path / "model"))

@@ -11,7 +11,7 @@ EDGES = [[-1.0, 0.0, 1.0]]
 def pack(**options: object) -> TabPack:
     torch.manual_seed(0)
     given = {"edges": EDGES, "cardinalities": [3], "out_features": 1, "width": 4, "dropouts": [0.0, 0.0]}
-    return TabPack(**{**given, "rates": [1.0, 0.25], **options})  # type: ignore[arg-type]
+    return TabPack(**{**given, "rates": [1.0, 0.25], **options})
 
 
 def inputs(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:

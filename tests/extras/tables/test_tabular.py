@@ -58,7 +58,7 @@ def test_a_wrong_number_of_columns_is_refused() -> None:
 def test_arguments_out_of_range_are_refused(arguments: dict[str, object], message: str) -> None:
     good: dict[str, object] = {"cardinalities": [3], "num_numeric": 1, "hidden": [2], "out_features": 1}
     with pytest.raises(ValueError, match=message):
-        TabularNet(**{**good, **arguments})  # type: ignore[arg-type]
+        TabularNet(**{**good, **arguments})
 
 
 def test_an_ensemble_predicts_the_mean_of_its_members() -> None:

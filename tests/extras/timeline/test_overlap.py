@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,11 +42,10 @@ from ringspark.pipelines import ShardManifest
 
 WATCHER = "ringspark-operations"
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
-MakeShards = Callable[..., ShardManifest]
 
 
 @pytest.fixture
-def manifest(make_shards: MakeShards) -> ShardManifest:
+def manifest(make_shards: Any) -> ShardManifest:
     """26 steps of at most 32 rows per epoch."""
     x = np.random.default_rng(0).normal(size=(803, 4)).astype(np.float32)
     return make_shards({"x": x, "y": x.sum(1)})
@@ -63,9 +61,7 @@ def _points(some: list[tuple[int, int]]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS)
-def test_sets_of_intervals_are_sets_of_points(
-    left: list[tuple[int, int]], right: list[tuple[int, int]]
-) -> None:
+def test_sets_of_intervals_are_sets_of_points(left: Any, right: list[tuple[int, int]]) -> None:
     one, other = union(left), union(right)
     for joined in (one, other):
         assert all(begin < end for begin, end in joined)
@@ -92,9 +88,7 @@ def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime
         ([], [(0, 40)], (0, 0)),
     ],
 )
-def test_what_a_rank_waits_for_is_not_hidden(
-    operations: list[OperationTime], computing: list[tuple[int, int]], expected: tuple[int, int]
-) -> None:
+def test_what_a_rank_waits_for_is_not_hidden(operations: Any, computing: Any, expected: Any) -> None:
     assert hidden_and_total(operations, computing) == expected
 
 
@@ -187,9 +181,7 @@ def _noted_steps(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
-def test_ranks_note_each_bucket_and_sum_the_same_bits(
-    collective: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_note_each_bucket_and_sum_the_same_bits(collective: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     for rank, told in enumerate(run_ranks(2, collective, _noted_steps)):
         buckets, flat = told["buckets"], told["flat"]
@@ -310,9 +302,7 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
 
 
 @pytest.mark.distributed
-def test_a_pipeline_does_not_pass_for_a_training_without_communication(
-    manifest: ShardManifest, tmp_path: Path
-) -> None:
+def test_a_pipeline_does_not_pass_for_a_training_without_communication(manifest: Any, tmp_path: Path) -> None:
     """Its stages send without all-reduces. An earlier version reported 0 seconds for this."""
     config = config_of(
         manifest,

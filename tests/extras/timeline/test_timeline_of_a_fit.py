@@ -86,9 +86,7 @@ def test_the_trace_has_all_ranks_of_both_starts(trained: Any, events: list[dict[
     assert max(ends) < min(e["ts"] for e in wholes if e["args"]["start"] == 2)
 
 
-def test_the_spans_of_a_thread_lie_within_each_other_or_one_after_the_other(
-    events: list[dict[str, Any]],
-) -> None:
+def test_the_spans_of_a_thread_lie_within_each_other_or_one_after_the_other(events: Any) -> None:
     """Perfetto drops a slice that partly overlaps another slice of its thread."""
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) > RANKS * STEPS * 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,7 @@ def largest_difference(uri: str, expected: dict[str, torch.Tensor]) -> float:
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about data loader workers and its next version
 @pytest.mark.parametrize("kind", [Gan, Regression])
-def test_lightning_and_we_train_the_same_weights(
-    kind: type[Any], make_shards: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_lightning_and_we_train_the_same_weights(kind: type[Any], make_shards: Any, tmp_path: Path) -> None:
     columns = data()
     manifest = make_shards(columns, num_files=1, row_group_rows=ROWS)
     module = objects_of(kind).module
@@ -149,9 +146,7 @@ def test_lightning_and_we_train_the_same_weights(
         assert logged == pytest.approx([r.metrics["train_g_loss"] for r in several.history], rel=1e-5)
 
 
-def test_the_loss_of_held_out_rows_is_what_validation_step_returns(
-    make_shards: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_loss_of_held_out_rows_is_what_validation_step_returns(make_shards: Any, tmp_path: Path) -> None:
     columns = data()
     manifest = make_shards(columns, validation=np.arange(ROWS) % 4 == 0)
     objects = objects_of(Regression)
@@ -210,7 +205,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_the_trainer_would_do_otherwise_is_refused(
-    kind: Any, message: str, make_shards: Callable[..., Any], tmp_path: Path
+    kind: Any, message: str, make_shards: Any, tmp_path: Path
 ) -> None:
     manifest = make_shards(data())
     module = nn.Linear(4, 2) if kind is nn.Linear else kind()
@@ -228,9 +223,7 @@ def test_what_the_trainer_would_do_otherwise_is_refused(
         (ReturnsNothing, "training_step must return its loss"),
     ],
 )
-def test_a_step_that_cannot_be_right_fails(
-    kind: Any, message: str, make_shards: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_step_that_cannot_be_right_fails(kind: Any, message: str, make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(data())
     with pytest.raises(ValueError, match=message):
         train_here(
@@ -238,7 +231,7 @@ def test_a_step_that_cannot_be_right_fails(
         )
 
 
-def test_held_out_rows_need_a_validation_step(make_shards: Callable[..., Any], tmp_path: Path) -> None:
+def test_held_out_rows_need_a_validation_step(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(data(), validation=np.arange(ROWS) % 4 == 0)
     with pytest.raises(ValueError, match=r"Gan has no validation_step, .* add one, or hold out no rows"):
         check_training(config(manifest, tmp_path / "run"), objects_of(Gan), manifest)

@@ -96,14 +96,7 @@ def config(shards: ShardManifest, run: Path, name: str, ranks: int, **changes: A
     return check_training(found, objects, shards).config
 
 
-def train_all(
-    shards: ShardManifest,
-    run: Path,
-    ranks: int,
-    collective: str,
-    names: tuple[str, ...] = CASES,
-    **changes: Any,
-) -> dict[str, TrainResult]:
+def train_all(shards: Any, run: Path, ranks: int, collective: str, names: Any = CASES, **changes: Any) -> Any:
     changes |= {"collective": collective}
     configs = {name: config(shards, run, name, ranks, **changes) for name in names}
     work = partial(
@@ -175,9 +168,7 @@ def test_the_row_of_a_rank_without_rows_counts_nowhere(shards: ShardManifest, tm
         assert torch.allclose(first[name], second[name], rtol=0, atol=1e-6), name
 
 
-def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(
-    shards: ShardManifest, tmp_path: Path
-) -> None:
+def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(shards: Any, tmp_path: Path) -> None:
     objects = UserObjects(module=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     plain = config_of(
         shards, tmp_path / "plain", batch_size=16, weight_column="w", max_grad_norm=0.1, ema_decay=0.5

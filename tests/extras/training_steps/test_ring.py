@@ -6,7 +6,6 @@ Of 2,500 generated points, a point within three standard deviations of a center 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,7 @@ def count_points(generated: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_a_gan_covers_seven_of_eight_modes(
-    seed: int, make_shards: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_gan_covers_seven_of_eight_modes(seed: int, make_shards: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     real = CENTERS[rng.integers(0, 8, ROWS)] + DEVIATION * rng.normal(size=(ROWS, 2))
     noise = rng.normal(size=(ROWS, 2)).astype(np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,7 @@ def _log_loss(step: Any) -> None:
     ],
 )
 def test_a_wrong_step_fails_on_the_driver(
-    function: Any, message: str, make_shards: Callable[..., Any], tmp_path: Path
+    function: Any, message: str, make_shards: Any, tmp_path: Path
 ) -> None:
     manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)})
     config = config_of(manifest, tmp_path, task="any", losses=("auto",), training_step="own")
@@ -227,7 +226,7 @@ def test_what_a_step_cannot_be_combined_with_is_refused(changes: dict[str, Any],
     ],
 )
 def test_optimizers_that_do_not_fit_are_refused(
-    optimizer: Any, message: str, make_shards: Callable[..., Any], tmp_path: Path
+    optimizer: Any, message: str, make_shards: Any, tmp_path: Path
 ) -> None:
     manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)})
     config = config_of(manifest, tmp_path, task="any", losses=("auto",), training_step="own")
@@ -236,7 +235,7 @@ def test_optimizers_that_do_not_fit_are_refused(
         check_training(config, objects, manifest)
 
 
-def test_a_config_without_its_function_is_refused(make_shards: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_config_without_its_function_is_refused(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones(8, np.float32)})
     config = config_of(manifest, tmp_path, training_step="own")
     with pytest.raises(ValueError, match="UserObjects has training_step=None; set both"):
@@ -262,7 +261,7 @@ class Reports(nn.Linear):
 
 
 def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
-    make_shards: Callable[..., Any], tmp_path: Path
+    make_shards: Any, tmp_path: Path
 ) -> None:
     manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)})
     config = config_of(manifest, tmp_path, training_step="own", epochs=1)
@@ -280,7 +279,7 @@ def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
         check_training(config, objects, manifest)
 
 
-def test_a_plan_of_the_memory_is_refused(make_shards: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_plan_of_the_memory_is_refused(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)})
     config = config_of(manifest, tmp_path, training_step="own")
     objects = UserObjects(module=nn.Linear(4, 1), training_step=steps.ordinary_step)

@@ -65,9 +65,7 @@ def regressor(folder: Path, **params: Any) -> TorchRegressor:
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_the_batch_is_cut_until_a_real_limit_holds_it(
-    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_batch_is_cut_until_a_real_limit_holds_it(spark: Any, tmp_path: Path, caplog: Any) -> None:
     rows = table(spark)
     whole = regressor(tmp_path, validationIndicatorCol="held")
     with caplog.at_level(logging.WARNING, "ringspark"):

@@ -36,9 +36,7 @@ def runs(rows: list[dict[str, Any]], max_gap: int | None) -> list[list[dict[str,
     return found
 
 
-def expected(
-    rows: list[dict[str, Any]], *, steps: int, stride: int, horizon: int, max_gap: int | None, keeps: bool
-) -> list[tuple[Any, ...]]:
+def expected(rows: Any, *, steps: int, stride: int, horizon: int, max_gap: Any, keeps: bool) -> Any:
     """Returns the expected windows: id of the last row, history, label."""
     windows: list[tuple[Any, ...]] = []
     for run in runs(rows, max_gap):
