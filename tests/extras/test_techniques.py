@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from small_training import bare_config
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.techniques import FUNCTIONS, TECHNIQUES, Technique, techniques_of
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
 
-PLAIN = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
+PLAIN = bare_config()
 HOOKS = {name for name in vars(Technique) if not name.startswith("_")}
 
 

@@ -39,19 +39,23 @@ def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainCo
     """
     if isinstance(spec := changes.get("model"), ModelSpec):
         changes["model"] = spec.to_json()
-    config = TrainConfig(
+    config = bare_config(
         shards_uri=manifest.uri,
         run_uri=str(run_uri),
         task="regression",
         losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
         batch_size=32,
         learning_rate=0.01,
         epochs=2,
         reader="arrow",
     )
     return replace(config, **changes)
+
+
+def bare_config(**changes: Any) -> TrainConfig:
+    """Returns the default settings without shards, input `x` and label `y`."""
+    names = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "label_columns": ("y",)}
+    return TrainConfig(**(names | changes))
 
 
 def workers_of(mesh: Any) -> int:
@@ -74,26 +78,26 @@ def train_ranks(config: TrainConfig, objects: UserObjects | None = None) -> list
 
 
 def train_in_turn(
-    configs: dict[str, TrainConfig], objects: UserObjects | None = None
+    configs: dict[str, TrainConfig], objects: UserObjects | dict[str, UserObjects] | None = None
 ) -> dict[str, TrainResult]:
     """Checks all trainings and runs them on one gang; returns the results of rank 0.
 
-    Starting a gang takes longer than a small training.
+    Starting a gang takes longer than a small training. `objects` may be one per training.
     """
-    objects = objects or UserObjects()
+    each = objects if isinstance(objects, dict) else dict.fromkeys(configs, objects or UserObjects())
     checked = {
-        name: check_training(config, objects, ShardManifest.load(config.shards_uri)).config
+        name: check_training(config, each[name], ShardManifest.load(config.shards_uri)).config
         for name, config in configs.items()
     }
     first = next(iter(checked.values()))
-    work = partial(_train_each, checked, user_code.dumps(objects))
+    work = partial(_train_each, checked, user_code.dumps(each))
     results = run_ranks(first.num_workers, first.collective, work)[0]
     return {name: TrainResult.from_json(text) for name, text in results.items()}
 
 
 def _train_each(configs: dict[str, TrainConfig], objects: bytes, collective: Collective) -> dict[str, str]:
     return {
-        name: train_worker(config, collective, user_code.loads(objects)).to_json()
+        name: train_worker(config, collective, user_code.loads(objects)[name]).to_json()
         for name, config in configs.items()
     }
 

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_training import bare_config
 
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.distillation.distance import (
-    class_distance,
-    distil,
-    label_distance,
-    squared_distance,
-)
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.extras.distillation.distance import class_distance, distil, label_distance, squared_distance
 from ringspark.extras.distillation.teacher import check_teacher
 from ringspark.pipelines import ShardManifest
 
@@ -56,15 +52,7 @@ def test_independent_labels_have_the_gradient_of_a_binary_cross_entropy(shape: t
     theirs = teacher.unsqueeze(1) if len(shape) == 3 else teacher
     expected = t * ((outputs / t).sigmoid() - (theirs / t).sigmoid()) / outputs[0].numel()
     torch.testing.assert_close(outputs.grad, expected.detach())
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        losses=("bce_with_logits",),
-        alpha=1.0,
-        temperature=t,
-    )
+    config = bare_config(losses=("bce_with_logits",), alpha=1.0, temperature=t)
     found = distil(config, torch.zeros(ROWS, 1), outputs, teacher, None)[:, 0]
     torch.testing.assert_close(found, label_distance(outputs, teacher, t))
 
@@ -98,16 +86,7 @@ def test_values_of_one_column_have_either_shape(ours: Any, theirs: Any) -> None:
     ],
 )
 def test_alpha_weighs_the_distance_and_the_loss_of_the_label(task: Any, loss: str, is_classes: bool) -> None:
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        task=task,
-        losses=(loss,),
-        alpha=0.75,
-        temperature=2.5,
-    )
+    config = bare_config(task=task, losses=(loss,), alpha=0.75, temperature=2.5)
     outputs, teacher, rows = _draw(ROWS, 3), _draw(ROWS, 3, seed=1), _draw(ROWS, 1, seed=2)
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 1.0])[:, None]  # an ignored row, a class weight
     distance = class_distance(outputs, teacher, 2.5) if is_classes else squared_distance(outputs, teacher)
@@ -116,13 +95,6 @@ def test_alpha_weighs_the_distance_and_the_loss_of_the_label(task: Any, loss: st
 
 
 def test_a_training_step_of_its_own_is_refused() -> None:
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        soft_label_column="__teacher",
-        training_step="own",
-    )
+    config = bare_config(soft_label_column="__teacher", training_step="own")
     with pytest.raises(ValueError, match="trainingStep computes its own losses; let trainingStep call"):
         check_teacher(config, UserObjects(), ShardManifest.load, (2, 3))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from parity import equal_to_one_worker, equal_to_undisturbed
 from short_sync import sync_of
-from small_training import config_of, train_gang, weights_of
+from small_training import config_of
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import MicroBatchOutput, Sums
-from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.models.reports import CountingLayer, collect_reports
 
@@ -29,6 +28,10 @@ def spec(router: str, **options: Any) -> ModelSpec:
     experts = {"num_experts": 4, "router": router, "min_capacity": 1, "capacity_factor": 1.0, **options}
     sizes = {"vocab_size": 13, "max_seq_len": 8, "dim": 8, "depth": 2, "num_heads": 2, "out_features": 3}
     return ModelSpec("transformer_classifier", {**sizes, "padding_id": 0, "experts": experts})
+
+
+def classification(manifest: Any, folder: Path, **changes: Any) -> TrainConfig:
+    return config_of(manifest, folder / "run", task="classification", losses=("cross_entropy",), **changes)
 
 
 def columns(rows: int) -> dict[str, np.ndarray]:
@@ -55,36 +58,15 @@ def test_two_workers_are_one_worker(make_shards: Any, tmp_path: Path, router: st
     """The last batches leave a rank without rows; rows have weights, and steps have micro-batches."""
     manifest = make_shards(columns(104), validation=np.arange(104) >= 97, row_group_rows=97)
     model = spec(router, balance_weight=0.5, z_weight=0.1)
-    config = config_of(
-        manifest,
-        tmp_path / "one",
-        model=model.to_json(),
-        task="classification",
-        losses=("cross_entropy",),
-        weight_column="w",
-        gradient_accumulation=2,
-        # A key bias has only rounding errors as gradients, which Adam would scale up to full steps.
-        optimizer="sgd",
-        learning_rate=0.1,
-        epochs=5,
-    )
-    one = train_here(config)
-    two = train_gang(
-        replace(
-            config,
-            run_uri=str(tmp_path / "two"),
-            num_workers=2,
-            collective="torch",
-            sync=sync_of(sharding=sharding),
-        )
-    )
-    weights = [weights_of(result, model.build()) for result in (one, two)]
-    assert (weights[0] - weights[1]).abs().max() < 1e-5
-    for record, other in zip(one.history, two.history, strict=True):
+    # A key bias has only rounding errors as gradients, which Adam would scale up to full steps.
+    settings = {"weight_column": "w", "optimizer": "sgd", "learning_rate": 0.1, "epochs": 5}
+    config = classification(manifest, tmp_path, model=model, gradient_accumulation=2, **settings)
+    spread = {"num_workers": 2, "collective": "torch", "sync": sync_of(sharding=sharding)}
+    one, _ = equal_to_one_worker(config, **spread)
+    for record in one.history:
         assert {f"{split}_{name}" for split in ("train", "validation") for name in NUMBERS} <= set(
             record.metrics
         )
-        assert record.metrics == pytest.approx(other.metrics, rel=1e-5)
     assert one.history[0].metrics["train_dropped_share"] > 0
 
 
@@ -92,49 +74,20 @@ def test_layers_losses_are_trained(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(columns(64))
     last: dict[float, dict[str, float]] = {}
     for weight in (0.0, 1.0):
-        config = config_of(
-            manifest,
-            tmp_path / str(weight),
-            model=spec("switch", balance_weight=weight, z_weight=weight).to_json(),
-            task="classification",
-            losses=("cross_entropy",),
-            epochs=8,
-        )
+        model = spec("switch", balance_weight=weight, z_weight=weight)
+        config = classification(manifest, tmp_path / str(weight), model=model, epochs=8)
         last[weight] = train_here(config).history[-1].metrics
-    assert last[1.0]["train_balance_loss"] < last[0.0]["train_balance_loss"]
-    assert last[1.0]["train_z_loss"] < last[0.0]["train_z_loss"]
-    assert last[1.0]["train_dropped_share"] < last[0.0]["train_dropped_share"]
-
-
-class Stops(Callback):
-    def __init__(self, at: int | None = None) -> None:
-        self.at = at
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self.at:
-            raise KeyError("stopped")
+    for name in ("train_balance_loss", "train_z_loss", "train_dropped_share"):
+        assert last[1.0][name] < last[0.0][name]
 
 
 def test_a_training_that_goes_on_in_the_middle_of_an_epoch_has_the_undisturbed_history(
     make_shards: Any, tmp_path: Path
 ) -> None:
     """A checkpoint holds the random generators that the noise comes from."""
-    manifest = make_shards(columns(104))
-    config = config_of(
-        manifest,
-        tmp_path / "whole",
-        model=spec("gshard", random_second=True, jitter=0.1).to_json(),
-        task="classification",
-        losses=("cross_entropy",),
-        checkpoint_every_steps=2,
-        epochs=2,
-    )
-    whole = train_here(config, UserObjects(callbacks=(Stops(),)))
-    config = replace(config, run_uri=str(tmp_path / "stopped"))
-    with pytest.raises(KeyError, match="stopped"):
-        train_here(config, UserObjects(callbacks=(Stops(at=3),)))
-    again = train_here(config, UserObjects(callbacks=(Stops(),)))
-    assert again.resumed_steps == (2,)
+    model = spec("gshard", random_second=True, jitter=0.1)
+    config = classification(make_shards(columns(104)), tmp_path, model=model, checkpoint_every_steps=2)
+    whole, again = equal_to_undisturbed(config, step=3)
     assert [r.metrics for r in again.history] == [r.metrics for r in whole.history]
     assert [r.train_loss for r in again.history] == [r.train_loss for r in whole.history]
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import equal_to_undisturbed
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
-from small_training import config_of, train_gang
+from small_training import columns_of, config_of, train_gang
 from torch import nn
 
-from ringspark.estimators import TorchClassificationModel, TorchClassifier, WorkerError
+from ringspark.estimators import TorchClassificationModel, TorchClassifier
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.keras_models.library import import_keras
@@ -36,45 +36,13 @@ class Noise(layers.Layer):
 keras.saving.register_keras_serializable("training tests")(Noise)
 
 
-class Stops(Callback):
-    def __init__(self, at: int | None) -> None:
-        self.at = at
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self.at:
-            raise RuntimeError("stopped")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
-
-
-def plain() -> Any:
-    return keras.Sequential([
-        keras.Input((4,)),
-        layers.Dense(16, activation="relu"),
-        layers.Dropout(0.3),
-        layers.Dense(1),
-    ])  # fmt: skip
-
-
-def noisy() -> Any:
-    return keras.Sequential([
-        keras.Input((4,)),
-        layers.Dense(16, activation="relu"),
-        layers.BatchNormalization(),
-        layers.Dropout(0.3, seed=1),
-        Noise(),
-        layers.Dense(1),
-    ])  # fmt: skip
+def sequence(*parts: Any) -> Any:
+    hidden = layers.Dense(16, activation="relu")
+    return keras.Sequential([keras.Input((4,)), hidden, *parts, layers.Dense(1)])
 
 
 def config(make_shards: Any, folder: Path, **changes: Any) -> TrainConfig:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(206, 4)).astype(np.float32)
-    manifest = make_shards({"x": x, "y": x.sum(1)}, validation=np.arange(206) >= 190, row_group_rows=32)
+    manifest = make_shards(columns_of(206), validation=np.arange(206) >= 190, row_group_rows=32)
     return config_of(manifest, folder / "whole", num_workers=2, **changes)
 
 
@@ -96,7 +64,7 @@ def test_a_keras_model_trains_as_the_same_torch_network(
     make_shards: Any, tmp_path: Path, collective: str
 ) -> None:
     """Both draw their dropout masks from torch's generator."""
-    model = plain()
+    model = sequence(layers.Dropout(0.3))
     network = adapt_network(model)
     twin = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
 
@@ -108,8 +76,7 @@ def test_a_keras_model_trains_as_the_same_torch_network(
     twin.load_state_dict(match(network.state_dict()))
     settings = config(make_shards, tmp_path, collective=collective)
     result = train_gang(settings, UserObjects(module=model))
-    other = replace(settings, run_uri=str(tmp_path / "twin"))
-    expected = train_gang(other, UserObjects(module=twin))
+    expected = train_gang(replace(settings, run_uri=str(tmp_path / "twin")), UserObjects(module=twin))
     load_checkpoint(expected.checkpoint_uri, twin)
     trained = match(state_of(result.checkpoint_uri, model))
     assert not torch.equal(trained["0.weight"], network.state_dict()[network.variables[0][0]].T)
@@ -124,17 +91,9 @@ def test_a_keras_model_trains_as_the_same_torch_network(
 def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path, collective: str) -> None:
     """With moving statistics per rank, a seeded dropout, and draws from Keras' global generator."""
     whole = config(make_shards, tmp_path, collective=collective, checkpoint_every_steps=4)
-    part, model = replace(whole, run_uri=str(tmp_path / "part")), noisy()
-
-    def objects(stop: int | None) -> UserObjects:
-        return UserObjects(module=model, callbacks=(Stops(stop),))
-
-    expected = train_gang(whole, objects(None))
-    with pytest.raises(WorkerError, match="stopped"):
-        train_gang(part, objects(6))
-    result = train_gang(part, objects(None))
-    assert result.resumed_steps
-    found, wanted = (state_of(r.checkpoint_uri, model) for r in (result, expected))
+    model = sequence(layers.BatchNormalization(), layers.Dropout(0.3, seed=1), Noise())
+    pair = equal_to_undisturbed(whole, UserObjects(module=adapt_network(model)), step=6)
+    wanted, found = (state_of(result.checkpoint_uri, model) for result in pair)
     assert same(found, wanted)
     moving = next(value for name, value in found.items() if name.endswith("moving_mean"))
     assert moving.abs().min() > 0
@@ -144,7 +103,7 @@ def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path,
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_training_gives_the_weights_of_replicas(make_shards: Any, tmp_path: Path, stage: int) -> None:
-    settings, model = config(make_shards, tmp_path), plain()
+    settings, model = config(make_shards, tmp_path), sequence(layers.Dropout(0.3))
     replicas = train_gang(settings, UserObjects(module=model))
     sharded = replace(settings, run_uri=str(tmp_path / "sharded"), sync=Zero(stage=stage), collective="torch")
     result = train_gang(sharded, UserObjects(module=model))

@@ -10,6 +10,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from ringspark.extras.local_sgd.local_sync import Statistics
 
 SIZE = 2
 EPOCHS = 2
+FORMS = ("fp32", "fp16", "int8")
 # Rows of an epoch's steps over both ranks: uneven shares, and steps in which one rank has none.
 ROWS = [5, 4, 1, 7, 3, 1, 6]
 
@@ -84,10 +86,29 @@ def _loss(network: nn.Module, mine: torch.Tensor, rows: int, factor: float) -> t
     return error.square().sum() / rows * factor
 
 
-def _sync(collective: Collective, setting: Any, optimizer: str) -> GradientSync:
+def _make(optimizer: str) -> Callable[[nn.Module], Any]:
+    return partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
+
+
+def _sync(collective: Collective, setting: Any, make: Any, network: nn.Module | None = None) -> Any:
     exchange = SyncSettings(sync=sync_of(local=setting))
-    make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
-    return STRATEGIES[exchange.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), exchange)
+    strategy = STRATEGIES[exchange.sync.strategy]()
+    return strategy.prepare(network or Net(), make, RankMesh.of(collective), exchange)
+
+
+def _sum(network: nn.Module, mine: torch.Tensor) -> torch.Tensor:
+    return network(mine).sum()
+
+
+def _step(sync: Any, mine: torch.Tensor, loss: Callable[..., torch.Tensor] = _sum) -> None:
+    sync.optimizer.zero_grad()
+    if len(mine):
+        with sync.micro_batch(last=True):
+            loss(sync.module, mine).backward()
+    else:
+        sync.backward_without_rows((mine,))
+    sync.reduce()
+    sync.step(LossScaler("fp32", torch.device("cpu")))
 
 
 def _flat(network: nn.Module) -> list[float]:
@@ -99,19 +120,11 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
 
     Returns the weights after each step and epoch.
     """
-    scaler = LossScaler("fp32", torch.device("cpu"))
     history = []
     for step in range(first, last):
         rows = _rows(step)
         mine = rows[collective.rank :: collective.size]
-        sync.optimizer.zero_grad()
-        if len(mine):
-            with sync.micro_batch(last=True):
-                _loss(sync.module, mine, len(rows), sync.loss_factor).backward()
-        else:
-            sync.backward_without_rows((mine,))
-        sync.reduce()
-        sync.step(scaler)
+        _step(sync, mine, partial(_loss, rows=len(rows), factor=sync.loss_factor))
         history.append(_flat(sync.network))
         if (step + 1) % len(ROWS) == 0:
             sync.settle()
@@ -119,14 +132,14 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
     return history
 
 
-def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> list[list[float]]:
+def _resumed(collective: Collective, setting: Any, make: Any, at: int) -> list[list[float]]:
     """Interrupts a training by a checkpoint after step `at`. Returns the rest of the history."""
-    before = _sync(collective, setting, optimizer)
+    before = _sync(collective, setting, make)
     _steps(before, collective, 0, at)
     own = gather_bytes(collective, save(before.rank_state()))
     saved = [_flat(before.network), before.optimizer_state()]
     first = json.loads(gather_bytes(collective, json.dumps(saved[0]).encode())[0])
-    after = _sync(collective, setting, optimizer)
+    after = _sync(collective, setting, make)
     torch.nn.utils.vector_to_parameters(torch.tensor(first, dtype=torch.float64), after.network.parameters())
     # The checkpoint contains rank 0's optimizer; the other ranks must restore theirs.
     if collective.rank == 0:
@@ -138,7 +151,7 @@ def _resumed(collective: Collective, setting: Any, optimizer: str, at: int) -> l
 def _work(collective: Collective) -> Any:
     results: dict[str, Any] = {}
     for name, (setting, optimizer) in CASES.items():
-        sync = _sync(collective, setting, optimizer)
+        sync = _sync(collective, setting, make := _make(optimizer))
         sent = collective.bytes_sent
         history = _steps(sync, collective, 0, EPOCHS * len(ROWS))
         results[name] = {
@@ -149,30 +162,28 @@ def _work(collective: Collective) -> Any:
         }
         if name not in ("synchronous", "never local"):
             # In the middle of a period, while a fragment is in flight, and at the end of an epoch.
-            results[name]["resumed"] = {at: _resumed(collective, setting, optimizer, at) for at in (8, 9, 7)}
-    results["compact"] = {}
-    for form in ("fp32", "fp16", "int8"):
-        values = _outer_gradient(collective.rank)
-        sent = collective.bytes_sent
-        average = start_average(values, [300, 1, 0, 99], collective, form, f"compact.{form}")()
-        results["compact"][form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
+            results[name]["resumed"] = {at: _resumed(collective, setting, make, at) for at in (8, 9, 7)}
+    results["compact"] = _outer_averages(collective)
     assert isinstance(collective, NetworkCollective)
     collective.share(None)
-    results["by network"] = {}
-    for form in ("fp32", "fp16", "int8"):
-        values = _outer_gradient(collective.rank)
-        average = start_average(values, [300, 1, 0, 99], collective, form, f"network.{form}")()
-        results["by network"][form] = average.tolist()
+    results["by network"] = _outer_averages(collective)
     results["not finite"] = {}
-    for form in ("fp32", "fp16", "int8"):
-        for bad in (float("nan"), float("inf"), -float("inf")):
-            for rank in range(SIZE):
-                values = torch.ones(4)
-                if collective.rank == rank:
-                    values[1] = bad
-                average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
-                results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
+    for form, bad, rank in product(FORMS, (torch.nan, torch.inf, -torch.inf), range(SIZE)):
+        values = torch.ones(4)
+        if collective.rank == rank:
+            values[1] = bad
+        average = start_average(values, [3, 1], collective, form, f"bad.{form}")()
+        results["not finite"][f"{form} {bad} {rank}"] = average.isfinite().tolist()
     return results
+
+
+def _outer_averages(collective: Collective) -> dict[str, Any]:
+    found = {}
+    for form in FORMS:
+        values, sent = _outer_gradient(collective.rank), collective.bytes_sent
+        average = start_average(values, [300, 1, 0, 99], collective, form, f"outer.{form}")()
+        found[form] = {"average": average.tolist(), "sent": collective.bytes_sent - sent}
+    return found
 
 
 def _outer_gradient(rank: int) -> torch.Tensor:
@@ -192,7 +203,7 @@ def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
     given: Mapping[str, Any] = setting if isinstance(setting, dict) else {"steps": setting}
     name, steps, after = given.get("name", "average"), given["steps"], given.get("after", 0)
     networks = [Net() for _ in range(SIZE)]
-    makes = partial(build_optimizer, optimizer, groups=None, learning_rate=0.05, weight_decay=0.01)
+    makes = _make(optimizer)
     optimizers = [makes(network) for network in networks]
     count = given.get("fragments", 1)
     # The first layer's weights are more than half of the 21 elements.
@@ -383,11 +394,11 @@ def test_outer_gradients_in_fewer_bits_are_within_the_documented_error() -> None
 def test_over_a_network_an_average_is_that_in_shared_memory(collective: str) -> None:
     """Between hosts, libraries differ in data types for sums, and in the maximum with NaN."""
     for result in _results(collective):
-        for form, average in result["by network"].items():
+        for form, found in result["by network"].items():
             shared = torch.tensor(result["compact"][form]["average"])
             # 16-bit sums may round differently.
             rtol = 2e-3 if form == "fp16" else 0
-            assert torch.allclose(torch.tensor(average), shared, rtol=rtol, atol=1e-9)
+            assert torch.allclose(torch.tensor(found["average"]), shared, rtol=rtol, atol=1e-9)
 
 
 @pytest.mark.distributed
@@ -440,18 +451,12 @@ class _TwoWeights(nn.Module):
 def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: float) -> None:
     """All replicas of the fixtures take the same steps, so one rank is enough."""
     setting = {"name": "diloco", "steps": 6, "fragments": 2, "delay": delay, "alpha": alpha}
-    exchange = SyncSettings(sync=sync_of(local={**setting, "outerRate": 2.0, "outerMomentum": 0.0}))
-    make: Callable[[nn.Module], Any] = lambda module: torch.optim.SGD(module.parameters(), lr=1.0)  # noqa: E731
-    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(
-        _TwoWeights(), make, RankMesh.of(LocalCollective()), exchange
-    )
+    setting |= {"outerRate": 2.0, "outerMomentum": 0.0}
+    network = _TwoWeights()
+    sync = _sync(LocalCollective(), setting, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), network)
     found = []
     for step in range(1, 13):
-        with sync.micro_batch(last=True):
-            for parameter in sync.network.parameters():
-                parameter.grad = torch.full_like(parameter, 2.0)
-        sync.reduce()
-        sync.step(LossScaler("fp32", torch.device("cpu")))
+        _step(sync, torch.ones(1), lambda net, mine: 2 * (network.first + network.second))
         if step % 3 == 0:
             found.append(_flat(sync.network))
     shared = sync.rank_state()
@@ -462,9 +467,9 @@ def test_streaming_fragments_have_the_numbers_of_torchft(delay: int, alpha: floa
 class _Doubles(LocalCollective):
     """One of two ranks with equal values."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
-        self.member = Member(size=2)
+        self.member = Member(rank=rank, size=2)
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
         tensor.mul_(2)
@@ -491,41 +496,18 @@ class _Branches(nn.Module):
         return self.layers[int(x[0, 0])](x)
 
 
-class _Rank(LocalCollective):
-    """One of two ranks, before their first synchronization."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.member = Member(rank=rank, size=2)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: int) -> None:
     """The next step has no rows, so it moves the weights that the rank's last rows moved."""
-    exchange = SyncSettings(sync=sync_of(local="training"))
-    make = partial(build_optimizer, "momentum", groups=None, learning_rate=0.05, weight_decay=0.01)
-    scaler = LossScaler("fp32", torch.device("cpu"))
 
     def made(of: int) -> Any:
         torch.manual_seed(0)
-        return STRATEGIES[exchange.sync.strategy]().prepare(
-            _Branches(), make, RankMesh.of(_Rank(of)), exchange
-        )
-
-    def step(sync: Any, branch: int | None) -> None:
-        sync.optimizer.zero_grad()
-        if branch is None:
-            sync.backward_without_rows()
-        else:
-            with sync.micro_batch(last=True):
-                sync.module(torch.tensor([[branch, 0.5, 0.25]], dtype=torch.float64)).sum().backward()
-        sync.reduce()
-        sync.step(scaler)
+        return _sync(_Doubles(of), "training", _make("momentum"), _Branches())
 
     gang = [made(0), made(1)]
     for of, sync in enumerate(gang):
         for branch in (1 - of, of):
-            step(sync, branch)
+            _step(sync, row := torch.tensor([[branch, 0.5, 0.25]], dtype=torch.float64))
     states = [load(save(sync.rank_state())) for sync in gang]
     resumed = made(rank)
     resumed.network.load_state_dict(gang[0].network.state_dict())
@@ -533,7 +515,7 @@ def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: 
         resumed.load_optimizer_state(gang[0].optimizer_state())
     resumed.load_rank_states(states, is_same=True)
     for sync in (gang[rank], resumed):
-        step(sync, None)
+        _step(sync, row[:0])
     assert _flat(resumed.network) == _flat(gang[rank].network)
 
 
@@ -546,17 +528,9 @@ class _Sends(_Doubles):
 
 def test_local_steps_hold_no_buffer_of_the_synchronous_ones() -> None:
     """Such a buffer has the size of the network."""
-    exchange = SyncSettings(sync=sync_of(local={"steps": 3, "after": 1}))
-    make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.1, weight_decay=0.0)
-    sync: Any = STRATEGIES[exchange.sync.strategy]().prepare(
-        nn.Linear(1024, 600), make, RankMesh.of(_Sends()), exchange
-    )
+    sync = _sync(_Sends(), {"steps": 3, "after": 1}, _make("sgd"), nn.Linear(1024, 600))
     buffers = [weakref.ref(bucket.buffer) for bucket in sync._synchronous._buckets]
     for _ in range(2):
-        sync.optimizer.zero_grad()
-        with sync.micro_batch(last=True):
-            sync.module(torch.ones(2, 1024)).sum().backward()
-        sync.reduce()
-        sync.step(LossScaler("fp32", torch.device("cpu")))
+        _step(sync, torch.ones(2, 1024))
     gc.collect()
     assert [buffer() for buffer in buffers] == [None] * len(buffers)

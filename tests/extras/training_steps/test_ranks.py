@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,15 @@ import numpy as np
 import own_training_steps as steps
 import pytest
 import torch
-from ranks import run_ranks
+from failing_callback import Fails
+from parity import assert_equal_histories, difference
 from safetensors.torch import load_file
-from small_training import config_of, weights_of
+from small_training import columns_of, config_of, train_in_turn, weights_of
 from torch import nn
+from written_shards import written
 
-from ringspark.estimators import user_code
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -36,21 +33,8 @@ HELD_OUT = np.arange(ROWS) % 5 == 1
 CASES = ("gan", "weighted gan", "gan in file order", "contrastive", "triplet")
 
 
-class Stops(Callback):
-    """Raises in a step, as a user's code may; a run that resumes gets another."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self.step:
-            raise ZeroDivisionError("on purpose")
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardManifest:
-    from written_shards import written
-
     rng = np.random.default_rng(3)
     x = rng.normal(size=(ROWS, 4)).astype(np.float32)
     columns = {
@@ -75,6 +59,8 @@ def case(name: str) -> tuple[dict[str, Any], UserObjects]:
         )
     if name.startswith("ordinary"):
         module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        if name == "ordinary":
+            return {"training_step": None}, UserObjects(module=module)
         return {}, UserObjects(module=module, training_step=steps.ordinary_step)
     step = steps.contrastive_step if name == "contrastive" else steps.triplet_step
     return {"label_columns": ("kind",)}, UserObjects(module=steps.Encoder(), training_step=step)
@@ -82,51 +68,25 @@ def case(name: str) -> tuple[dict[str, Any], UserObjects]:
 
 def config(shards: ShardManifest, run: Path, name: str, ranks: int, **changes: Any) -> TrainConfig:
     own, objects = case(name)
-    if name == "ordinary":
-        own |= {"training_step": None}
-        objects = replace(objects, training_step=None)
-    common = {
-        "task": "any",
-        "training_step": "own",
-        "losses": ("auto",),
-        "batch_size": 16,
-        "num_workers": ranks,
-    }
-    found = config_of(shards, run / f"{name} {ranks}", **(common | own | changes))
+    common = {"task": "any", "training_step": "own", "losses": ("auto",), "batch_size": 16}
+    found = config_of(shards, run / f"{name} {ranks}", num_workers=ranks, **(common | own | changes))
     return check_training(found, objects, shards).config
 
 
-def train_all(shards: Any, run: Path, ranks: int, collective: str, names: Any = CASES, **changes: Any) -> Any:
-    changes |= {"collective": collective}
-    configs = {name: config(shards, run, name, ranks, **changes) for name in names}
-    work = partial(
-        _train_each,
-        {n: c.to_json() for n, c in configs.items()},
-        user_code.dumps({n: case(n)[1] for n in names}),
-    )
-    texts = (
-        json.loads(json.dumps(work(LocalCollective())))
-        if ranks == 1
-        else run_ranks(ranks, collective, work)[0]
-    )
-    return {name: TrainResult.from_json(text) for name, text in texts.items()}
+def train_all(shards: Any, run: Path, ranks: int, collective: str, names: Any = CASES) -> Any:
+    configs = {name: config(shards, run, name, ranks, collective=collective) for name in names}
+    return train_in_turn(configs, {name: case(name)[1] for name in names})
 
 
-def _train_each(configs: dict[str, str], objects: bytes, collective: Collective) -> dict[str, str]:
-    found = user_code.loads(objects)
-    return {
-        name: train_worker(
-            config := TrainConfig.from_json(text),
-            collective,
-            found[name] if config.training_step else replace(found[name], training_step=None),
-        ).to_json()
-        for name, text in configs.items()
-    }
+def train_one(config: TrainConfig, objects: UserObjects) -> TrainResult:
+    # A training changes the network that it gets.
+    return train_worker(config, LocalCollective(), deepcopy(objects))
 
 
 @pytest.fixture(scope="module")
 def alone(shards: ShardManifest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainResult]:
-    return train_all(shards, tmp_path_factory.mktemp("alone"), 1, "local")
+    run = tmp_path_factory.mktemp("alone")
+    return {name: train_one(config(shards, run, name, 1), case(name)[1]) for name in CASES}
 
 
 @pytest.mark.distributed
@@ -146,15 +106,9 @@ def test_ranks_train_the_weights_of_one_rank(
     for name, result in results.items():
         module = case(name)[1].module
         before = torch.cat([p.detach().flatten().clone() for p in module.parameters()])
-        expected, found = weights_of(alone[name], module), weights_of(result, module)
-        assert (expected - before).abs().max() > 1e-3, name
-        difference = float((expected - found).abs().max())
-        print(f"{name}, {ranks} x {collective}: weights differ by {difference:.1e} from one rank")
-        assert difference < 1e-5, name
-        for one, several in zip(alone[name].history, result.history, strict=True):
-            assert several.train_loss == pytest.approx(one.train_loss, rel=1e-5), name
-            assert several.validation_loss == pytest.approx(one.validation_loss, rel=1e-5), name
-            assert several.metrics == pytest.approx(one.metrics, rel=1e-5), name
+        assert (weights_of(alone[name], module) - before).abs().max() > 1e-3, name
+        assert difference(alone[name], result, module) < 1e-5, name
+        assert_equal_histories(alone[name], result)
 
 
 @pytest.mark.distributed
@@ -175,28 +129,22 @@ def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(shards: Any, tm
     )
     own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
     results = [
-        # A training changes the network that it gets.
-        train_worker(check_training(given, of, shards).config, LocalCollective(), deepcopy(of))
+        train_one(check_training(given, of, shards).config, of)
         for given, of in ((plain, objects), (own, replace(objects, training_step=steps.ordinary_step)))
     ]
     first, second = (load_file(f"{result.checkpoint_uri}/model.safetensors") for result in results)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    for one, other in zip(results[0].history, results[1].history, strict=True):
-        assert one.train_loss == pytest.approx(other.train_loss, rel=1e-6)
-        assert one.validation_loss == pytest.approx(other.validation_loss, rel=1e-6)
+    assert_equal_histories(*results, bound=1e-6)
 
 
-def test_steps_without_weights_do_not_count_in_the_history(tmp_path: Path) -> None:
-    from written_shards import written
-
-    x = np.random.default_rng(3).normal(size=(64, 4)).astype(np.float32)
-    columns = {"x": x, "y": x.sum(1), "w": (np.arange(64) < 16).astype(np.float32)}
-    manifest = written(tmp_path / "shards", columns, row_group_rows=16)
+def test_steps_without_weights_do_not_count_in_the_history(make_shards: Any, tmp_path: Path) -> None:
+    columns = columns_of(64) | {"w": (np.arange(64) < 16).astype(np.float32)}
+    manifest = make_shards(columns, row_group_rows=16)
     objects = UserObjects(module=nn.Linear(4, 1))
     plain = config_of(manifest, tmp_path / "plain", batch_size=16, weight_column="w", shuffle=False)
     own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
     losses = [
-        [record.train_loss for record in train_worker(given, LocalCollective(), deepcopy(of)).history]
+        [record.train_loss for record in train_one(given, of).history]
         for given, of in ((plain, objects), (own, replace(objects, training_step=steps.ordinary_step)))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -206,24 +154,22 @@ def test_steps_without_weights_do_not_count_in_the_history(tmp_path: Path) -> No
 def test_a_resumed_gan_has_the_weights_and_the_history_of_an_undisturbed_one(
     shards: ShardManifest, tmp_path: Path, precision: str
 ) -> None:
-    objects = replace(case("gan")[1], callbacks=(Stops(None),))
+    objects = case("gan")[1]
     settings = {"precision": precision, "checkpoint_every_steps": 2}
-    expected = train_worker(
-        config(shards, tmp_path / "plain", "gan", 1, **settings), LocalCollective(), deepcopy(objects)
-    )
+    expected = train_one(config(shards, tmp_path / "plain", "gan", 1, **settings), objects)
     again = config(shards, tmp_path / "again", "gan", 1, **settings)
-    with pytest.raises(ZeroDivisionError):
-        train_worker(again, LocalCollective(), replace(deepcopy(objects), callbacks=(Stops(8),)))
-    result = train_worker(again, LocalCollective(), objects)
+    failing = replace(objects, callbacks=(Fails(tmp_path / "failed", step=8),))
+    with pytest.raises(RuntimeError, match="step 8"):
+        train_one(again, failing)
+    result = train_one(again, failing)
     assert result.resumed_steps == (6,)
     first, second = (load_file(f"{one.checkpoint_uri}/model.safetensors") for one in (expected, result))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    for one, other in zip(expected.history, result.history, strict=True):
-        assert (one.train_loss, one.validation_loss, one.metrics) == (
-            other.train_loss,
-            other.validation_loss,
-            other.metrics,
-        )
+    found, wanted = (
+        [(each.train_loss, each.validation_loss, each.metrics) for each in one.history]
+        for one in (result, expected)
+    )
+    assert found == wanted
 
 
 def _overflows(step: Any) -> None:
@@ -240,7 +186,7 @@ def _overflows(step: Any) -> None:
 def test_a_step_with_two_skipped_optimizers_counts_once(shards: ShardManifest, tmp_path: Path) -> None:
     objects = replace(case("gan")[1], training_step=_overflows)
     given = replace(config(shards, tmp_path, "gan", 1), precision="fp16")
-    result = train_worker(given, LocalCollective(), objects)
+    result = train_one(given, objects)
     # Steps 1 and 3 of the five steps of an epoch.
     assert [record.skipped_steps for record in result.history] == [2, 2]
     assert all(np.isfinite(record.train_loss) for record in result.history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import own_training_steps as steps
 import pytest
 import torch
-from small_training import config_of
+from small_training import bare_config, columns_of, config_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,7 +24,7 @@ from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.training_steps.engine import Engine
@@ -162,32 +163,32 @@ def _of_a_matrix(step: Any) -> None:
     step.minimize(step.mean(step.module(*step.inputs)), "generator")
 
 
-def _nothing(step: Any) -> None:
-    step.module(*step.inputs)
-
-
-def _log_loss(step: Any) -> None:
-    step.log("loss", 1.0)
+def _twice(gan: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    return {name: torch.optim.SGD(gan.parameters(), lr=0.1) for name in ("generator", "discriminator")}
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("name", "function", "message"),
     [
-        (_unnamed, r"got optimizer 'discriminat'; give one of \['generator', 'discriminator'\]"),
-        (_unreduced, r"needs a loss without dimensions, got \(2,\); use step.mean"),
-        (_of_a_matrix, r"step.mean needs one value per row, shape \(2,\), got \(2, 2\)"),
-        (_nothing, "called neither step.minimize nor step.record_loss"),
-        (_log_loss, "step.log got the name 'loss'"),
+        ("training_step", _unnamed, r"'discriminat'; give one of \['generator', 'discriminator'\]"),
+        ("training_step", _unreduced, r"needs a loss without dimensions, got \(2,\); use step.mean"),
+        ("training_step", _of_a_matrix, r"step.mean needs one value per row, shape \(2,\), got \(2, 2\)"),
+        ("training_step", lambda step: None, "called neither step.minimize nor step.record_loss"),
+        ("training_step", lambda step: step.log("loss", 1.0), "step.log got the name 'loss'"),
+        ("training_step", None, "UserObjects has training_step=None; set both"),
+        ("optimizer", lambda gan: {}, "optimizer must return optimizers by name"),
+        ("optimizer", lambda gan: {"generator": 3}, "must return a torch.optim.Optimizer, got int"),
+        ("optimizer", _twice, "optimizer holds a parameter twice"),
     ],
 )
-def test_a_wrong_step_fails_on_the_driver(
-    function: Any, message: str, make_shards: Any, tmp_path: Path
+def test_a_wrong_function_fails_on_the_driver(
+    name: str, function: Any, message: str, make_shards: Any, tmp_path: Path
 ) -> None:
     manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)})
     config = config_of(manifest, tmp_path, task="any", losses=("auto",), training_step="own")
-    objects = UserObjects(module=steps.Gan(), training_step=function, optimizer=steps.gan_optimizers)
+    good = UserObjects(module=steps.Gan(), training_step=steps.gan_step, optimizer=steps.gan_optimizers)
     with pytest.raises(ValueError, match=message) as caught:
-        check_training(config, objects, manifest)
+        check_training(config, replace(good, **{name: function}), manifest)
     assert "\n" not in str(caught.value)
 
 
@@ -212,36 +213,6 @@ def test_what_a_step_cannot_be_combined_with_is_refused(changes: dict[str, Any],
         config_of_stage(_stage(**changes), "any", ["point"])
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (lambda gan: {}, "optimizer must return optimizers by name"),
-        (lambda gan: {"generator": 3}, "optimizer must return a torch.optim.Optimizer, got int"),
-        (
-            lambda gan: {
-                n: torch.optim.SGD(gan.parameters(), lr=0.1) for n in ("generator", "discriminator")
-            },
-            "optimizer holds a parameter twice",
-        ),
-    ],
-)
-def test_optimizers_that_do_not_fit_are_refused(
-    optimizer: Any, message: str, make_shards: Any, tmp_path: Path
-) -> None:
-    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)})
-    config = config_of(manifest, tmp_path, task="any", losses=("auto",), training_step="own")
-    objects = UserObjects(module=steps.Gan(), training_step=steps.gan_step, optimizer=optimizer)
-    with pytest.raises(ValueError, match=message):
-        check_training(config, objects, manifest)
-
-
-def test_a_config_without_its_function_is_refused(make_shards: Any, tmp_path: Path) -> None:
-    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.ones(8, np.float32)})
-    config = config_of(manifest, tmp_path, training_step="own")
-    with pytest.raises(ValueError, match="UserObjects has training_step=None; set both"):
-        check_training(config, UserObjects(module=nn.Linear(4, 1)), manifest)
-
-
 def test_a_stage_with_a_step_says_which_settings_have_no_effect() -> None:
     stage = TorchRegressor(model=nn.Linear(4, 1), trainingStep=steps.ordinary_step)
     assert stage.getTrainingStep() is steps.ordinary_step
@@ -263,24 +234,20 @@ class Reports(nn.Linear):
 def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
     make_shards: Any, tmp_path: Path
 ) -> None:
-    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)})
+    manifest = make_shards(columns_of(8))
     config = config_of(manifest, tmp_path, training_step="own", epochs=1)
     train_here(config, UserObjects(module=Reports(4, 1), training_step=_adds_a_loss))
-    module = Reports(4, 1)
     objects = UserObjects(
-        module=module,
-        training_step=lambda step: step.minimize(step.mean(step.module(*step.inputs)[:, 0]), "a"),
-        optimizer=lambda net: {
-            "a": torch.optim.SGD([net.weight], lr=0.1),
-            "b": torch.optim.SGD([net.bias], lr=0.1),
-        },
+        module=Reports(4, 1),
+        training_step=lambda step: step.minimize(step.mean(step.module(*step.inputs)[:, 0]), "weight"),
+        optimizer=lambda net: {n: torch.optim.SGD([p], lr=0.1) for n, p in net.named_parameters()},
     )
     with pytest.raises(ValueError, match=r"add losses by add_loss, and only step\.minimize of a single"):
         check_training(config, objects, manifest)
 
 
 def test_a_plan_of_the_memory_is_refused(make_shards: Any, tmp_path: Path) -> None:
-    manifest = make_shards({"x": np.ones((8, 4), np.float32), "y": np.zeros(8, np.float32)})
+    manifest = make_shards(columns_of(8))
     config = config_of(manifest, tmp_path, training_step="own")
     objects = UserObjects(module=nn.Linear(4, 1), training_step=steps.ordinary_step)
     planner = Planner(config, objects, *shard_columns(config, manifest, 8))
@@ -338,19 +305,10 @@ def test_ranks_that_step_in_different_steps_are_found(in_turns: bool) -> None:
             for _ in range(1 + takes_two):
                 step.minimize(step.mean(step.module(step.inputs[0])[:, 0]))
 
-        network = nn.Linear(2, 1)
+        network, objects, mesh = nn.Linear(2, 1), UserObjects(training_step=train), RankMesh.of(collective)
         sync = GradientSync(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        config = TrainConfig(
-            shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",), training_step="own"
-        )
-        runner = StepRunner(
-            config,
-            UserObjects(training_step=train),
-            sync,
-            LossScaler("fp32", CPU),
-            RankMesh.of(collective),
-            CPU,
-        )
+        config = bare_config(training_step="own")
+        runner = StepRunner(config, objects, sync, LossScaler("fp32", CPU), mesh, CPU)
         plan = plan_epoch([4], num_shards=2, batch_size=2, epoch=0, seed=0, shuffle=False)
         batch = Batch(inputs=(torch.ones(1, 2),), labels=(torch.ones(1),), weight=None)
         for number in range(2):
