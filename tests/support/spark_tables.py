@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+
+@contextmanager
+def in_zone(spark: Any, name: str) -> Iterator[None]:
+    """Context in which the session has another time zone."""
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", name)
+    try:
+        yield
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
 
 
 def points(spark: Any, rows: int, width: int = 3, partitions: int = 3) -> Any:

@@ -23,7 +23,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report import report
-from ringspark.extras.report.content import Facts, Table, seconds, show
+from ringspark.extras.report.content import Facts, seconds, show
 from ringspark.extras.report.facts import RunFacts
 from ringspark.extras.report.sections.headline import SECTION
 from ringspark.models import ModelSpec
@@ -87,7 +87,6 @@ def test_of_equally_good_epochs_the_first_is_named() -> None:
     common = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 1.0, "validation_loss": None}
     history = tuple(EpochRecord(epoch=e, train_loss=x, **common) for e, x in ((1, 2.0), (2, 1.0), (3, 1.0)))
     *_, table = SECTION.make(Facts(run=RunFacts(run_uri="", history=history)))
-    assert isinstance(table, Table)
     assert table.rows == [["train_loss", show(1.0), show(1.0), "2"]]
 
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image as Pillow
 from pyspark.sql import functions as F
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+from spark_tables import in_zone
 from torch import nn
 from without_ringspark import Served
 
@@ -32,9 +33,7 @@ def exported(stage: Any, folder: Path) -> Path:
 def late(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A classifier of strings, numbers and times, some of them missing or new."""
     folder = tmp_path_factory.mktemp("late")
-    zone = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", ZONE)
-    try:
+    with in_zone(spark, ZONE):
         table = spark.range(0, ROWS, 1, 2).select(
             F.when(F.col("id") % 7 > 0, F.sin("id")).alias("delay"),
             F.when(F.col("id") % 5 > 0, F.concat(F.lit("city "), F.col("id") % 4)).alias("city"),
@@ -45,39 +44,17 @@ def late(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
             F.date_add(F.lit("2023-11-01").cast("date"), F.col("id").cast("int") * 3).alias("day"),
             F.expr("if(sin(id) + id % 4 > 1.5, 'late', 'on time')").alias("label"),
         )
-        stage = TorchClassifier(
-            epochs=12,
-            learningRate=0.02,
-            storageUri=str(folder / "runs"),
-            showProgress=False,
-            thresholds=[0.4, 0.6],
-            seed=1,
-        ).fit(table)
+        settings = {"epochs": 12, "learningRate": 0.02, "thresholds": [0.4, 0.6], "seed": 1}
+        stage = TorchClassifier(**settings, storageUri=str(folder / "runs")).fit(table)
         rows = table.drop("label").replace("city 1", "a new city", "city")
         scored = stage.transform(rows).withColumn("at", F.unix_micros("at")).collect()
-        return Served(
-            stage=stage,
-            folder=exported(stage, folder / "model"),
-            rows=[
-                {
-                    **{name: row[name] for name in ("delay", "city", "stops", "night")},
-                    "at": _iso(row["at"]),
-                    "day": row["day"].isoformat(),
-                }
-                for row in scored
-            ],
-            wanted=[
-                {
-                    "rawPrediction": row["rawPrediction"].toArray().tolist(),
-                    "probability": row["probability"].toArray().tolist(),
-                    "prediction": row["prediction"],
-                    "predictedLabel": row["predictedLabel"],
-                }
-                for row in scored
-            ],
-        )
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
+        given, wanted = [], []
+        for row in scored:
+            own = {name: row[name] for name in ("delay", "city", "stops", "night")}
+            given.append(own | {"at": _iso(row["at"]), "day": row["day"].isoformat()})
+            vectors = {name: row[name].toArray().tolist() for name in ("rawPrediction", "probability")}
+            wanted.append(vectors | {name: row[name] for name in ("prediction", "predictedLabel")})
+        return Served(stage=stage, folder=exported(stage, folder / "model"), rows=given, wanted=wanted)
 
 
 @pytest.fixture(scope="module")

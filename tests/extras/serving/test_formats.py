@@ -47,15 +47,9 @@ def stage(tmp_path: Path) -> Any:
         Column(name="numbers", kind=Array("float32", (2,))),
         Column(name="label", kind=Vocabulary(words=("no", "maybe", "yes"))),
     )
-    model = TorchClassificationModel(model=network, inputCols=["key", "numbers"])
-    return model._set_trained(
-        str(tmp_path / "checkpoint"),
-        [(3,)],
-        None,
-        columns=columns,
-        input_columns=["key", "numbers"],
-        label_columns=["label"],
-    )
+    names = {"input_columns": ["key", "numbers"], "label_columns": ["label"]}
+    model = TorchClassificationModel(model=network, inputCols=names["input_columns"])
+    return model._set_trained(str(tmp_path / "checkpoint"), [(3,)], None, columns=columns, **names)
 
 
 def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,9 +177,6 @@ def test_executorch_that_is_not_installed_is_named(stage: Any, tmp_path: Path) -
         "M.load(sys.argv[1]).export(sys.argv[2], format='executorch')"
     )
     stage.save(str(tmp_path / "stage"))
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "stage"), str(tmp_path / "x.pte")],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", code, str(tmp_path / "stage"), str(tmp_path / "x.pte")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "needs executorch; pip install 'ringspark[executorch]'" in done.stderr

@@ -96,9 +96,8 @@ def served(programs: Path, folder: Path, work: Path) -> Iterator[str]:
 
 
 def post(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    request = urllib.request.Request(
-        address, json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: list[dict[str, Any]] = json.load(answer)["predictions"]
     return found

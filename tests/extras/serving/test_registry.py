@@ -32,28 +32,17 @@ def test_an_alias_names_the_model_that_scores(spark: Any, tmp_path: Path) -> Non
     )
     table = spark.read.parquet(str(tmp_path / "rows"))
     options = {"tracking_uri": uri, "experiment": "e", "registered_model_name": "m", "alias": "champion"}
-    first, second = (
-        TorchRegressor(
-            model=ModelSpec("linear", {"in_features": 1, "out_features": 1}),
-            storageUri=str(tmp_path / "runs"),
-            showProgress=False,
-            seed=seed,
-            tracking=[{"name": "mlflow", **options}],
-        ).fit(table)
-        for seed in (1, 2)
-    )
+    network = ModelSpec("linear", {"in_features": 1, "out_features": 1})
+    settings = {"storageUri": str(tmp_path / "runs"), "tracking": [{"name": "mlflow", **options}]}
+    first, second = (TorchRegressor(model=network, seed=seed, **settings).fit(table) for seed in (1, 2))
     assert int(client.get_model_version_by_alias("m", "champion").version) == 2
     client.set_registered_model_alias("m", "before", "1")
 
     def score(model: str, *options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ringspark.jobs.command", "score", "--model", model, *options]
         places = ["--parquet", str(tmp_path / "rows"), "--output", str(tmp_path / "out"), "--overwrite"]
-        return subprocess.run(
-            [*command, *places],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "MLFLOW_TRACKING_URI": uri},
-        )
+        environment = {**os.environ, "MLFLOW_TRACKING_URI": uri}
+        return subprocess.run([*command, *places], capture_output=True, text=True, env=environment)
 
     other = tmp_path / "out.model"
     other.mkdir()  # of the user

@@ -39,19 +39,16 @@ class Sign(Echo):
         return x / x.abs()
 
 
-def _served(folder: Path, kind: Kind, width: int) -> ServedModel:
-    save_checkpoint(str(folder / "checkpoint"), Echo())
-    model = TorchModel(model=Echo(), featuresCol="x", predictionCols=["y"])
+def trained(model: Any, folder: Path, kind: Kind, width: int) -> Any:
+    save_checkpoint(str(folder / "checkpoint"), model.getModel())
     columns = (Column(name="x", kind=kind),)
-    model._set_trained(str(folder / "checkpoint"), [(width,)], None, columns=columns, input_columns=["x"])
-    return ServedModel(model)
+    place = str(folder / "checkpoint")
+    return model._set_trained(place, [(width,)], None, columns=columns, input_columns=["x"])
 
 
 def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
-    save_checkpoint(str(tmp_path / "checkpoint"), Sign())
     model = TorchClassificationModel(model=Sign(), featuresCol="x")
-    columns = (Column(name="x", kind=Array(dtype="float32", shape=(2,))),)
-    model._set_trained(str(tmp_path / "checkpoint"), [(2,)], None, columns=columns, input_columns=["x"])
+    trained(model, tmp_path, Array(dtype="float32", shape=(2,)), 2)
     model._labels = ("no", "yes")
     rows = pd.DataFrame({"x": [[-3.0, 1.0], [1.0, -1.0], [0.0, 1.0], [2.0, -0.5]]})
     found = ServedModel(model).predict(rows)
@@ -70,7 +67,8 @@ def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
 )
 def test_whole_numbers_of_a_float_column_are_exact(tmp_path: Path, kind: Kind, values: list[Any]) -> None:
     width = 1 if kind is IDS else 2
-    served = _served(tmp_path, kind, width)
+    model = TorchModel(model=Echo(), featuresCol="x", predictionCols=["y"])
+    served = ServedModel(trained(model, tmp_path, kind, width))
     found = served.predict(pd.DataFrame({"x": values}))["y"].tolist()
     padded = [value if width == 1 else [*value, *[0.0] * (2 - len(value))] for value in values]
     assert [value if width == 1 else list(value) for value in found] == padded

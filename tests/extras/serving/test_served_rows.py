@@ -66,18 +66,14 @@ def test_a_logged_model_holds_the_stage_and_a_wheel_of_ringspark(late: Served, t
     code = "import ringspark.extras.serving.plain, ringspark.jobs.command as c; print(c.__file__)"
     # The path of this process would find the checkout first.
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.startswith(str(tmp_path)), done.stderr
 
 
 def test_equal_sources_make_equal_wheels(tmp_path: Path) -> None:
     first, second = write_wheel(tmp_path / "a"), write_wheel(tmp_path / "b")
     assert first.read_bytes() == second.read_bytes()
-
-
-# ------------------------------------------------------------------------------ small models
 
 
 class Branching(nn.Module):

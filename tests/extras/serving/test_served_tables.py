@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from pyspark.sql import functions as F
+from spark_tables import in_zone
 
 from ringspark.estimators import TorchClassifier
 from ringspark.estimators.prepared_fit import TABLE_COLUMN, prepare_fit
@@ -22,9 +23,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore::UserWarning
 
 @pytest.mark.parametrize("zone", ["GMT+08:00", "PST"])
 def test_odd_columns_are_served_as_spark_reads_them(spark: Any, tmp_path: Any, zone: str) -> None:
-    before = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", zone)
-    try:
+    with in_zone(spark, zone):
         rows = spark.range(0, 300, 1, 1).selectExpr(
             "id + (1L << 60) AS big", "string(id / 7) AS text", "array(id, 2L * id) AS v",
             "string(date_add(DATE'2020-01-01', int(id))) AS day", "id % 2 AS label",
@@ -34,14 +33,11 @@ def test_odd_columns_are_served_as_spark_reads_them(spark: Any, tmp_path: Any, z
             "if(id = 5, 'NA', date_format(date_add(DATE'2020-01-01', int(id)), 'dd/MM/yyyy')) AS spoken",
         )  # fmt: skip
         prepared = prepare_fit(TorchClassifier(labelCol="label"), rows)
-        assert prepared.plan is not None
         stored = prepared.dataset.select("big", TABLE_COLUMN)
         kinds = {TABLE_COLUMN: prepared.plan.kind}
         manifest = write_shards(stored, str(tmp_path / "s"), columns=kinds, num_files=1)
         (batch,) = open_reader(manifest, engine="arrow", shuffle=False, batch_size=300).batches(0)
         collected = rows.withColumn("t", F.col("t").cast("string")).collect()
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", before)
     names = ["big", "text", "v", "day", "t", "huge", "ids", "exact", "spoken"]
     columns = {name: pd.Series([row[name] for row in collected]) for name in names}
     found = read_column(LocalInput(name=TABLE_COLUMN, kind=prepared.plan.kind), columns).arrays

@@ -56,13 +56,9 @@ def estimator_of(table: AwkwardTable, rows: Any, **params: Any) -> Any:
 
 
 def check_uses(table: AwkwardTable, fit: PreparedFit, counts: Counter[str]) -> None:
-    assert fit.plan is not None
     for column in table.columns:
-        uses = [
-            use
-            for use in fit.uses
-            if use.column == column.name or use.column.startswith((f"{column.name}.", f"{column.name}["))
-        ]
+        names = f"{column.name}.", f"{column.name}["
+        uses = [use for use in fit.uses if use.column == column.name or use.column.startswith(names)]
         assert uses, column
         for use in uses:
             assert use.reason
@@ -71,7 +67,6 @@ def check_uses(table: AwkwardTable, fit: PreparedFit, counts: Counter[str]) -> N
 
 def numbers_of(fit: PreparedFit, rows: Any, batch: int = ROWS) -> dict[int, Any]:
     """Returns what the network gets of each row, by number."""
-    assert fit.plan is not None
     kind = fit.plan.kind
     found = kind.adopt(TABLE_COLUMN, rows.schema).select(None, rows.schema)
     table = rows.select(F.col(quote(ID)).alias("id"), found.alias("row")).toArrow()

@@ -71,7 +71,6 @@ FAST: dict[str, Any] = {
 def test_a_column_is_used_or_left_out_for_a_reason(spark: Any, column: str) -> None:
     frame = spark.range(0, ROWS, 1, 2).selectExpr(f"{column} AS c", "id % 3 AS other", LABEL)
     plan = prepare_fit(TorchClassifier(labelCol="label"), frame).plan
-    assert plan is not None
     (use,) = [use for use in plan.uses if use.column in ("c", "c[0]")]
     assert use.use == COLUMNS[column][0]
     assert COLUMNS[column][1] in use.reason
@@ -199,12 +198,11 @@ def test_evaluate_takes_the_decimals_that_fit_took(spark: Any) -> None:
     model = TorchRegressor(**FAST, metrics=["rmse"]).fit(rows)
     expected = model.evaluate(rows.withColumn("label", F.col("label").cast("double")))
     assert model.evaluate(rows) == pytest.approx(expected)
-    with pytest.raises(
-        ValueError, match="labelCol 'label' holds texts, but the model was trained on numbers"
-    ):
+    with pytest.raises(ValueError, match="'label' holds texts, but the model was trained on numbers"):
         model.evaluate(rows.withColumn("label", F.lit("7")))
 
 
+MLP = ModelSpec("mlp", {"in_features": 1, "out_features": 2})
 # Settings that `fit` refuses, and a part of the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"numWorkers": 2, "batchSize": 1, "collective": "torch"}, "batchSize counts rows over all"),
@@ -222,16 +220,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({"predictionCol": "X"}, "Output column X already exists"),
     "name of a class": ({"labelCol": "word", "predictedLabelCol": "x"}, "Output column x already exists"),
     "a model and a time": (
-        {
-            "model": ModelSpec("mlp", {"in_features": 1, "out_features": 2}),
-            "featuresCol": "x",
-            "timeCol": "x",
-            "validationFraction": 0.2,
-            "metrics": ["mae"],
-        },
+        {"model": MLP, "featuresCol": "x", "timeCol": "x", "validationFraction": 0.2, "metrics": ["mae"]},
         "metrics of a classification must be among",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -251,7 +243,6 @@ def test_a_weight_that_is_named_as_input_is_an_input(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "id % 5 + 1 AS w", LABEL)
     for named, found in ({"inputCols": ["x", "w"]}, ["x", "w"]), ({}, ["x"]):
         plan = prepare_fit(TorchClassifier(**FAST, weightCol="w", **named), rows).plan
-        assert plan is not None
         assert [use.column for use in plan.uses] == found
 
 
@@ -269,17 +260,15 @@ def test_fields_of_structs_follow_the_rule_of_the_session_for_names(spark: Any) 
     scored = [model.transform(each).orderBy("id") for each in (rows.selectExpr("st", "st.u AS id"), other)]
     found = [each.toPandas()["probability"] for each in scored]
     assert found[0].tolist() == found[1].tolist()
-    with pytest.raises(
-        ValueError, match="column 'st' lacks the field 'u', which the model was trained on; add it, or rename"
-    ):
+    message = "column 'st' lacks the field 'u', which the model was trained on; add it, or rename"
+    with pytest.raises(ValueError, match=message):
         model.transform(rows.selectExpr("named_struct('w', 1) AS st"))
 
 
 def test_a_label_beyond_float32_is_refused(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "1e300 * id AS label")
-    with pytest.raises(
-        ValueError, match=r"values up to 3.99e\+302, but networks compute in float32, which ends at 3.4e"
-    ):
+    message = r"values up to 3.99e\+302, but networks compute in float32, which ends at 3.4e"
+    with pytest.raises(ValueError, match=message):
         TorchRegressor(**FAST).fit(rows)
     with pytest.raises(ValueError, match=r"only up to 3.99e-298, .* float32, which begins at 1.18e-38"):
         TorchRegressor(**FAST).fit(rows.withColumn("label", F.expr("1e-300 * x")))
@@ -290,10 +279,11 @@ def test_a_failed_job_is_explained_as_in_a_write(spark: Any, tmp_path: Any) -> N
     rows.write.parquet(str(tmp_path / "rows"))
     rows.selectExpr("string(x) AS x", "label").write.mode("append").parquet(str(tmp_path / "rows"))
     mixed = spark.read.schema("x double, label int").parquet(str(tmp_path / "rows"))
-    with pytest.raises(ValueError, match=r"Spark cannot read the file .*; remove it, or write it again"):
+    message = r"Spark cannot read the file .*; remove it, or write it again"
+    with pytest.raises(ValueError, match=message):
         TorchClassifier(**FAST).fit(mixed)
     words = spark.read.schema("x string, label int").parquet(str(tmp_path / "rows"))
-    with pytest.raises(ValueError, match=r"Spark cannot read the file .*; remove it, or write it again"):
+    with pytest.raises(ValueError, match=message):
         write_shards(words, str(tmp_path / "shards"), columns={"x": Vocabulary()})
     stream = spark.readStream.schema("x double, label int").parquet(str(tmp_path / "rows"))
     with pytest.raises(ValueError, match="fit takes a batch DataFrame, got a streaming one; call it in"):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import os
-import signal
 import subprocess
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from own_training_steps import KillOnce
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
-from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import TrainValidationSplit
 from pyspark.sql import functions as F
 
-from ringspark.estimators import Callback, TorchClassifier, TorchModel, TorchRegressor, TrainingState
+from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
 from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.models import ModelSpec
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.filterwarnings("ignore:left out of the table:UserWarning"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")]
 
 ROWS = 400
 SCHEMA = """row string, number double, word string, many string, flag boolean, day date, moment timestamp,
@@ -48,28 +43,17 @@ def _rows() -> list[tuple[Any, ...]]:
         number, many, code = float(rng.normal()), int(rng.integers(60)), int(rng.integers(50))
         label = float(100 + 10 * number + 20 * effects[many] + 40 * of_code[code])
         day = datetime.date(2020, 1, 1) + datetime.timedelta(days=row * 3)
-
-        rows.append(
-            (
-                *(
-                    f"row {row}",
-                    None if row % 9 == 0 else number,
-                    "abc"[row % 3],
-                    f"name {many}",
-                    row % 2 == 0,
-                ),
-                *(day, datetime.datetime(2020, 1, 1, row % 24, row % 60), decimal.Decimal(row) / 4),
-                *([number, 1.0 * (row % 5)], (row % 7, {}), {"a": 1}, 7, None, int(codes[code])),
-                *(label, "yes" if label > 100 else "no", row),
-            )
-        )
+        moment, price = datetime.datetime(2020, 1, 1, row % 24, row % 60), decimal.Decimal(row) / 4
+        plain = f"row {row}", None if row % 9 == 0 else number, "abc"[row % 3], f"name {many}", row % 2 == 0
+        nested = [number, 1.0 * (row % 5)], (row % 7, {}), {"a": 1}
+        last = 7, None, int(codes[code]), label, "yes" if label > 100 else "no", row
+        rows.append((*plain, day, moment, price, *nested, *last))
     return rows
 
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    frame = spark.createDataFrame(_rows(), SCHEMA).repartition(2, "row")
-    return frame.cache()
+    return spark.createDataFrame(_rows(), SCHEMA).repartition(2, "row").cache()
 
 
 SMALL: dict[str, Any] = {"rates": [1.0, 0.5], "width": 8, "depth": 1, "number_width": 2}
@@ -92,27 +76,15 @@ def classified(table: Any) -> tuple[TorchModel, list[str]]:
 
 def test_the_summary_says_what_became_of_each_column(classified: tuple[TorchModel, list[str]]) -> None:
     model, messages = classified
-    assert model.summary is not None
     columns = model.summary.columns.set_index("column")
-    uses = columns["use"].to_dict()
-    assert uses == {
-        "row": "left out",
-        "number": "number",
-        "word": "category",
-        "many": "category",
-        "flag": "category",
-        "day": "date",
-        "moment": "date",
-        "price": "number",
-        "pair[0]": "number",
-        "pair[1]": "number",
-        "inner.x": "number",
-        "inner.y": "left out",
-        "tags": "left out",
-        "constant": "left out",
-        "empty": "left out",
-        "code": "number and category",
+    wanted = {
+        "left out": ["row", "inner.y", "tags", "constant", "empty"],
+        "number": ["number", "price", "pair[0]", "pair[1]", "inner.x"],
+        "category": ["word", "many", "flag"],
+        "date": ["day", "moment"],
+        "number and category": ["code"],
     }
+    assert {use: list(found.index) for use, found in columns.groupby("use")} == wanted
     assert columns.loc["row", "reason"] == "almost every row has its own value, an id"
     assert columns.loc["tags", "reason"] == "a network for tables cannot take this type"
     assert columns.loc["constant", "reason"] == "every row has the same value"
@@ -142,16 +114,14 @@ def test_a_new_process_predicts_with_the_saved_model(classified: Any, table: Any
     first = model.transform(table).orderBy("row").select("probability").collect()
     model.write().overwrite().save(str(tmp_path / "model"))
     table.write.parquet(str(tmp_path / "rows"))
-    script = textwrap.dedent(
-        f"""
-        from pyspark.sql import SparkSession
-        from ringspark.estimators import TorchClassificationModel
-        spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
-        model = TorchClassificationModel.load({str(tmp_path / "model")!r})
-        rows = model.transform(spark.read.parquet({str(tmp_path / "rows")!r})).orderBy("row").collect()
-        print(len(model.summary.columns), *(row.probability[1] for row in rows))
-        """
-    )
+    script = f"""
+from pyspark.sql import SparkSession
+from ringspark.estimators import TorchClassificationModel
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+model = TorchClassificationModel.load({str(tmp_path / "model")!r})
+rows = model.transform(spark.read.parquet({str(tmp_path / "rows")!r})).orderBy("row").collect()
+print(len(model.summary.columns), *(row.probability[1] for row in rows))
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     columns, *again = done.stdout.split()
     assert int(columns) == 16, done.stderr[-2000:]
@@ -162,38 +132,35 @@ def test_a_new_process_predicts_with_the_saved_model(classified: Any, table: Any
 def test_the_probabilities_are_calibrated(classified: tuple[TorchModel, list[str]]) -> None:
     model, _ = classified
     network: Any = model.module()
-    assert model.summary is not None
     found = model.summary.history["validation_temperature"].iloc[model.summary.model_epoch - 1]
     assert float(network.temperature) == pytest.approx(min(4.0, max(0.5, found)))
 
 
 @pytest.mark.modes
 def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
-    model = TorchRegressor(**{**FAST, "epochs": 30, "batchSize": 16, "learningRate": 1e-2}).fit(
-        table.drop("late", "when")
-    )
+    settings = FAST | {"epochs": 30, "batchSize": 16, "learningRate": 1e-2}
+    model = TorchRegressor(**settings).fit(table.drop("late", "when"))
     predicted = model.transform(table).select("prediction", "label").toPandas()
     assert abs(predicted.prediction.mean() - predicted.label.mean()) < 0.2 * predicted.label.std()
     errors = predicted.prediction - predicted.label
     assert errors.std() < 0.6 * predicted.label.std()
 
 
+def assert_equal_weights(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
+    states = one.module().state_dict(), other.module().state_dict()
+    torch.testing.assert_close(*states, rtol=rtol, atol=atol)
+
+
 def test_ranks_do_not_change_the_weights(table: Any) -> None:
     # Without dropout, whose random numbers differ between ranks.
     model = ModelSpec("tabpack", {"dropouts": [0.0, 0.0], "unknown": 0.0, **SMALL})
     given = {**FAST, "model": model, "batchSize": 64}
-    one, two = (
-        TorchRegressor(**given, numWorkers=workers).fit(table.drop("late", "when")).module().state_dict()
-        for workers in (1, 2)
-    )
-    assert list(one) == list(two)
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-5)
+    models = [TorchRegressor(**given, numWorkers=n).fit(table.drop("late", "when")) for n in (1, 2)]
+    assert_equal_weights(*models, rtol=1e-5, atol=1e-5)
 
 
 def test_the_newest_rows_are_held_out(table: Any) -> None:
     model = TorchRegressor(**FAST, timeCol="when", validationFraction=0.25).fit(table.drop("late"))
-    assert model.summary is not None
     assert model.summary.rows == 2 * 300
     uses = model.summary.columns.set_index("column")
     # The trend of a time says nothing about later rows.
@@ -209,17 +176,13 @@ def test_a_column_that_tells_the_label_is_named(table: Any) -> None:
 
 def test_a_label_with_too_many_digits_gives_a_warning(table: Any) -> None:
     stamped = table.select("number", (F.col("label") + 1.7e9).alias("label"))
-    with pytest.warns(
-        UserWarning, match=r"label 'label' varies by only .* around 1\.7e\+09, and predictions"
-    ):
+    with pytest.warns(UserWarning, match=r"'label' varies by only .* around 1\.7e\+09, and predictions"):
         TorchRegressor(**FAST).fit(stamped)
 
 
 def test_seconds_bound_the_training(table: Any) -> None:
-    model = TorchRegressor(**{**FAST, "epochs": 500}, timeBudgetSeconds=1e-3).fit(
-        table.select("label", "number")
-    )
-    assert model.summary is not None
+    stage = TorchRegressor(**{**FAST, "epochs": 500}, timeBudgetSeconds=1e-3)
+    model = stage.fit(table.select("label", "number"))
     assert model.summary.stop_reason == "timeBudgetSeconds=0.001 left no time for another epoch"
     assert len(model.summary.history) == 1
     # Planned for 500 epochs, the warm-up and the decay fit into the one for which there was time.
@@ -233,49 +196,27 @@ def test_a_resume_continues_with_the_columns_of_the_first_start(table: Any, tmp_
     first = TorchRegressor(**given).fit(few)
     # Another order of the rows may give other quantiles.
     again = TorchRegressor(**given, resume=True).fit(few.orderBy("number"))
-    for name, weight in first.module().state_dict().items():
-        assert torch.equal(again.module().state_dict()[name], weight)
+    assert_equal_weights(again, first)
     (tmp_path / "run" / "table.json").write_text("{}")
     with pytest.raises(ValueError, match=r"table.json in runUri .* is damaged .*; give runUri a new folder"):
         TorchRegressor(**given, resume=True).fit(few)
-
-
-class Kill(Callback):
-    """Kills rank 1 in its eighth step, once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 8 and state.rank == 1 and os.path.exists(self._path):
-            os.unlink(self._path)
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_changes_no_weight(table: Any, tmp_path: Path) -> None:
     (tmp_path / "kill").touch()
     given = {**FAST, "numWorkers": 2, "batchSize": 32, "epochs": 3, "checkpointEveryEpochs": 1}
-    killed, whole = (
-        TorchRegressor(**given, callbacks=[Kill(tmp_path / "kill")]).fit(table.drop("late", "when"))
-        for _ in range(2)
-    )
-    assert killed.summary is not None
-    assert whole.summary is not None
+    stage = TorchRegressor(**given, callbacks=[KillOnce(str(tmp_path / "kill"), 8, is_killed=True)])
+    killed, whole = (stage.fit(table.drop("late", "when")) for _ in range(2))
     assert (killed.summary.restarts, whole.summary.restarts) == (1, 0)
-    for name, weight in whole.module().state_dict().items():
-        assert torch.equal(killed.module().state_dict()[name], weight), name
+    assert_equal_weights(killed, whole)
 
 
 @pytest.mark.slow
 def test_many_columns_are_embedded_narrower(spark: Any) -> None:
-    wide = spark.range(200).selectExpr(
-        "id % 2 AS label", "transform(sequence(1, 300), i -> sin(i * id)) AS x"
-    )
-    network = {name: value for name, value in SMALL.items() if name != "number_width"}
-    model = TorchClassifier(
-        **{**FAST, "model": ModelSpec("tabpack", {"dropouts": [0.0, 0.2], **network})}
-    ).fit(wide)
+    wide = spark.range(200).selectExpr("id % 2 AS label", "transform(sequence(1, 300), i -> sin(i*id)) AS x")
+    network = {"dropouts": [0.0, 0.2], "rates": [1.0, 0.5], "width": 8, "depth": 1}
+    model = TorchClassifier(**FAST | {"model": ModelSpec("tabpack", network)}).fit(wide)
     assert model.module().numbers.bias.shape[2:] == (300, 2_048 // 300)
 
 
@@ -297,9 +238,9 @@ def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
 def test_in_a_pipeline_and_a_tuner(table: Any) -> None:
     rows = table.select("label", "number", "many")
     estimator = TorchRegressor(**FAST)
-    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-2]).build()
+    maps = [{estimator.learningRate: 1e-2}]
     tuner = TrainValidationSplit(
-        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(), seed=1
+        estimator=estimator, estimatorParamMaps=maps, evaluator=RegressionEvaluator()
     )
     model = Pipeline(stages=[tuner]).fit(rows).stages[0]
     assert len(model.validationMetrics) == 1
@@ -310,7 +251,6 @@ def test_in_a_pipeline_and_a_tuner(table: Any) -> None:
 
 def test_input_columns_may_be_named(table: Any, tmp_path: Path) -> None:
     model = TorchRegressor(**FAST, inputCols=["number", "many"]).fit(table)
-    assert model.summary is not None
     assert model.summary.columns["column"].tolist() == ["number", "many"]
     table.select("label", "number", "many").write.parquet(str(tmp_path / "files"))
     read = TorchRegressor(**FAST).fitOnParquet(str(tmp_path / "files"))
@@ -340,5 +280,4 @@ def test_a_stream_is_scored(classified: tuple[TorchModel, list[str]], table: Any
 def test_vectors_are_flattened(spark: Any) -> None:
     rows = [(Vectors.dense([i, -i]), float(i)) for i in range(40)]
     model = TorchRegressor(**FAST).fit(spark.createDataFrame(rows, ["features", "label"]))
-    assert model.summary is not None
     assert model.summary.columns["column"].tolist() == ["features[0]", "features[1]"]

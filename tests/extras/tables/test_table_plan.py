@@ -21,10 +21,8 @@ def test_numbers_that_stand_for_a_day_are_ids_only_if_the_day_comes_back(
     # The readings of 80 days repeat in later days, but what the label owes to the day does not.
     effects = [draw.gauss(0, 1) for _ in range(80)]
     readings = draw.sample(range(60), 60)
-    rows = [
-        (row, day := row % 80, float(readings[day % 60]), effects[day] + draw.gauss(0, 0.3))
-        for row in range(4_000)
-    ]
+    days = [(row, row % 80) for row in range(4_000)]
+    rows = [(row, d, float(readings[d % 60]), effects[d] + draw.gauss(0, 0.3)) for row, d in days]
     frame = spark.createDataFrame(rows, "row int, day int, reading double, label double")
     plan = plan_table(frame, ["reading"], F.expr(held), F.col("label"))
     assert [found.use for found in plan.uses] == [use]

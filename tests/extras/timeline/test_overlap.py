@@ -10,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_spans import one_step
 from ranks import GANGS, run_ranks
-from small_training import config_of, train_ranks
+from small_training import columns_of, config_of, train_gang
 from torch import nn
 from waiting import wait_for
 
@@ -34,24 +34,20 @@ from ringspark.estimators.training.observation.overlap import (
     union,
 )
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
-from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment
-from ringspark.extras.timeline.span_file import OperationSpan, RankSpans, StepSpans
 from ringspark.extras.timeline.trace import chrome_trace, load_spans, make_slices, time_shares
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 WATCHER = "ringspark-operations"
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
+GANG: dict[str, Any] = {"model": SPEC, "num_workers": 2, "collective": "torch"}
 
 
 @pytest.fixture
 def manifest(make_shards: Any) -> ShardManifest:
     """26 steps of at most 32 rows per epoch."""
-    x = np.random.default_rng(0).normal(size=(803, 4)).astype(np.float32)
-    return make_shards({"x": x, "y": x.sum(1)})
+    return make_shards(columns_of(803))
 
-
-# ------------------------------------------------------------------------------ arithmetic
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
@@ -109,11 +105,7 @@ def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one(
         if not sees_all:
             assert found is None
             continue
-        assert found is not None
         assert (found.taken, found.measured) == (num_steps, expected if in_every_step else num_steps)
-
-
-# ------------------------------------------------------------------------------ ranks
 
 
 BucketBytes = int | Literal["chosen"] | None
@@ -166,10 +158,7 @@ def _noted_steps(collective: Collective) -> Any:
             "ready": [o.ready_ns for o in operations],
             "hidden": [hidden for hidden, _ in shares],
             "total": [total for _, total in shares],
-            "same": all(
-                torch.equal(a, b)
-                for a, b in zip(watched.network.parameters(), alone.network.parameters(), strict=True)
-            ),
+            "same": all(map(torch.equal, watched.network.parameters(), alone.network.parameters())),
         }
     collective.operations.start()
     part = collective.start_reduce_scatter(torch.arange(8.0), [4, 4])()
@@ -189,13 +178,9 @@ def test_ranks_note_each_bucket_and_sum_the_same_bits(collective: str, monkeypat
         assert flat["names"] == ["gradients.0"]
         assert told["chosen"]["names"] == ["gradients.0", "gradients.1"]
         for case in (buckets, flat, told["chosen"]):
-            assert case["ordered"]
-            assert case["in turn"]
-            assert case["same"]
-            assert all(
-                0 <= hidden <= total for hidden, total in zip(case["hidden"], case["total"], strict=True)
-            )
-            assert min(case["total"]) > 0
+            assert (case["ordered"], case["in turn"], case["same"]) == (True, True, True)
+            for hidden, total in zip(case["hidden"], case["total"], strict=True):
+                assert 0 <= hidden <= total > 0
         # The first bucket's gradients are complete during the backward pass.
         assert buckets["ready"][0] < buckets["backward"][1]
         # On a busy machine, the all-reduces of one step may begin after its backward pass.
@@ -260,23 +245,13 @@ def test_a_rank_that_leaves_keeps_no_thread_and_no_connection(
     assert told[True]["sockets"] == told[False]["sockets"]
 
 
-# ------------------------------------------------------------------------------ a training
-
-
 @pytest.mark.distributed
 def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
     manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
-    config = config_of(
-        manifest,
-        tmp_path / "run",
-        model=SPEC.to_json(),
-        num_workers=2,
-        collective="torch",
-        timeline_every_steps=4,
-    )
-    result = train_ranks(config)[0]
+    config = config_of(manifest, tmp_path / "run", timeline_every_steps=4, **GANG)
+    result = train_gang(config)
     for row in TrainingSummary.of(result).history.itertuples():
         # A sample of the steps is extrapolated. On a loaded machine the result may exceed the epoch's time.
         assert row.communication_seconds > 0
@@ -295,49 +270,24 @@ def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
     for own in time_shares(result.run_uri).values():
         assert sum(own.values()) == pytest.approx(1)
         assert "gradients.0" not in own
-    named = {
-        e["args"]["name"] for e in chrome_trace(result.run_uri)["traceEvents"] if e["name"] == "thread_name"
-    }
+    events = chrome_trace(result.run_uri)["traceEvents"]
+    named = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert named == {f"rank {rank}{row}" for rank in (0, 1) for row in ("", ", communication")}
 
 
 @pytest.mark.distributed
 def test_a_pipeline_does_not_pass_for_a_training_without_communication(manifest: Any, tmp_path: Path) -> None:
     """Its stages send without all-reduces. An earlier version reported 0 seconds for this."""
-    config = config_of(
-        manifest,
-        tmp_path / "run",
-        model=SPEC.to_json(),
-        num_workers=2,
-        collective="torch",
-        parallelism={"pipeline": 2},
-        gradient_accumulation=2,
-    )
-    for row in TrainingSummary.of(train_ranks(config)[0]).history.itertuples():
+    stages = {"parallelism": {"pipeline": 2}, "gradient_accumulation": 2}
+    config = config_of(manifest, tmp_path / "run", **stages, **GANG)
+    for row in TrainingSummary.of(train_gang(config)).history.itertuples():
         assert row.bytes_sent > 0
         assert row.communication_seconds is None
         assert row.communication_hidden is None
 
 
-def _spans(*operations: OperationSpan) -> RankSpans:
-    """Returns one step of one rank."""
-    step = StepSpans(epoch=1, step=1, rows=8, begin_ns=0, end_ns=100, spans=(), operations=operations)
-    return RankSpans(
-        rank=0,
-        size=1,
-        host="here",
-        every=1,
-        taken_steps=1,
-        left_out=0,
-        moment=SharedMoment(clock_ns=0, unix_ns=0),
-        offsets=(ClockOffset(at_ns=0, offset_ns=0, error_ns=0),),
-        steps=(step,),
-        rare=(),
-    )
-
-
 def test_sums_at_a_time_have_threads_of_their_own_in_the_trace() -> None:
     """Perfetto drops a slice that partly overlaps another slice of its thread."""
-    spans = _spans(("a", 0, 10, 40), ("b", 5, 20, 50), ("c", 30, 40, 60), ("d", 45, 45, 70))
-    lanes = {piece.kind: piece.lane for piece in make_slices([spans]) if piece.lane}
+    sums = ("a", 0, 10, 40), ("b", 5, 20, 50), ("c", 30, 40, 60), ("d", 45, 45, 70)
+    lanes = {piece.kind: piece.lane for piece in make_slices([one_step(operations=sums)]) if piece.lane}
     assert lanes == {"a": 1, "b": 2, "c": 1, "d": 3}

@@ -12,6 +12,7 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
+from spark_tables import in_zone
 from torch import nn
 
 from ringspark.estimators import SequenceWindows, TorchRegressor
@@ -86,19 +87,10 @@ def test_the_windows_are_those_of_numpy(
 ) -> None:
     rows = random_rows(seed, nulls=nulls)
     frame = spark.createDataFrame(rows, "id long, k string, t long, a double, b double, y double")
-    stage = SequenceWindows(
-        keyCols=["k"],
-        timeCol="time",
-        valueCols=["a", "b"],
-        steps=steps,
-        stride=stride,
-        targetCol="y",
-        horizon=horizon,
-        maxGap=max_gap,
-        targetTimeCol="until",
-        handleInvalid="skip",
-        handleUnlabeled="keep" if keeps else "skip",
-    )
+    names = {"timeCol": "time", "valueCols": ["a", "b"], "targetCol": "y", "targetTimeCol": "until"}
+    sizes = {"steps": steps, "stride": stride, "horizon": horizon}
+    handle = {"handleInvalid": "skip", "handleUnlabeled": "keep" if keeps else "skip"}
+    stage = _stage(**names, **sizes, **handle, maxGap=max_gap)
     given = frame.withColumn("time", F.timestamp_seconds("t")).drop("t").repartition(3)
     windows = stage.transform(given)
     assert windows.schema == stage.transformSchema(given.schema)
@@ -126,30 +118,21 @@ def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
     else:
         times = [START.date() + timedelta(days=step) for step in steps] if kind == "date" else steps
     type_of = {"timestamp": "double", "smallint": "bigint"}.get(kind, kind)
-    zone = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
-    try:
+    with in_zone(spark, "Europe/Berlin"):
         frame = spark.createDataFrame([(time, i) for i, time in enumerate(times)], f"t {type_of}, v int")
         if kind != type_of:
             frame = frame.withColumn("t", F.col("t").cast(kind))
         assert frame.schema["t"].dataType.simpleString() == kind
         gap: Any = {"date": timedelta(days=1), "bigint": 1, "smallint": 1}.get(kind, "60 minutes")
         stage = SequenceWindows(keyCols=[], timeCol="t", valueCols="v", steps=2, maxGap=gap)
-        assert [row.features for row in stage.transform(frame).orderBy("v").collect()] == [
-            [[0], [1]],
-            [[1], [2]],
-            [[3], [4]],
-        ]
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
+        found = [row.features for row in stage.transform(frame).orderBy("v").collect()]
+        assert found == [[[0], [1]], [[1], [2]], [[3], [4]]]
 
 
 @pytest.mark.parametrize("gap", ["1 day", "1 day 30 minutes", timedelta(days=1), "24 hours"])
 def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None:
     """Tests rows at midnight and rows every 24 hours, in weeks with clock changes."""
-    zone = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
-    try:
+    with in_zone(spark, "Europe/Berlin"):
         days = spark.range(0, 16, 1, 1).selectExpr(
             "explode(array('2024-10-20', '2025-03-22')) as first", "id", "cast(id as int) as day"
         )
@@ -167,8 +150,6 @@ def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None
         split = 14 if gap != "24 hours" else 12
         wanted = {("2024", "midnight"): split, ("2024", "24 hours"): 14}
         assert counts == wanted | {("2025", "midnight"): 14, ("2025", "24 hours"): 14}
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
 
 
 @pytest.fixture(scope="module")
@@ -195,14 +176,8 @@ def _stage(**params: Any) -> SequenceWindows:
 def test_a_pipeline_of_windows_and_a_network_is_fitted_saved_and_loaded(
     spark_saves: None, table: Any, tmp_path: Path
 ) -> None:
-    network = TorchRegressor(
-        model=nn.Sequential(nn.Flatten(), nn.Linear(6, 2)),
-        handleInvalid="skip",
-        epochs=2,
-        batchSize=16,
-        storageUri=str(tmp_path),
-        showProgress=False,
-    )
+    module, sizes = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), {"epochs": 2, "batchSize": 16}
+    network = TorchRegressor(model=module, handleInvalid="skip", storageUri=str(tmp_path), **sizes)
     # One pipeline trains on the windows with labels, and also forecasts after the newest row.
     windows = _stage(valueCols=["v", "n"], targetCol="v", horizon=2, handleUnlabeled="keep")
     Pipeline(stages=[windows, network]).save(str(tmp_path / "pipeline"))
@@ -227,9 +202,8 @@ def test_a_stage_keeps_its_params_when_copied_saved_and_loaded(table: Any, tmp_p
         assert {p.name: v for p, v in other.extractParamMap().items()} == {
             p.name: v for p, v in stage.extractParamMap().items()
         }
-        assert (
-            other.transform(table).orderBy("id").collect() == stage.transform(table).orderBy("id").collect()
-        )
+        found, wanted = (each.transform(table).orderBy("id").collect() for each in (other, stage))
+        assert found == wanted
     assert stage.copy({stage.maxGap: "30 minutes"}).countWindows(table)["short"] == 60
     for param in stage.params:
         assert f"{param.name}: {param.doc}" in stage.explainParams()
@@ -244,7 +218,7 @@ def test_numbers_of_all_kinds_join_and_keep_their_type_alone(table: Any) -> None
     joined = _stage(valueCols=names)
     apart = _stage(valueCols=names, outputCols=[f"w_{name}" for name in names])
     assert joined.transform(rows).schema == joined.transformSchema(rows.schema)
-    assert [(f.name, f.dataType.simpleString()) for f in apart.transform(rows).schema] == [
+    assert apart.transform(rows).dtypes == [
         (f.name, f.dataType.simpleString()) for f in apart.transformSchema(rows.schema)
     ]
     given = {row.id: row for row in rows.collect()}
@@ -258,11 +232,7 @@ def test_numbers_of_all_kinds_join_and_keep_their_type_alone(table: Any) -> None
     assert first.w_n == [given[number].n for number in (54, 56, 58)]
     assert np.shape(first.w_vector) == (3, 2)
     # Integers stay integers for an nn.Embedding, and single precision stays single.
-    types = {
-        ("n", "id"): "bigint",
-        ("n", "v"): "double",
-        ("vector", "even"): "float",
-    }
+    types = {("n", "id"): "bigint", ("n", "v"): "double", ("vector", "even"): "float"}
     for names_of, kind in types.items():
         schema = _stage(valueCols=list(names_of)).transformSchema(rows.schema)
         assert schema["features"].dataType.simpleString() == f"array<array<{kind}>>"
@@ -291,10 +261,7 @@ def test_spark_shuffles_and_sorts_once(table: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            "if(id = 8, timestamp_seconds(0), t) as t",
-            r"two rows have k=s0, t=1970-01-01 .*groupBy\('k', 't'\)",
-        ),
+        ("if(id = 8, timestamp_seconds(0), t) as t", r"two rows have k=s0, t=1970.*groupBy\('k', 't'\)"),
         ("if(id = 8, null, k) as k", r"'k' is null at k=null, t=1970-01-01 .*handleInvalid='skip'"),
         ("if(id = 8, null, t) as t", r"'t' is null at k=s0, t=null; fill or drop it first"),
         ("if(id = 8, null, v) as v", r"'v' is null at k=s0, t=1970-01-01"),
@@ -310,9 +277,7 @@ def test_rows_that_no_series_can_hold_are_refused(
     for action in (windows.count, windows.select("id").collect):
         with pytest.raises(Exception, match=sentence):
             action()
-    network = TorchRegressor(
-        model=nn.Sequential(nn.Flatten(), nn.Linear(3, 1)), storageUri=str(tmp_path), showProgress=False
-    )
+    network = TorchRegressor(model=nn.Sequential(nn.Flatten(), nn.Linear(3, 1)), storageUri=str(tmp_path))
     with pytest.raises(ValueError, match=f"^{sentence}") as caught:
         network.fit(windows)
     assert "\n" not in str(caught.value)
