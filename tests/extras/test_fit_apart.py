@@ -33,6 +33,7 @@ ROWS, HELD_OUT, BATCH, EPOCHS = 230, 37, 32, 4
 STEPS = -(-(ROWS - HELD_OUT) // BATCH)  # per epoch; the last batch has one row, so one worker has none
 SPEC = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1, "dropout": 0.1})
 
+STREAMING = {"steps": 4, "fragments": 2, "delay": 1, "alpha": 0.5}
 LOCAL: dict[str, Any] = {
     "average": 3,
     "post-local": {"steps": 3, "after": 5, "optimizerState": "average"},
@@ -40,15 +41,7 @@ LOCAL: dict[str, Any] = {
     "epoch": "epoch",
     "one-shot": "training",
     "diloco": {"name": "diloco", "steps": 3, "outerMomentum": 0.5, "send": "fp16"},
-    "streaming": {
-        "name": "diloco",
-        "steps": 4,
-        "fragments": 2,
-        "delay": 1,
-        "alpha": 0.5,
-        "outerMomentum": 0.5,
-        "send": "int8",
-    },
+    "streaming": {"name": "diloco", **STREAMING, "outerMomentum": 0.5, "send": "int8"},
     "elastic": {"name": "elastic", "steps": 2},
 }
 APART: dict[str, Any] = {
@@ -88,19 +81,9 @@ def test_a_fit_of_workers_that_run_apart(
     table: Any, shards: str, tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     run = tmp_path / "run"
-    estimator = TorchRegressor(
-        model=SPEC,
-        optimizer="momentum",
-        learningRate=0.01,
-        epochs=EPOCHS,
-        batchSize=BATCH,
-        numWorkers=2,
-        collective="torch",
-        runUri=str(run),
-        metrics=["mae"],
-        showProgress=False,
-        **settings,
-    )
+    sizes = {"epochs": EPOCHS, "batchSize": BATCH, "optimizer": "momentum", "learningRate": 0.01}
+    gang = {"numWorkers": 2, "collective": "torch", "runUri": str(run), "showProgress": False}
+    estimator = TorchRegressor(model=SPEC, metrics=["mae"], **sizes, **gang, **settings)
     model = estimator.fitOnShards(shards)
 
     summary = model.summary

@@ -59,13 +59,24 @@ def _rows(first: int, rows: int, size: str = "size") -> Any:
     )
 
 
+def _sales(catalog: Any, rows: int) -> Any:
+    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    if rows:
+        table.append(_rows(0, rows))
+    return table
+
+
+def _rename(table: Any, name: str, renamed: str) -> None:
+    with table.update_schema() as update:
+        update.rename_column(name, renamed)
+
+
 def _table(catalog: Any) -> Any:
     """Returns a table with renamed, widened and added columns, and with partitions."""
     from pyiceberg.transforms import IdentityTransform
     from pyiceberg.types import DoubleType, LongType
 
-    table = catalog.create_table("db.sales", _rows(0, 1).schema)
-    table.append(_rows(0, 60))
+    table = _sales(catalog, 60)
     with table.update_schema() as update:
         update.rename_column("size", "extent")
         update.rename_column("place.y", "city")
@@ -95,17 +106,10 @@ def _scan(table: Any, **settings: Any) -> list[Any]:
 
 
 def _linear(folder: Path, **params: Any) -> TorchRegressor:
-    settings: dict[str, Any] = {
-        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-        "featuresCol": "extent",
-        "labelCol": "id",
-        "epochs": 2,
-        "batchSize": 24,
-        "learningRate": 1e-4,
-        "showProgress": False,
-        "storageUri": str(folder),
-    }
-    return TorchRegressor(**(settings | params))
+    network = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+    settings = {"labelCol": "id", "epochs": 2, "batchSize": 24, "learningRate": 1e-4}
+    settings |= {"storageUri": str(folder), "showProgress": False}
+    return TorchRegressor(model=network, featuresCol="extent", **settings | params)
 
 
 def _weights(model: Any) -> list[Any]:
@@ -158,8 +162,7 @@ def test_fields_of_structs_are_found_by_their_ids(spark: Any, catalog: Any, tmp_
     table = catalog.create_table("db.sales", before.schema)
     table.append(before)
     for name, renamed in (("st.u", "w"), ("st.in.v", "u"), ("st.in", "v"), ("st.w", "in")):
-        with table.update_schema() as update:
-            update.rename_column(name, renamed)
+        _rename(table, name, renamed)
     table.append(after)
     assert _read(spark) == _scan(table)
     listing = find_table(spark, NAME)
@@ -177,11 +180,9 @@ def test_fields_of_structs_are_found_by_their_ids(spark: Any, catalog: Any, tmp_
 
 
 def test_an_explicit_version_has_the_names_of_its_snapshot(spark: Any, catalog: Any, tmp_path: Path) -> None:
-    table = catalog.create_table("db.sales", _rows(0, 1).schema)
-    table.append(_rows(0, 60))
+    table = _sales(catalog, 60)
     snapshot = table.current_snapshot()
-    with table.update_schema() as update:
-        update.rename_column("size", "extent")
+    _rename(table, "size", "extent")
     assert _read(spark)[0].keys() >= {"extent"}
     moment = datetime.fromtimestamp(snapshot.timestamp_ms / 1000, timezone.utc)
     for version in (snapshot.snapshot_id, moment.isoformat(timespec="milliseconds")):
@@ -189,15 +190,13 @@ def test_an_explicit_version_has_the_names_of_its_snapshot(spark: Any, catalog: 
     # A run without a version begins with the names of this moment, and keeps them.
     run = {"runUri": str(tmp_path / "run"), "storageUri": None, "epochs": 1}
     first = _linear(tmp_path, **run).fitOnTable(NAME)
-    with table.update_schema() as update:
-        update.rename_column("extent", "area")
+    _rename(table, "extent", "area")
     resumed = _linear(tmp_path, **run, resume=True).fitOnTable(NAME)
     assert _weights(resumed) == _weights(first)
 
 
 def test_default_values_are_refused_if_a_file_lacks_them(spark: Any, catalog: Any) -> None:
-    table = catalog.create_table("db.sales", _rows(0, 1).schema)
-    table.append(_rows(0, 9))
+    table = _sales(catalog, 9)
 
     def add_defaults(metadata: dict[str, Any]) -> None:
         metadata["format-version"] = 3
@@ -210,11 +209,10 @@ def test_default_values_are_refused_if_a_file_lacks_them(spark: Any, catalog: An
     assert len(_read(spark)) == 9  # each file holds the column
 
     def add_fields(metadata: dict[str, Any]) -> None:
+        added = {"id": 99, "name": "z", "required": False, "type": "int", "initial-default": 5}
         for field in metadata["schemas"][-1]["fields"]:
             if field["name"] == "place":
-                field["type"]["fields"].append(
-                    {"id": 99, "name": "z", "required": False, "type": "int", "initial-default": 5}
-                )
+                field["type"]["fields"].append(added)
 
     edit_metadata(table, add_fields)
     with pytest.raises(ValueError, match=r"'place.z' of .* has a default value, .* '.*parquet' lacks it"):
@@ -228,21 +226,13 @@ def test_types_that_spark_does_not_read_are_left_out(spark: Any, catalog: Any, c
     rows = pa.table({"id": [7], "noon": noon, "place": place, "times": times})
     catalog.create_table("db.sales", rows.schema).append(rows)
     assert _read(spark) == [{"id": 7, "place": {"x": 1}}]
-    assert (
-        "Spark does not read the types of ['noon', 'times'] in Iceberg table 'lake.db.sales'" in caplog.text
-    )
+    message = "Spark does not read the types of ['noon', 'times'] in Iceberg table 'lake.db.sales'"
+    assert message in caplog.text
 
 
 def test_what_pyiceberg_cannot_parse_is_refused_in_one_sentence(spark: Any, catalog: Any) -> None:
-    table = catalog.create_table("db.sales", _rows(0, 1).schema)
-    table.append(_rows(0, 9))
-
-    def add_variant(metadata: dict[str, Any]) -> None:
-        metadata["schemas"][-1]["fields"].append(
-            {"id": 99, "name": "v", "required": False, "type": "variant"}
-        )
-
-    edit_metadata(table, add_variant)
+    added = {"id": 99, "name": "v", "required": False, "type": "variant"}
+    edit_metadata(_sales(catalog, 9), lambda metadata: metadata["schemas"][-1]["fields"].append(added))
     with pytest.raises(ValueError, match=r"'lake.db.sales' .* 'variant'.* use fit\(df\)") as caught:
         find_table(spark, NAME)
     assert type(caught.value) is ValueError
@@ -250,8 +240,7 @@ def test_what_pyiceberg_cannot_parse_is_refused_in_one_sentence(spark: Any, cata
 
 
 def test_an_iceberg_entry_of_sparks_catalog_names_its_metadata(spark: Any, catalog: Any) -> None:
-    table = catalog.create_table("db.sales", _rows(0, 1).schema)
-    table.append(_rows(0, 9))
+    table = _sales(catalog, 9)
     folder, properties = Path(table.location()), {"metadata_location": table.metadata_location}
     with catalog_entry(spark, "of_spark", "iceberg", folder, properties):
         assert find_table(spark, "default.of_spark") == find_table(spark, NAME)
@@ -273,7 +262,7 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     refuses("no table 'lak.db.sales', and pyiceberg .* catalog 'lak'", "lak.db.sales")
     refuses("no table 'sales', and pyiceberg", "sales")
     refuses("needs a name such as 'catalog.schema.table', got ''", "")
-    table = catalog.create_table("db.sales", _rows(0, 1).schema)
+    table = _sales(catalog, 0)
     refuses("has no rows yet")
     table.append(_rows(0, 9))
     refuses(r"has no snapshot 7; its newest ones are \[\d+\]", version=7)

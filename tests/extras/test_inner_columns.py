@@ -29,8 +29,7 @@ class Coder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         code = self.encoder(x)
-        out: torch.Tensor = self.decoder(torch.cat([code, self.one(code)], 1))
-        return out
+        return self.decoder(torch.cat([code, self.one(code)], 1))
 
 
 @pytest.fixture(scope="module")
@@ -94,19 +93,18 @@ def test_lower_precisions_have_the_columns(pipeline: Any, frame: Any, precision:
 @pytest.mark.slow
 def test_evaluation_export_and_invalid_rows_work_as_before(frame: Any, common: Any, tmp_path: Path) -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    model = TorchClassifier(model=network, innerCols={"1": "hidden"}, metrics=["accuracy"], **common).fit(
-        frame
-    )
+    stage = TorchClassifier(model=network, innerCols={"1": "hidden"}, metrics=["accuracy"], **common)
+    model = stage.fit(frame)
     plain = model.copy().setInnerCols(None)
     assert model.evaluate(frame) == plain.evaluate(frame)
     model.export(str(tmp_path / "network.pt2"))
     holes = frame.select(F.when(F.col("label") == 0, F.col("features")).alias("features"))
+    there = frame.where("label = 0").count()
     kept = model.copy().setHandleInvalid("keep").transform(holes)
-    assert kept.where("features IS NULL AND hidden IS NULL AND prediction IS NULL").count() == 64 - (
-        frame.where("label = 0").count()
-    )
+    nulls = "features IS NULL AND hidden IS NULL AND prediction IS NULL"
+    assert kept.where(nulls).count() == 64 - there
     skipped = model.copy().setHandleInvalid("skip").transform(holes)
-    assert skipped.where("hidden IS NOT NULL").count() == frame.where("label = 0").count()
+    assert skipped.where("hidden IS NOT NULL").count() == there
     shown = [row.probability.toArray() for row in model.transform(frame).select("probability").collect()]
     assert np.allclose(shown, vectors(plain.transform(frame), "probability"))
 
@@ -140,8 +138,7 @@ class Shapes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.turned(x[None].expand(3, -1, -1))
         self.pooled(x.mean(0))
-        out: torch.Tensor = self.pair(x[:, None])[0][:, 0]
-        return out
+        return self.pair(x[:, None])[0][:, 0]
 
 
 def test_the_dimension_that_counts_rows_is_found() -> None:

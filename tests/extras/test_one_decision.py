@@ -70,8 +70,5 @@ def test_folds_of_a_column_that_changes(spark: Any, kind: str) -> None:
 
 def test_times_near_2_to_the_60_are_divided_evenly(spark: Any) -> None:
     rows = spark.range(0, 400, 1, 4).selectExpr("id + (1L << 60) AS at", "id", "0D AS x")
-    assert [(len(ids(a)), len(ids(b))) for a, b in time_folds(rows, "at", 3)] == [
-        (100, 100),
-        (200, 100),
-        (300, 100),
-    ]
+    sizes = [(len(ids(train)), len(ids(held))) for train, held in time_folds(rows, "at", 3)]
+    assert sizes == [(100, 100), (200, 100), (300, 100)]

@@ -80,26 +80,12 @@ def shards(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 def _estimator(root: Path, way: str, **changes: Any) -> TorchEstimator:
     torch.manual_seed(0)
     (root / "diary").mkdir(exist_ok=True)
-    params: dict[str, Any] = {
-        "model": Network(0.0),
-        "loss": "mse",
-        "inputCols": ["features", "id"],
-        "labelCol": "label",
-        "callbacks": [Diary(str(root / "diary"), 0.03)],
-        "optimizer": "momentum",
-        "learningRate": 0.01,
-        "epochs": EPOCHS,
-        "batchSize": BATCH,
-        "numWorkers": 2,
-        "collective": "torch",
-        "reader": "arrow",
-        "runUri": str(root / "run"),
-        "checkpointEverySteps": EVERY,
-        "maxRestarts": 2,
-        "timeoutSeconds": TIMEOUT_SECONDS,
-        "showProgress": False,
-    }
-    return TorchEstimator(**(params | WAYS[way] | changes))
+    sizes = {"epochs": EPOCHS, "batchSize": BATCH, "optimizer": "momentum", "learningRate": 0.01}
+    gang = {"numWorkers": 2, "collective": "torch", "reader": "arrow", "runUri": str(root / "run")}
+    restarts = {"maxRestarts": 2, "checkpointEverySteps": EVERY, "timeoutSeconds": TIMEOUT_SECONDS}
+    diary = {"callbacks": [Diary(str(root / "diary"), 0.03)], "showProgress": False}
+    params = {"loss": "mse", "inputCols": ["features", "id"], **sizes, **gang, **restarts, **diary}
+    return TorchEstimator(model=Network(0.0), **params | WAYS[way] | changes)
 
 
 def _beat(run: Path, rank: int) -> Beat | None:

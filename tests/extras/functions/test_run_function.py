@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +130,8 @@ def test_an_error_that_only_the_function_can_import_keeps_its_message(spark: Any
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_function_that_exits_without_a_result_is_named(spark: Any, code: int) -> None:
-    with pytest.raises(
-        WorkerError, match=rf"rank 0 .*the process of the function ended with exit code {code}"
-    ):
+    message = f"rank 0 .*the process of the function ended with exit code {code}"
+    with pytest.raises(WorkerError, match=message):
         ringspark.run(os._exit, code, numWorkers=1)
 
 
@@ -232,51 +230,34 @@ def test_a_print_that_the_encoding_lacks_does_not_end_a_function(spark: Any, tmp
     assert "\\u2603" in (tmp_path / "run" / "logs" / "rank-0.txt").read_text()
 
 
-def _no_result() -> Any:
-    return threading.Lock()
-
-
 @pytest.mark.parametrize(
-    ("function", "args", "settings", "message"),
+    ("call", "settings", "message"),
     [
-        (_environment, (), {"numWorkers": 99}, r"numWorkers \(99\) must not exceed"),
-        (_environment, (), {"numWorkers": 0}, "numWorkers must be at least 1, got 0"),
-        (_environment, (), {"numWorkers": "2"}, "numWorkers must be a whole number, got '2'"),
-        (
-            _environment,
-            (),
-            {"numWorkers": 2, "numworkers": 2},
-            "_environment cannot be called .*'numworkers'",
-        ),
-        (_waits, (), {"numWorkers": 2}, "_waits cannot be called .*'folder'"),
-        ("none.py", (), {"numWorkers": 2}, "the driver has no script 'none.py'"),
-        (
-            __file__,
-            (None,),
-            {"numWorkers": 2},
-            r"takes strings, numbers and paths, .* got \[None\]; convert other values by str\(\)",
-        ),
-        (7, (), {"numWorkers": 2}, "run takes a function or the path of a script, got int"),
-        (_waits, ("",), {"numWorkers": 2, "environment": {"A=B": 1}}, "environment .* got 'A=B'"),
-        (_waits, ("",), {"numWorkers": 2, "environment": {"A": None}}, "environment .* got 'A': None"),
-        (_waits, ("",), {"numWorkers": 2, "environment": ["A"]}, "environment must be a dict"),
+        ([_environment], {"numWorkers": 99}, r"numWorkers \(99\) must not exceed"),
+        ([_environment], {"numWorkers": 0}, "numWorkers must be at least 1, got 0"),
+        ([_environment], {"numWorkers": "2"}, "numWorkers must be a whole number, got '2'"),
+        ([_environment], {"numworkers": 2}, "_environment cannot be called .*'numworkers'"),
+        ([_waits], {}, "_waits cannot be called .*'folder'"),
+        (["none.py"], {}, "the driver has no script 'none.py'"),
+        ([__file__, None], {}, r"strings, numbers and paths, .* got \[None\]; convert .* by str\(\)"),
+        ([7], {}, "run takes a function or the path of a script, got int"),
+        ([_waits, ""], {"environment": {"A=B": 1}}, "environment .* got 'A=B'"),
+        ([_waits, ""], {"environment": {"A": None}}, "environment .* got 'A': None"),
+        ([_waits, ""], {"environment": ["A"]}, "environment must be a dict"),
     ],
 )
-def test_a_bad_call_is_refused_before_the_start(
-    spark: Any, function: Any, args: tuple[Any, ...], settings: dict[str, Any], message: str
-) -> None:
+def test_a_bad_call_is_refused_before_the_start(spark: Any, call: Any, settings: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        ringspark.run(function, *args, **settings)
+        ringspark.run(*call, **{"numWorkers": 2, **settings})
 
 
 def test_a_result_that_cannot_be_sent_is_an_error(spark: Any) -> None:
     with pytest.raises(WorkerError, match="result cannot be sent to the driver"):
-        ringspark.run(_no_result, numWorkers=1)
+        ringspark.run(threading.Lock, numWorkers=1)
 
 
 def test_a_device_keeps_its_name_in_the_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    named: Callable[[str], str] = _visible_device
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert named("cuda:1") == "1"
+    assert _visible_device("cuda:1") == "1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-6f,7")
-    assert [named("cuda:0"), named("cuda:1"), named("cpu")] == ["4", "GPU-6f", ""]
+    assert list(map(_visible_device, ("cuda:0", "cuda:1", "cpu"))) == ["4", "GPU-6f", ""]

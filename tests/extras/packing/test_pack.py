@@ -88,13 +88,13 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             pack(tmp_path / name)
 
 
+EDITABLE = {"RECORD": "", "direct_url.json": '{"dir_info": {"editable": true}}'}
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"RECORD": "", "direct_url.json": '{"dir_info": {"editable": true}}'},
-            "mine is installed in editable",
-        ),
+        (EDITABLE, "mine is installed in editable"),
         ({}, "mine has no list of its files, because pip did not install it; --exclude mine"),
     ],
 )
@@ -121,9 +121,8 @@ def test_files_of_tests_are_left_out_unless_a_package_imports_them() -> None:
 
 def test_a_checkout_is_packed_as_the_installed_package() -> None:
     files = list_files(distribution("ringspark"))
-    assert {"ringspark/__init__.py", "ringspark/jobs/command.py", "ringspark/extras/packing/trial.py"} <= set(
-        files
-    )
+    for name in ("__init__.py", "jobs/command.py", "extras/packing/trial.py"):
+        assert f"ringspark/{name}" in files
     assert not [path for path in files if "ringspark/ringspark" in path or "__editable__" in path]
     assert any(path.endswith(".dist-info/METADATA") for path in files)
 
@@ -136,11 +135,8 @@ def test_equal_files_make_equal_archives(tmp_path: Path) -> None:
         (folder / "python3.11").chmod(0o700 if seconds > 1 else 0o755)
         (folder / "python").symlink_to("python3.11")
         (folder / "module.py").symlink_to(f"../{name}/python3.11")
-        files = {
-            "bin/python3.11": folder / "python3.11",
-            "bin/python": folder / "python",
-            "lib/module.py": folder / "module.py",
-        }
+        files = {f"bin/{name}": folder / name for name in ("python3.11", "python")}
+        files["lib/module.py"] = folder / "module.py"
         write_archive(tmp_path / f"{name}.tgz", dict(sorted(files.items(), reverse=seconds > 1)))
     first = (tmp_path / "one.tgz").read_bytes()
     assert first == (tmp_path / "two.tgz").read_bytes()
@@ -167,12 +163,10 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_an_archive_that_lacks_a_package_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="a training in it fails: ModuleNotFoundError: No module named 'numpy'"
-    ):
-        pack(
-            tmp_path / "small.tgz", requirements(tmp_path, ""), ["numpy", "sympy", "networkx", "torchmetrics"]
-        )
+    left_out = ["numpy", "sympy", "networkx", "torchmetrics"]
+    message = "a training in it fails: ModuleNotFoundError: No module named 'numpy'"
+    with pytest.raises(ValueError, match=message):
+        pack(tmp_path / "small.tgz", requirements(tmp_path, ""), left_out)
     assert [path.name for path in tmp_path.iterdir()] == ["requirements.txt"]
 
 
@@ -218,12 +212,9 @@ def test_the_script_for_yarn_trains_on_the_cluster(cluster: Any, archive: Path, 
     first = cluster.network.hosts[0]
     variables = {"MASTER": cluster.url, "DEPLOY_MODE": "client", "ARCHIVE": str(archive)}
     programs = [str(Path(sys.executable).parent), str(SPARK / "bin"), os.environ["PATH"]]
-    done = subprocess.run(
-        first.command([str(ROOT / "deploy" / "yarn" / "train.sh"), "job.yaml", "--set", "params.epochs=2"]),
-        env=cluster.environment(first) | variables | {"PATH": os.pathsep.join(programs)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    environment = cluster.environment(first) | variables | {"PATH": os.pathsep.join(programs)}
+    script = [str(ROOT / "deploy" / "yarn" / "train.sh"), "job.yaml", "--set", "params.epochs=2"]
+    given = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run(first.command(script), **given)
     assert done.returncode == 0, done.stdout[-3000:] + cluster.logs()
     assert len(json.loads((tmp_path / "metrics.json").read_text())) > 0

@@ -20,15 +20,15 @@ from ringspark.models import ModelSpec
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
+COMMON = {"batchSize": 64, "learningRate": 0.01, "validationFraction": 0.2}
 FLIGHTS = ("month", "hour", "minute", "distance", "origin_number", "carrier_number", "weekday")
 
 
 def _flights(spark: Any, path: Path) -> None:
     import pandas as pd
 
-    table = (
-        pd.read_csv(find_raw_tables()["flights"]).dropna(subset=["arr_delay"]).sample(20_000, random_state=1)
-    )
+    table = pd.read_csv(find_raw_tables()["flights"]).dropna(subset=["arr_delay"])
+    table = table.sample(20_000, random_state=1)
     for name in ("origin", "carrier"):
         table[f"{name}_number"] = table[name].astype("category").cat.codes
     table["weekday"] = pd.to_datetime(table["time_hour"]).dt.day_of_week
@@ -39,18 +39,10 @@ def _flights(spark: Any, path: Path) -> None:
     frame = VectorAssembler(inputCols=list(FLIGHTS), outputCol="features").transform(frame)
     train, test = frame.randomSplit([0.8, 0.2], seed=1)
     network = ModelSpec("mlp", {"in_features": len(FLIGHTS), "hidden": [64, 32], "out_features": 2})
-    TorchClassifier(
-        model=network,
-        labelCol="arrival",
-        epochs=8,
-        batchSize=256,
-        numWorkers=2,
-        validationFraction=0.15,
-        metrics=["accuracy", "auroc"],
-        keep="best",
-        logEverySteps=5,
-        timelineEverySteps=10,
-    ).fit(train).report(path, test)
+    sizes = {"epochs": 8, "batchSize": 256, "numWorkers": 2, "validationFraction": 0.15}
+    records = {"metrics": ["accuracy", "auroc"], "keep": "best", "logEverySteps": 5, "timelineEverySteps": 10}
+    model = TorchClassifier(model=network, labelCol="arrival", **sizes, **records).fit(train)
+    model.report(path, test)
 
 
 def _numbers(spark: Any, path: Path) -> None:
@@ -62,44 +54,36 @@ def _numbers(spark: Any, path: Path) -> None:
     frame = VectorAssembler(inputCols=names, outputCol="features").transform(spark.createDataFrame(table))
     train, test = frame.randomSplit([0.7, 0.3], seed=2)
     network = ModelSpec("mlp", {"in_features": len(names), "hidden": [16], "out_features": 1})
-    TorchRegressor(
-        model=network,
-        labelCol="target",
-        epochs=40,
-        batchSize=64,
-        learningRate=0.01,
-        validationFraction=0.2,
-        metrics=["mae", "r2"],
-        logEverySteps=2,
-    ).fit(train).report(path, test)
+    records = {"metrics": ["mae", "r2"], "logEverySteps": 2}
+    stage = TorchRegressor(model=network, labelCol="target", epochs=40, **COMMON, **records)
+    stage.fit(train).report(path, test)
 
 
 def _digits(spark: Any, path: Path) -> None:
     sklearn = pytest.importorskip("sklearn.datasets")
     pixels, digits = sklearn.load_digits(return_X_y=True)
-    rows = [
-        (row.reshape(1, 8, 8).tolist(), int(digit)) for row, digit in zip(pixels / 16, digits, strict=True)
-    ]
+    images = (pixels / 16).reshape(-1, 1, 8, 8).tolist()
+    rows = list(zip(images, digits.tolist(), strict=True))
     frame = spark.createDataFrame(rows, "image array<array<array<float>>>, digit int")
     train, test = frame.randomSplit([0.7, 0.3], seed=3)
     network = ModelSpec("resnet", {"in_channels": 1, "out_features": 10, "depths": [1, 1], "width": 8})
-    TorchClassifier(
-        model=network,
-        featuresCol="image",
-        labelCol="digit",
-        epochs=3,
-        batchSize=64,
-        learningRate=0.01,
-        validationFraction=0.2,
-        metrics=["accuracy"],
-    ).fit(train).report(path, test)
+    columns = {"featuresCol": "image", "labelCol": "digit"}
+    stage = TorchClassifier(model=network, epochs=3, metrics=["accuracy"], **columns, **COMMON)
+    stage.fit(train).report(path, test)
+
+
+@pytest.fixture
+def program() -> str:
+    found = chromium()
+    if found is None:
+        pytest.skip("Chromium is not installed, so nobody looks at the page")
+    return found
 
 
 @pytest.mark.parametrize("make", [_flights, _numbers, _digits])
-def test_the_page_fits_a_browser_and_asks_it_for_nothing(spark: Any, tmp_path: Path, make: Any) -> None:
-    program = chromium()
-    if program is None:
-        pytest.skip("Chromium is not installed, so nobody looks at the page")
+def test_the_page_fits_a_browser_and_asks_it_for_nothing(
+    spark: Any, program: str, tmp_path: Path, make: Any
+) -> None:
     page = tmp_path / "page.html"
     make(spark, page)
     assert page.stat().st_size < 1_000_000
@@ -113,11 +97,8 @@ def test_the_page_fits_a_browser_and_asks_it_for_nothing(spark: Any, tmp_path: P
     assert (tmp_path / "page.png").stat().st_size > 50_000
 
 
-def test_the_browser_would_say_what_is_wrong(tmp_path: Path) -> None:
+def test_the_browser_would_say_what_is_wrong(program: str, tmp_path: Path) -> None:
     """For a page that loads a script and is too wide, the checks above give other answers."""
-    program = chromium()
-    if program is None:
-        pytest.skip("Chromium is not installed, so nobody looks at the page")
     page = tmp_path / "page.html"
     page.write_text(
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'

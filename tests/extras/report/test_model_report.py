@@ -32,15 +32,11 @@ def frame(spark: Any) -> Any:
     """`copy` equals the label, `noise` has no information, and `city` is the class as a string."""
     drawn = np.random.default_rng(0)
     label = drawn.integers(0, 2, ROWS)
-    rows = [
-        (float(y), float(n), float(2 * y), "ab"[y], f"{y}")
-        for y, n in zip(label, drawn.normal(size=ROWS), strict=True)
-    ]
-    made = spark.createDataFrame(
-        rows, f"`{EVIL}` double, noise double, amount double, city string, label string"
-    )
+    noise = drawn.normal(size=ROWS).tolist()
+    rows = [(float(y), n, float(2 * y), "ab"[y], int(y)) for y, n in zip(label, noise, strict=True)]
+    schema = f"`{EVIL}` double, noise double, amount double, city string, number int"
     assembler = VectorAssembler(inputCols=[EVIL, "noise"], outputCol="features")
-    return assembler.transform(made.withColumn("number", made.label.cast("int"))).cache()
+    return assembler.transform(spark.createDataFrame(rows, schema)).cache()
 
 
 def _spec(outputs: int) -> ModelSpec:
@@ -50,9 +46,8 @@ def _spec(outputs: int) -> ModelSpec:
 @pytest.fixture(scope="module")
 def classifier(frame: Any) -> Any:
     """A model with little training, so that it has some errors."""
-    return TorchClassifier(model=_spec(2), labelCol="city", epochs=2, learningRate=0.02, batchSize=64).fit(
-        frame
-    )
+    settings = {"epochs": 2, "learningRate": 0.02, "batchSize": 64}
+    return TorchClassifier(model=_spec(2), labelCol="city", **settings).fit(frame)
 
 
 def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
@@ -91,10 +86,8 @@ def test_held_out_rows_give_the_confusion_matrix_of_spark(
         count = int(((scored.number == number) & (scored.prediction == number)).sum())
         assert f"{count:,}" in told, name
     evaluator = MulticlassClassificationEvaluator(labelCol="number", metricName="logLoss")
-    log_loss = evaluator.evaluate(
-        classifier.transform(frame.withColumn("number", frame.number.cast("double")))
-    )
-    assert page.cards["log loss"] == show(log_loss)
+    as_double = frame.withColumn("number", frame.number.cast("double"))
+    assert page.cards["log loss"] == show(evaluator.evaluate(classifier.transform(as_double)))
     (features,) = page.tables["features"]
     # The assembler provides the names. The label's copy is important, and noise is not.
     assert features.column("feature") == [EVIL, "noise"]
@@ -168,27 +161,19 @@ def test_rows_whose_output_is_not_finite_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("rows", "changes", "message"),
     [
-        ({"attributions": "permutations"}, "attributions must be one of permutation, captum, none, got"),
-        ({"rows": 0}, "rows of a report must be a whole number of at least 1, got 0"),
-        ({"seed": -1}, "seed of a report must be a whole number of at least 0, got -1"),
+        ("true", {"attributions": "permutations"}, "attributions must be one of permutation, captum, none"),
+        ("true", {"rows": 0}, "rows of a report must be a whole number of at least 1, got 0"),
+        ("true", {"seed": -1}, "seed of a report must be a whole number of at least 0, got -1"),
+        ("false", {}, "report needs held-out rows, but data has none"),
+        ("no label", {}, "labelCol 'city'"),
     ],
 )
-def test_choices_are_checked_before_a_row_is_read(
-    classifier: Any, frame: Any, tmp_path: Path, changes: dict[str, Any], message: str
+def test_what_cannot_be_reported_is_refused_in_a_sentence(
+    classifier: Any, frame: Any, tmp_path: Path, rows: str, changes: dict[str, Any], message: str
 ) -> None:
+    data = frame.drop("city") if rows == "no label" else frame.where(rows)
     with pytest.raises(ValueError, match=message):
-        classifier.report(tmp_path / "page.html", frame, **changes)
+        classifier.report(tmp_path / "page.html", data, **changes)
     assert not (tmp_path / "page.html").exists()
-
-
-def test_rows_that_cannot_be_judged_are_refused_in_a_sentence(
-    classifier: Any, frame: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "page.html"
-    with pytest.raises(ValueError, match="report needs held-out rows, but data has none"):
-        classifier.report(path, frame.limit(0))
-    with pytest.raises(ValueError, match="labelCol 'city'"):
-        classifier.report(path, frame.drop("city"))
-    assert not path.exists()

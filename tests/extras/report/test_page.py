@@ -29,6 +29,14 @@ from ringspark.extras.report.sections.headline import SECTION
 from ringspark.models import ModelSpec
 
 EVIL = '<script>alert("x")</script>'
+# The sections that show a file.
+SECTIONS: dict[str, set[str]] = {
+    "config.json": {"settings"},
+    "environment.json": {"environment", "memory"},
+    "data.json": {"data"},
+    "history.json": set(),
+    "result.json": set(),
+}
 
 
 def _rows(rows: int = 300) -> dict[str, np.ndarray[Any, Any]]:
@@ -41,7 +49,7 @@ def _config(make_shards: Any, folder: Path, **changes: Any) -> TrainConfig:
     columns = changes.pop("columns", _rows())
     manifest = make_shards(columns, validation=np.arange(len(columns["y"])) % 4 == 0)
     spec = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1})
-    names = {"input_columns": (next(iter(columns)),), "model": spec.to_json(), "epochs": 3}
+    names = {"input_columns": (next(iter(columns)),), "model": spec, "epochs": 3}
     return config_of(manifest, folder / "run", **(names | changes))
 
 
@@ -54,14 +62,16 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: Any, tmp_path
     config = _config(make_shards, tmp_path, metrics=("mae", "r2"), learning_rate=0.25, keep="best")
     result = train_here(config)
     page = _report(config, tmp_path)
-
-    assert page.cards["state"] == "finished"
-    assert page.cards["epochs"] == "3 of 3"
-    assert page.cards["optimizer steps"] == show(result.steps)
-    assert page.cards["rows seen"] == show(result.rows)
     rate = result.rows / sum(record.seconds for record in result.history)
-    assert page.cards["rows/s in epochs"] == f"{rate:,.0f}"
-    assert page.cards["training time, including start"] == seconds(result.seconds)
+    assert page.cards.items() >= {
+        ("state", "finished"),
+        ("epochs", "3 of 3"),
+        ("optimizer steps", show(result.steps)),
+        ("rows seen", show(result.rows)),
+        ("rows/s in epochs", f"{rate:,.0f}"),
+        ("training time, including start", seconds(result.seconds)),
+        ("epoch of the model", str(result.checkpoint_epoch)),
+    }
     (results,) = page.tables["headline"]
     for entry in ("train_loss", "validation_loss", "train_mae", "validation_r2"):
         values = [record.value(entry) for record in result.history]
@@ -80,7 +90,6 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: Any, tmp_path
     told = columns.row("y")
     assert float(told["mean"]) == pytest.approx(labels.mean(), abs=1e-4)
     assert float(told["max"]) == pytest.approx(labels.max(), abs=1e-3)
-    assert result.checkpoint_epoch == int(page.cards["epoch of the model"])
 
 
 def test_of_equally_good_epochs_the_first_is_named() -> None:
@@ -121,12 +130,8 @@ def test_the_page_stands_alone_and_is_small(make_shards: Any, tmp_path: Path) ->
 
 def test_names_that_are_markup_are_shown_as_letters(make_shards: Any, tmp_path: Path) -> None:
     columns = _rows()
-    config = _config(
-        make_shards,
-        tmp_path,
-        columns={EVIL: columns["x"], "a$b$ & <b>": columns["y"], "y": columns["y"]},
-        epochs=1,
-    )
+    columns = {EVIL: columns["x"], "a$b$ & <b>": columns["y"], "y": columns["y"]}
+    config = _config(make_shards, tmp_path, columns=columns, epochs=1)
     train_here(config)
     page = _report(config, tmp_path)
     assert "script" not in page.tags
@@ -135,19 +140,11 @@ def test_names_that_are_markup_are_shown_as_letters(make_shards: Any, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "section"),
-    [
-        ("config.json", "settings"),
-        ("environment.json", "environment memory"),
-        ("data.json", "data"),
-        ("history.json", ""),
-        ("result.json", ""),
-    ],
-)
+@pytest.mark.parametrize("name", SECTIONS)
 def test_a_damaged_or_missing_file_leaves_only_its_part_out(
-    make_shards: Any, tmp_path: Path, name: str, section: str
+    make_shards: Any, tmp_path: Path, name: str
 ) -> None:
+    sections = SECTIONS[name]
     config = _config(make_shards, tmp_path, epochs=1)
     train_here(config)
     whole = set(_report(config, tmp_path).tables)
@@ -155,12 +152,12 @@ def test_a_damaged_or_missing_file_leaves_only_its_part_out(
     file.write_text('{"a":')
     damaged = _report(config, tmp_path)
     assert f"{name} could not be read" in damaged.text["headline"]
-    assert set(damaged.tables) == whole - set(section.split())
+    assert set(damaged.tables) == whole - sections
     file.unlink()
     missing = _report(config, tmp_path)
     assert "could not be read" not in missing.text["headline"]
     # The shards still exist, and replace the missing data of data.json.
-    assert set(missing.tables) == (whole if name == "data.json" else whole - set(section.split()))
+    assert set(missing.tables) == (whole if name == "data.json" else whole - sections)
     if name not in ("history.json", "result.json"):
         assert f"does not hold: {name}" in missing.text["headline"]
     assert missing.cards["state"] == ("finished" if name != "result.json" else "not finished")

@@ -107,30 +107,30 @@ def test_permutation_finds_the_label_among_noise() -> None:
         return float(np.sqrt(((x[:, 0] + 0.01 * x[:, 1] - label) ** 2).mean()))
 
     features = features_of(["f"], [table], [["copy", "noise", "unread"]])
-    found = permutation_importance(rmse, [table], features, unit="RMSE", seed=4)
+    found, again, other = (
+        permutation_importance(rmse, [table], features, unit="RMSE", seed=seed) for seed in (4, 4, 5)
+    )
     values = dict(zip(found.features, found.values, strict=True))
     # The difference of independent values with deviation 1 has deviation sqrt(2).
     assert values["copy"] == pytest.approx(2**0.5, rel=0.1)
     assert abs(values["noise"]) < 0.01
     assert values["unread"] == 0
-    again = permutation_importance(rmse, [table], features, unit="RMSE", seed=4)
-    other = permutation_importance(rmse, [table], features, unit="RMSE", seed=5)
     assert again == found
     assert other.values[0] != found.values[0]
+
+
+def _first_shuffle(inputs: list[Array], features: list[Feature]) -> list[Array]:
+    """Returns the inputs with the first feature's values shuffled."""
+    seen: list[Any] = []
+    permutation_importance(lambda inputs: seen.append(inputs) or 0.0, inputs, features, unit="loss")
+    return seen[1]
 
 
 def test_arrays_of_one_column_are_shuffled_together() -> None:
     values, lengths, other = _table()[:, :2], np.arange(400), np.arange(400)
     features = features_of(["text", "text", "n"], [values, lengths, other], [[], [], []])
     assert features == [Feature(name="text", inputs=(0, 1)), Feature(name="n", inputs=(2,))]
-    seen: list[Any] = []
-
-    def loss(inputs: Any) -> float:
-        seen.append(inputs)
-        return 0.0
-
-    permutation_importance(loss, [values, lengths, other], features, unit="loss")
-    _, first, *_ = seen
+    first = _first_shuffle([values, lengths, other], features)
     assert not np.array_equal(first[1], lengths)
     assert np.array_equal(first[0], values[first[1]])
     assert np.array_equal(first[2], other)
@@ -140,12 +140,10 @@ def test_arrays_of_one_column_are_shuffled_together() -> None:
 def test_gradients_of_a_linear_network_are_weight_times_distance(is_classifier: bool) -> None:
     pytest.importorskip("captum")
     table = _table()
-    network = nn.Linear(3, 1)
+    network, features = nn.Linear(3, 1).eval(), features_of(["f"], [table], [[]])
     with torch.no_grad():
         network.weight.copy_(torch.tensor([[2.0, -0.5, 0.0]]))
-    found = integrated_gradients(
-        network.eval(), [table], features_of(["f"], [table], [[]]), is_classifier=is_classifier
-    )
+    found = integrated_gradients(network, [table], features, is_classifier=is_classifier)
     expected = np.abs((table - table.mean(axis=0)) * [2.0, -0.5, 0.0]).mean(axis=0)
     assert found.features == ["f[0]", "f[1]", "f[2]"]
     assert found.values == pytest.approx(expected, abs=1e-4)
@@ -181,14 +179,7 @@ def test_the_numbers_and_ids_of_a_tables_column_are_one_feature() -> None:
         Feature(name="price", inputs=(0, 1), entries=((1,), (0,))),
         Feature(name="city", inputs=(1,), entries=((1,),)),
     ]
-    seen: list[Any] = []
-
-    def loss(inputs: Any) -> float:
-        seen.append(inputs)
-        return 0.0
-
-    permutation_importance(loss, [numbers, ids], features[1:2], unit="loss")
-    first = seen[1]
+    first = _first_shuffle([numbers, ids], features[1:2])
     order = first[1][:, 0] // 2
     assert not np.array_equal(order, np.arange(400))
     assert np.array_equal(first[0][:, 1], numbers[order, 1])

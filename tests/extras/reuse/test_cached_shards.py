@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from ringspark.extras.reuse import cache_entries
@@ -39,18 +39,18 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "cache")
 
 
-# ------------------------------------------------------------------------------ reuse
-
-
 @spark_test
 @pytest.mark.modes
 def test_rows_of_one_key_are_written_once(spark: Any, root: str) -> None:
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in Path(root).rglob("*") if path.is_file()}
+
     first = cached_shards(spark.range(40), root, key="v1", num_files=2)
-    files = {path: path.stat().st_mtime_ns for path in Path(root).rglob("*") if path.is_file()}
+    before = files()
     # The key names the rows, so the same rows in another plan are not written again.
     second = cached_shards(spark.range(40).where("id >= 0"), root, key="v1", num_files=2)
     assert second == first
-    assert {path: path.stat().st_mtime_ns for path in Path(root).rglob("*") if path.is_file()} == files
+    assert files() == before
     assert ids_of(second) == list(range(40))
 
 
@@ -91,9 +91,6 @@ def test_tokenizers_of_equal_length_are_another_entry(spark: Any, root: str) -> 
     assert ids({"?": 0, "t0": 1, "t1": 2, "t2": 3}) == {1, 2, 3}
     # The repr of Tokens shows only the length of the tokenizer's text, and this text has the same length.
     assert ids({"?": 0, "u0": 1, "u1": 2, "u2": 3}) == {0}
-
-
-# ------------------------------------------------------------------------------ writers and faults
 
 
 @spark_test
@@ -161,14 +158,14 @@ def test_concurrent_writers_of_one_key_all_succeed(spark: Any, root: str) -> Non
 @spark_test
 def test_a_refused_write_leaves_no_entry(spark: Any, root: str) -> None:
     rows = spark.range(40).selectExpr("id", "id * 2 AS x")
-    with pytest.raises(ValueError, match="row_group_rows must be at least 1"):
-        cached_shards(rows.select("id"), root, key="v1", row_group_rows=0)
-    with pytest.raises(ValueError, match="takes no 'overwrite'"):
-        cached_shards(rows.select("id"), root, key="v1", overwrite=True)
-    with pytest.raises(ValueError, match=r"key must be a text .*, got ''"):
-        cached_shards(rows.select("id"), root, key="")
-    with pytest.raises(ValueError, match="takes a batch DataFrame"):
-        cached_shards(spark.readStream.format("rate").load(), root, key="v1")
+    for given, changes, message in (
+        (rows, {"row_group_rows": 0}, "row_group_rows must be at least 1"),
+        (rows, {"overwrite": True}, "takes no 'overwrite'"),
+        (rows, {"key": ""}, r"key must be a text .*, got ''"),
+        (spark.readStream.format("rate").load(), {}, "takes a batch DataFrame"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cached_shards(given, root, **{"key": "v1"} | changes)
     assert list_cached(root) == []
 
 
@@ -177,11 +174,7 @@ def test_entries_are_listed_and_removed_and_nothing_else(spark: Any, root: str) 
     rows = spark.range(40).selectExpr("id", "id * 2 AS x")
     first = cached_shards(rows.select("id"), root, key="v1")
     second = cached_shards(rows, root, key="v2")
-    mine = [
-        Path(root) / "notes.txt",
-        Path(root) / ("a" * DIGITS) / "mine",
-        Path(first.uri) / "mine",
-    ]
+    mine = [Path(root) / "notes.txt", Path(root) / ("a" * DIGITS) / "mine", Path(first.uri) / "mine"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("a user's file")
@@ -231,38 +224,19 @@ def test_an_interrupted_removal_leaves_no_entry_to_serve_and_one_to_list(
     assert os.listdir(tmp_path) == []
 
 
-# ------------------------------------------------------------------------------ without Spark
-
-
-def test_file_states_are_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "a b%41.bin"
-    path.write_bytes(b"one")
-    (before,) = path_states([str(path)])
-    assert before[:2] == (str(path), 3)
-    path.write_bytes(b"two")
-    assert path_states([str(path)]) != (before,)
+@pytest.mark.parametrize("store", ["", "memory://"])
+def test_file_states_are_read_anew(tmp_path: Path, store: str) -> None:
+    file = fsspec.filesystem(store.removesuffix("://") or "file")
+    path = f"{store}{tmp_path}/a b%41.bin"
+    file.pipe_file(path, b"one")
+    (before,) = path_states([path])
+    assert before[:2] == (path, 3)
+    assert path_states([path]) == (before,)
+    file.pipe_file(path, b"two")
+    assert path_states([path]) != (before,)
+    file.rm(path)
     with pytest.raises(FileNotFoundError):
-        path_states([str(tmp_path / "gone")])
-
-
-@pytest.fixture
-def memory_file() -> Iterator[str]:
-    import fsspec
-
-    fs = fsspec.filesystem("memory")
-    fs.pipe_file("/reuse/a b.bin", b"one")
-    yield "memory://reuse/a b.bin"
-    fs.rm("/reuse", recursive=True)
-
-
-def test_files_of_other_storage_are_told_apart_by_their_marks(memory_file: str) -> None:
-    import fsspec
-
-    (before,) = path_states([memory_file])
-    assert (before[0], before[1]) == ("memory://reuse/a b.bin", 3)
-    assert path_states([memory_file]) == (before,)
-    fsspec.filesystem("memory").pipe_file("/reuse/a b.bin", b"two")
-    assert path_states([memory_file]) != (before,)
+        path_states([path])
 
 
 @spark_test

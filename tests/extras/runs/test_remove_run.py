@@ -21,9 +21,8 @@ def table(spark: Any) -> Any:
 
 def fit(table: Any, folder: Path, **params: Any) -> Any:
     network = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
-    return TorchRegressor(
-        model=network, batchSize=16, runUri=str(folder / "run"), showProgress=False, **params
-    ).fit(table)
+    settings = {"batchSize": 16, "runUri": str(folder / "run"), "showProgress": False}
+    return TorchRegressor(model=network, **settings, **params).fit(table)
 
 
 def test_only_the_run_that_made_the_model_is_removed(table: Any, tmp_path: Path) -> None:
@@ -32,9 +31,7 @@ def test_only_the_run_that_made_the_model_is_removed(table: Any, tmp_path: Path)
     first.save(str(run / "model"))
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "notes.txt").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"kept, because it holds '(model/.*|logs/notes.txt)', which ringspark"
-    ):
+    with pytest.raises(ValueError, match=r"kept, because it holds '(model/.*|logs/notes.txt)', which ring"):
         first.removeRun()
     assert TorchRegressionModel.load(str(run / "model")).summary.steps == 2
     (run / "logs" / "notes.txt").unlink()
@@ -64,9 +61,7 @@ def test_a_folder_that_a_saved_model_names_is_not_removed(table: Any, tmp_path: 
 
 
 def test_a_stage_does_not_replace_a_folder_with_other_files(tmp_path: Path) -> None:
-    TorchRegressor(model=ModelSpec("linear", {"in_features": 1, "out_features": 1})).save(
-        str(tmp_path / "stage")
-    )
+    TorchRegressor().save(str(tmp_path / "stage"))
     (tmp_path / "stage" / "data").mkdir()
     (tmp_path / "stage" / "data" / "rows.csv").write_text("")
     with pytest.raises(ValueError, match=r"holds 'data/rows.csv', which ringspark did not write there"):

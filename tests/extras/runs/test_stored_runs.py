@@ -30,9 +30,8 @@ def make(root: Path, name: str, idle_hours: float, *files: str, shards: str = ""
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    make(
-        tmp_path, "run-00000000dead", 30, "owner.json", "heartbeat/rank-0.json", shards="shards-00000000dead"
-    )
+    files = "owner.json", "heartbeat/rank-0.json"
+    make(tmp_path, "run-00000000dead", 30, *files, shards="shards-00000000dead")
     make(tmp_path, "shards-00000000dead", 31, "manifest.json", "_shards-1/part-0.parquet")
     make(tmp_path, "run-0000000a11ve", 30, "owner.json")  # not a valid run id, so not ours
     make(tmp_path, "run-00000000a11e", 30, "owner.json", shards="shards-00000000a11e")

@@ -35,17 +35,12 @@ def test_autolog_logs_a_pipeline_with_our_stage(spark: Any, tmp_path: Path) -> N
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     try:
         flavour.autolog()
-        rows = spark.range(400).selectExpr(
-            "sin(id) AS a", "cos(id) AS b", "cast(sin(id) > 0 AS double) AS label"
-        )
+        columns = "sin(id) AS a", "cos(id) AS b", "cast(sin(id) > 0 AS double) AS label"
+        rows = spark.range(400).selectExpr(*columns)
         assemble = VectorAssembler(inputCols=["a", "b"], outputCol="features")
-        network = TorchClassifier(
-            model=ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2}),
-            epochs=3,
-            learningRate=0.05,
-            storageUri=str(tmp_path / "store"),
-            showProgress=False,
-        )
+        spec = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
+        settings = {"epochs": 3, "learningRate": 0.05, "storageUri": str(tmp_path / "store")}
+        network = TorchClassifier(model=spec, **settings, showProgress=False)
         experiment = mlflow.create_experiment("autolog", artifact_location=str(tmp_path / "artifacts"))
         with mlflow.start_run(experiment_id=experiment) as run:
             model = Pipeline(stages=[assemble, network]).fit(rows)
@@ -53,9 +48,8 @@ def test_autolog_logs_a_pipeline_with_our_stage(spark: Any, tmp_path: Path) -> N
             accuracy = MulticlassClassificationEvaluator(metricName="accuracy").evaluate(predicted)
         found = mlflow.get_run(run.info.run_id)
         assert found.data.params["TorchClassifier.epochs"] == "3"
-        assert [value for name, value in found.data.metrics.items() if name.startswith("accuracy")] == [
-            accuracy
-        ]
+        logged = [value for name, value in found.data.metrics.items() if name.startswith("accuracy")]
+        assert logged == [accuracy]
         loaded = mlflow.spark.load_model(f"runs:/{run.info.run_id}/model")
         assert loaded.transform(rows).collect() == predicted.collect()
     finally:

@@ -69,18 +69,9 @@ class LogsItsRank(Callback):
 
 
 def classifier(folder: Path, **params: Any) -> TorchClassifier:
-    return TorchClassifier(
-        **{
-            "model": ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2}),
-            "epochs": 2,
-            "batchSize": 32,
-            "numWorkers": 2,
-            "storageUri": str(folder),
-            "showProgress": False,
-            "logEverySteps": 1,
-            **params,
-        }
-    )
+    network = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
+    sizes = {"epochs": 2, "batchSize": 32, "numWorkers": 2, "logEverySteps": 1, "showProgress": False}
+    return TorchClassifier(model=network, storageUri=str(folder), **sizes | params)
 
 
 def runs_of(client: Any, experiment: str) -> list[Any]:
@@ -101,21 +92,18 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
     assert (params["epochs"], params["numWorkers"], params["data.rows"]) == ("2", "2", "96")
     assert run.data.tags["ringspark.stage"] == model.uid
     records = model.summary.epochs
-    for name in ("train_loss", "learning_rate"):
-        history = client.get_metric_history(run_id, name)
-        expected = [(3 * record.epoch, getattr(record, name)) for record in records]
-        assert [(metric.step, metric.value) for metric in history] == expected
+
+    def logged(name: str) -> dict[int, float]:
+        return {metric.step: metric.value for metric in client.get_metric_history(run_id, name)}
+
+    for name in ("train_loss", "learning_rate", "rows_per_second", "bytes_sent", "flops"):
+        assert logged(name) == dict(zip([3, 6], model.summary.history[name], strict=True))
     for rank in range(2):
-        history = client.get_metric_history(run_id, f"own_rank{rank}")
-        assert [metric.value for metric in history] == [rank, rank]
-    for name in ("rows_per_second", "bytes_sent", "flops"):
-        history = client.get_metric_history(run_id, name)
-        assert [metric.value for metric in history] == list(model.summary.history[name])
+        assert logged(f"own_rank{rank}") == {3: rank, 6: rank}
     for name in STEP_METRICS:
-        history = client.get_metric_history(run_id, name)
-        assert [metric.step for metric in history] == [1, 2, 3, 4, 5, 6]
+        assert list(logged(name)) == [1, 2, 3, 4, 5, 6]
     # All steps have equally many rows, so the mean over steps is the epoch's loss.
-    losses = [metric.value for metric in client.get_metric_history(run_id, "step/train_loss")]
+    losses = list(logged("step/train_loss").values())
     assert sum(losses[:3]) / 3 == pytest.approx(records[0].train_loss, rel=1e-6)
     assert {file.path for file in client.list_artifacts(run_id)} == {"config.json", "history.json"}
     (data,) = run.inputs.dataset_inputs
@@ -143,16 +131,9 @@ def test_a_resumed_training_goes_on_in_its_run(server: MlflowServer, table: Any,
     broken.touch()
 
     def fit(resume: bool) -> Any:
-        return classifier(
-            tmp_path,
-            epochs=4,
-            runUri=str(tmp_path / "run"),
-            resume=resume,
-            maxRestarts=0,
-            checkpointEverySteps=1,
-            callbacks=[BreakWhile(broken)],
-            tracking=[{"name": "mlflow", **options}],
-        ).fit(table)
+        run = {"runUri": str(tmp_path / "run"), "maxRestarts": 0, "checkpointEverySteps": 1}
+        watched = {"callbacks": [BreakWhile(broken)], "tracking": [{"name": "mlflow", **options}]}
+        return classifier(tmp_path, epochs=4, resume=resume, **run, **watched).fit(table)
 
     with pytest.raises(Exception, match="the power went"):
         fit(resume=False)

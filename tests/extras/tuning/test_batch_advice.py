@@ -9,17 +9,8 @@ from ringspark.extras.tuning.batch_advice import advice_of
 
 
 def record(batch_size: int, noise: GradientNoise | None) -> EpochRecord:
-    return EpochRecord(
-        epoch=1,
-        steps=10,
-        rows=10 * batch_size,
-        seconds=1.0,
-        learning_rate=0.1,
-        train_loss=1.0,
-        validation_loss=None,
-        batch_size=batch_size,
-        noise=noise,
-    )
+    counts = {"epoch": 1, "steps": 10, "rows": 10 * batch_size, "seconds": 1.0, "learning_rate": 0.1}
+    return EpochRecord(train_loss=1.0, validation_loss=None, batch_size=batch_size, noise=noise, **counts)
 
 
 def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed() -> None:
@@ -36,10 +27,7 @@ def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed()
 @pytest.mark.parametrize(
     ("batch_size", "words"),
     [
-        (
-            32,
-            "of the critical size of 1,040 rows; batchSize=1024 needs 0.06 times the steps",
-        ),
+        (32, "of the critical size of 1,040 rows; batchSize=1024 needs 0.06 times the steps"),
         (8192, "batchSize=8,192 is 7.88 times the critical size of 1,040 rows, so a row gives 11%"),
     ],
 )

@@ -37,8 +37,7 @@ class Hungry(nn.Module):
                 torch.empty(len(x), self.per_row, dtype=torch.uint8)
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, before)
-        out: torch.Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 def table(spark: Any, rows: int = 640) -> Any:
@@ -49,18 +48,11 @@ def table(spark: Any, rows: int = 640) -> Any:
     )
 
 
-def regressor(folder: Path, **params: Any) -> TorchRegressor:
-    return TorchRegressor(
-        **{
-            "model": Hungry(),
-            "batchSize": 64,
-            "numWorkers": 2,
-            "collective": "torch",
-            "storageUri": str(folder),
-            "showProgress": False,
-        }
-        | params
-    )
+def regressor(folder: Path, *hidden: int, **params: Any) -> TorchRegressor:
+    """Returns an estimator of a `Hungry` network, or of one with hidden layers."""
+    mlp = ModelSpec("mlp", {"in_features": 1, "hidden": hidden, "out_features": 1})
+    sizes = {"model": mlp if hidden else Hungry(), "batchSize": 64, "numWorkers": 2}
+    return TorchRegressor(**sizes | params, collective="torch", storageUri=str(folder), showProgress=False)
 
 
 @pytest.mark.spark
@@ -88,8 +80,7 @@ def test_the_batch_is_cut_until_a_real_limit_holds_it(spark: Any, tmp_path: Path
 def test_a_smallest_part_that_does_not_fit_and_another_error_end_the_search(
     spark: Any, tmp_path: Path
 ) -> None:
-    spec = ModelSpec("mlp", {"in_features": 1, "hidden": [64], "out_features": 1})
-    hopeless = regressor(tmp_path, model=spec, batchSize=7, numWorkers=2)
+    hopeless = regressor(tmp_path, 64, batchSize=7)
     with pytest.raises(ValueError, match=r"of 2 rows on a worker, does not fit its memory .*is 1000 B\)"):
         batch_that_fits(hopeless, table(spark, 32), 1000)
     diverges = regressor(tmp_path, model=nn.Linear(1, 1), optimizer="sgd", learningRate=1e38)
@@ -101,8 +92,7 @@ def test_a_smallest_part_that_does_not_fit_and_another_error_end_the_search(
 @pytest.mark.spark
 @pytest.mark.slow
 def test_what_the_plan_rules_out_is_not_tried(spark: Any, tmp_path: Path) -> None:
-    spec = ModelSpec("mlp", {"in_features": 1, "hidden": [256, 256], "out_features": 1})
-    estimator = regressor(tmp_path, model=spec, batchSize=512, numWorkers=1)
+    estimator = regressor(tmp_path, 256, 256, batchSize=512, numWorkers=1)
     everything = batch_that_fits(estimator, table(spark), "1g")
     assert list(everything.tries["outcome"]) == ["fits"]
     most = int(everything.tries["planned_bytes"][0])
@@ -115,8 +105,7 @@ def test_what_the_plan_rules_out_is_not_tried(spark: Any, tmp_path: Path) -> Non
 @pytest.mark.spark
 @pytest.mark.slow
 def test_workers_of_one_replica_have_the_same_rows(spark: Any, tmp_path: Path) -> None:
-    spec = ModelSpec("mlp", {"in_features": 1, "hidden": [64, 64], "out_features": 1})
-    found = batch_that_fits(regressor(tmp_path, model=spec, parallelism={"tensor": 2}), table(spark), "1g")
+    found = batch_that_fits(regressor(tmp_path, 64, 64, parallelism={"tensor": 2}), table(spark), "1g")
     assert (found.gradient_accumulation, found.rows) == (1, 64)
     with pytest.raises(ValueError, match=r"of 1 rows on a worker, does not fit its memory .*is 1000 B\)"):
         batch_that_fits(found.estimator, table(spark), 1000)
@@ -124,30 +113,20 @@ def test_workers_of_one_replica_have_the_same_rows(spark: Any, tmp_path: Path) -
 
 @pytest.mark.spark
 def test_bad_input_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs an estimator of ringspark, .* got str"):
-        batch_that_fits("mlp", table(spark))
-    with pytest.raises(ValueError, match="budget must be bytes as an int or a string such as '4g'"):
-        batch_that_fits(regressor(tmp_path), table(spark), "much")
-    with pytest.raises(ValueError, match="batch_that_fits needs training rows, got none"):
-        batch_that_fits(regressor(tmp_path), table(spark).where("label > 2"))
-
-
-def allocation_errors() -> dict[str, BaseException]:
-    """Returns errors of real allocations that no machine can satisfy."""
-    found: dict[str, BaseException] = {}
-    for name, allocate in {
-        "Python": lambda: bytearray(1 << 60),
-        "torch": lambda: torch.empty(1 << 50, dtype=torch.uint8),
-    }.items():
-        with pytest.raises((MemoryError, RuntimeError)) as caught:
-            allocate()
-        found[name] = caught.value
-    return found
+    for arguments, message in (
+        (("mlp", table(spark)), r"needs an estimator of ringspark, .* got str"),
+        ((regressor(tmp_path), table(spark), "much"), "budget must be bytes as an int or .* such as '4g'"),
+        ((regressor(tmp_path), table(spark).where("label > 2")), "needs training rows, got none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch_that_fits(*arguments)
 
 
 def test_an_allocation_that_failed_is_told_from_other_errors() -> None:
-    for error in allocation_errors().values():
-        assert Failure.of(error, 0, "training", from_peer=False).is_out_of_memory
+    for allocate in (lambda: bytearray(1 << 60), lambda: torch.empty(1 << 50, dtype=torch.uint8)):
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
+            allocate()  # more than any machine has
+        assert Failure.of(caught.value, 0, "training", from_peer=False).is_out_of_memory
     for other in (RuntimeError("shapes do not match"), ValueError("not enough memory")):
         assert not Failure.of(other, 0, "training", from_peer=False).is_out_of_memory
 

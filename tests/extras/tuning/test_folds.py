@@ -12,17 +12,11 @@ from changing_frames import random_function
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import CrossValidator, TrainValidationSplit
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier
-from ringspark.extras.tuning import (
-    cross_validate,
-    fold_pairs,
-    grouped_folds,
-    stratified_folds,
-    time_folds,
-)
+from ringspark.extras.tuning import cross_validate, fold_pairs, grouped_folds, stratified_folds, time_folds
 from ringspark.extras.tuning import folds as folds_module
 from ringspark.models import ModelSpec
 
@@ -70,29 +64,25 @@ def test_no_group_is_in_two_folds_and_folds_differ_by_at_most_the_largest_group(
     assert max(sizes.values()) - min(sizes.values()) <= max(Counter(row[0] for row in rows).values())
 
 
+def _by_map(df: Any, seed: int) -> Any:
+    rows = df.select("label", F.create_map(F.lit("id"), "id").alias("map"))
+    return stratified_folds(rows, "label", K, seed).withColumn("id", F.col("map")["id"])
+
+
+DEALS: dict[str, Any] = {
+    "stratified": lambda df, seed: stratified_folds(df, "label", K, seed),
+    "stratified by a key": lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["id"]),
+    "by a key that many rows share": lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["n"]),
+    "rows that differ only in a map": _by_map,
+    "grouped": lambda df, seed: grouped_folds(df, "id", K, seed),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "deal",
-    [
-        lambda df, seed: stratified_folds(df, "label", K, seed),
-        lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["id"]),
-        lambda df, seed: stratified_folds(df, "label", K, seed, keyCols=["n"]),
-        lambda df, seed: stratified_folds(
-            df.select("label", F.create_map(F.lit("id"), "id").alias("map")), "label", K, seed
-        ).withColumn("id", F.col("map")["id"]),
-        lambda df, seed: grouped_folds(df, "id", K, seed),
-    ],
-    ids=[
-        "stratified",
-        "stratified by a key",
-        "by a key that many rows share",
-        "rows that differ only in a map",
-        "grouped",
-    ],
-)
-def test_the_rows_and_the_seed_alone_decide(table: Any, deal: Any) -> None:
+@pytest.mark.parametrize("name", DEALS)
+def test_the_rows_and_the_seed_alone_decide(table: Any, name: str) -> None:
     def folds(df: Any, seed: int) -> list[Any]:
-        return sorted(deal(df, seed).select("id", "fold").collect())
+        return sorted(DEALS[name](df, seed).select("id", "fold").collect())
 
     first = folds(table, 1)
     assert folds(shuffled(table), 1) == first
@@ -133,6 +123,8 @@ def test_training_ends_more_than_the_gap_before_validation(table: Any, name: str
 def _bad(spark: Any, table: Any) -> dict[str, tuple[Any, str]]:
     t = table
     null = t.withColumn("label", F.expr("nullif(label, 'd')"))
+    span = t.withColumn("i", F.expr("make_interval(0, 0, 0, 1)"))
+    months = t.withColumn("i", F.expr("make_ym_interval(1, id)"))
     return {
         "k": (lambda: stratified_folds(t, "label", 1), r"k of stratified_folds must be .* got 1$"),
         "k of time": (lambda: time_folds(t, "t", True), r"k of time_folds must be .* got True$"),
@@ -146,11 +138,11 @@ def _bad(spark: Any, table: Any) -> dict[str, tuple[Any, str]]:
         "few groups": (lambda: grouped_folds(t, "label", 5), r"per fold \(5\), got 4 in column 'label'"),
         "map": (lambda: grouped_folds(t, "m", 2), r"groupCol 'm' must have .* got map<string,bigint>"),
         "no order": (
-            lambda: stratified_folds(t.withColumn("i", F.expr("make_interval(0, 0, 0, 1)")), "i", 2),
+            lambda: stratified_folds(span, "i", 2),
             r"labelCol 'i' must have values that can be compared, got interval; use another column",
         ),
         "months": (
-            lambda: stratified_folds(t.withColumn("i", F.expr("make_ym_interval(1, id)")), "i", 2),
+            lambda: stratified_folds(months, "i", 2),
             r"per fold \(2\), got 1 of class \"INTERVAL '1-0' YEAR TO MONTH\"; lower k",
         ),
         "missing": (lambda: grouped_folds(t, "labl", 2), r"groupCol 'labl' is not a column .*'label'"),
@@ -158,13 +150,11 @@ def _bad(spark: Any, table: Any) -> dict[str, tuple[Any, str]]:
         "taken": (lambda: grouped_folds(t, "id", 2, foldCol="N"), r"foldCol 'N' is already a column"),
         "no frame": (lambda: grouped_folds([1], "id", 2), r"grouped_folds takes a Spark DataFrame, got"),
         "gap": (lambda: time_folds(t, "t", 2, timedelta(-1)), r"gap must be finite and not negative"),
-        "unit": (
-            lambda: time_folds(t, "t", 2, 3),
-            r"gap must be a datetime.timedelta, because timeCol",
-        ),
-        "unit of n": (
-            lambda: time_folds(t, "n", 2, timedelta(1)),
-            r"gap must be a number, because timeCol 'n'",
+        "unit": (lambda: time_folds(t, "t", 2, 3), r"gap must be a datetime.timedelta, because timeCol"),
+        "unit of n": (lambda: time_folds(t, "n", 2, timedelta(1)), r"be a number, because timeCol 'n'"),
+        "no key": (
+            lambda: stratified_folds(t, "label", 2, keyCols=[]),
+            r"keyCols must be .* one column, got",
         ),
         "wide gap": (lambda: time_folds(t, "n", 2, 30), r"leaves fold 0 without training rows, with k=2"),
         "ties": (lambda: time_folds(t.withColumn("n", F.lit(1)), "n", 2), r"leaves fold 0 without training"),
@@ -214,13 +204,9 @@ def test_cross_validation_removes_what_it_fitted_and_nothing_else(classes: Any, 
     kept = _classifier(tmp_path / "mine", predictionCol="first", rawPredictionCol="", probabilityCol="")
     mine = kept.fit(classes)
     own = _classifier(tmp_path / "theirs")
-    search = TrainValidationSplit(
-        estimator=own,
-        estimatorParamMaps=[{own.epochs: 1}],
-        evaluator=BinaryClassificationEvaluator(),
-    )
-    pair = (classes, classes)
-    cross_validate(Pipeline(stages=[mine, search]), [pair], BinaryClassificationEvaluator())
+    judge = BinaryClassificationEvaluator()
+    search = TrainValidationSplit(estimator=own, estimatorParamMaps=[{own.epochs: 1}], evaluator=judge)
+    cross_validate(Pipeline(stages=[mine, search]), [(classes, classes)], judge)
     assert mine.transform(classes).count() == classes.count()
     # Spark's search leaves files of trials other than its best model, which this package cannot identify.
     assert len(list((tmp_path / "theirs").iterdir())) <= 1
@@ -230,32 +216,23 @@ def test_cross_validation_removes_what_it_fitted_and_nothing_else(classes: Any, 
 def test_spark_s_cross_validator_takes_the_folds(classes: Any, tmp_path: Path) -> None:
     estimator = _classifier(tmp_path)
     dealt = grouped_folds(classes.withColumn("g", F.expr("id % 12")), "g", 2)
-    validator = CrossValidator(
-        estimator=estimator,
-        estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [2, 4]).build(),
-        evaluator=BinaryClassificationEvaluator(),
-        numFolds=2,
-        foldCol="fold",
-    )
+    maps, judge = [{estimator.epochs: epochs} for epochs in (2, 4)], BinaryClassificationEvaluator()
+    given = {"estimator": estimator, "estimatorParamMaps": maps, "evaluator": judge}
+    validator = CrossValidator(**given, numFolds=2, foldCol="fold")
     assert max(validator.fit(dealt).avgMetrics) > 0.99
 
 
-def test_no_key_at_all_is_refused(table: Any) -> None:
-    with pytest.raises(ValueError, match=r"keyCols must be a list of at least one column, got \[\]"):
-        stratified_folds(table, "label", K, keyCols=[])
-
-
 def test_cross_validation_refuses_what_it_cannot_use(classes: Any, tmp_path: Path) -> None:
-    evaluator = BinaryClassificationEvaluator()
-    pair = (classes, classes)
-    with pytest.raises(ValueError, match="runUri is the folder of one training"):
-        cross_validate(_classifier(tmp_path, runUri=str(tmp_path / "run")), [pair], evaluator)
-    with pytest.raises(ValueError, match="folds must hold at least one pair"):
-        cross_validate(_classifier(tmp_path), [], evaluator)
-    with pytest.raises(ValueError, match=r"folds must hold pairs .* got DataFrame"):
-        cross_validate(_classifier(tmp_path), [classes], evaluator)
-    with pytest.raises(ValueError, match="got str for 'metric'"):
-        cross_validate(_classifier(tmp_path), [pair], "auc")
+    judge, pairs, own = BinaryClassificationEvaluator(), [(classes, classes)], _classifier(tmp_path)
+    in_one_folder = _classifier(tmp_path, runUri=str(tmp_path / "run"))
+    for arguments, message in (
+        ((in_one_folder, pairs, judge), "runUri is the folder of one training"),
+        ((own, [], judge), "folds must hold at least one pair"),
+        ((own, [classes], judge), r"folds must hold pairs .* got DataFrame"),
+        ((own, pairs, "auc"), "got str for 'metric'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cross_validate(*arguments)
 
 
 @pytest.mark.parametrize("deal", [stratified_folds, grouped_folds])

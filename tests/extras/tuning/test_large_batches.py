@@ -10,7 +10,6 @@ import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.tuning import ParamGridBuilder
-from pyspark.sql import functions as F
 
 from ringspark.estimators import ScaleLearningRate, TorchRegressor
 from ringspark.estimators.stages.to_config import settings_without_effect
@@ -26,22 +25,18 @@ SCALING = ScaleLearningRate(base_batch_size=8, warmup_epochs=0.5)
 PAIRS = [[2, 32], [4, 64]]
 
 
+SETTINGS: dict[str, Any] = {
+    "model": LINE,
+    "epochs": 4,
+    "batchSize": 16,
+    "batchSizeSchedule": {4: 64, 2: 32},
+    "scaleLearningRate": SCALING,
+}
+
+
 def regressor(**params: Any) -> TorchRegressor:
-    return TorchRegressor(
-        **{
-            "model": LINE,
-            "epochs": 4,
-            "batchSize": 16,
-            "batchSizeSchedule": {4: 64, 2: 32},
-            "scaleLearningRate": SCALING,
-            "optimizer": "sgd",
-            "learningRate": 0.004,
-            "collective": "torch",
-            "reader": "arrow",
-            "showProgress": False,
-        }
-        | params
-    )
+    fixed = {"optimizer": "sgd", "learningRate": 0.004, "collective": "torch", "reader": "arrow"}
+    return TorchRegressor(**SETTINGS | params, **fixed, showProgress=False)
 
 
 def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
@@ -56,13 +51,9 @@ def test_the_params_are_kept_in_one_form(spark: Any, tmp_path: Path) -> None:
     (again,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
     for stage in (loaded, again, again.copy()):
         assert (stage.getBatchSizeSchedule(), stage.getScaleLearningRate()) == (PAIRS, SCALING)
-    grid = (
-        ParamGridBuilder()
-        .addGrid(estimator.batchSizeSchedule, [{3: 48}, [[2, 24]]])
-        .addGrid(estimator.scaleLearningRate, [None, {"rule": "sqrt", "baseBatchSize": 4}])
-        .build()
-    )
-    found = [estimator.copy(values) for values in grid]
+    grid = ParamGridBuilder().addGrid(estimator.batchSizeSchedule, [{3: 48}, [[2, 24]]])
+    grid.addGrid(estimator.scaleLearningRate, [None, {"rule": "sqrt", "baseBatchSize": 4}])
+    found = [estimator.copy(values) for values in grid.build()]
     assert [stage.getBatchSizeSchedule() for stage in found] == [[[3, 48]]] * 2 + [[[2, 24]]] * 2
     scaled = ScaleLearningRate(base_batch_size=4, rule="sqrt")
     assert [stage.getScaleLearningRate() for stage in found] == [None, scaled] * 2
@@ -94,9 +85,9 @@ def test_short_trainings_have_one_batch_size_and_the_rate_that_they_are_given(sp
 def test_two_workers_of_spark_train_as_one_and_say_what_they_do(
     spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = spark.range(0, 100, 1, 2).select(
-        F.array(F.sin("id"), F.cos("id")).cast("array<float>").alias("features"),
-        F.sin(F.col("id") + 1).alias("label"),
+    rows = spark.range(0, 100, 1, 2)
+    rows = rows.selectExpr(
+        "CAST(array(sin(id), cos(id)) AS array<float>) AS features", "sin(id + 1) AS label"
     )
     uri = str(tmp_path / "shards")
     write_shards(rows, uri)
@@ -123,9 +114,7 @@ def test_two_workers_of_spark_train_as_one_and_say_what_they_do(
 
 @pytest.mark.slow
 def test_a_batch_that_fits_is_the_largest(spark: Any, tmp_path: Path) -> None:
-    rows = spark.range(0, 300, 1, 2).select(
-        F.array(F.sin("id"), F.cos("id")).alias("features"), F.cos("id").alias("label")
-    )
+    rows = spark.range(0, 300, 1, 2).selectExpr("array(sin(id), cos(id)) AS features", "cos(id) AS label")
     # 64 rows of some kilobytes each.
     wide = ModelSpec("mlp", {"in_features": 2, "hidden": [256] * 8, "out_features": 1})
     estimator = regressor(model=wide, storageUri=str(tmp_path))

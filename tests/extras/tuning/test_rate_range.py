@@ -65,17 +65,16 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any) -> None:
     df = spark.range(4)
     network = ModelSpec("linear", {"in_features": 1, "out_features": 1})
     estimator = TorchRegressor(model=network)
-    with pytest.raises(ValueError, match=r"needs an estimator of ringspark, .* got str"):
-        lr_range_test("x", df)
-    with pytest.raises(ValueError, match="lowest must be below highest, got 1 and 1"):
-        lr_range_test(estimator, df, 1, 1)
-    with pytest.raises(ValueError, match="highest must be a finite learning rate above 0, got nan"):
-        lr_range_test(estimator, df, 1, float("nan"))
-    with pytest.raises(ValueError, match="steps must be a whole number of at least 10, got 5"):
-        lr_range_test(estimator, df, steps=5)
     own = TorchRegressor(model=network, optimizer=lambda parameters: None)
-    with pytest.raises(ValueError, match="needs the name of an optimizer"):
-        lr_range_test(own, df)
+    for arguments, message in (
+        (("x", df), r"needs an estimator of ringspark, .* got str"),
+        ((estimator, df, 1, 1), "lowest must be below highest, got 1 and 1"),
+        ((estimator, df, 1, np.nan), "highest must be a finite learning rate above 0, got nan"),
+        ((estimator, df, 1e-6, 1.0, 5), "steps must be a whole number of at least 10, got 5"),
+        ((own, df), "needs the name of an optimizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lr_range_test(*arguments)
 
 
 @pytest.mark.spark
