@@ -19,16 +19,15 @@ COMMAND = Path(__file__).parent.parent.parent / "jobs" / "command.py"
 
 def check(*options: str, **variables: str) -> tuple[int, dict[str, str], str]:
     """Runs the command; returns its exit code, subject -> line, and its last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ringspark.jobs.command", "check", *options],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ringspark("check", *options, **variables)
     # Spark's log goes to stderr as well.
     end = done.stderr if done.returncode else done.stdout
     return done.returncode, lines_of(done.stdout), end.strip().rpartition("\n")[2]
+
+
+def ringspark(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ringspark.jobs.command", *words]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
 
 
 def lines_of(text: str) -> dict[str, str]:
@@ -69,9 +68,7 @@ def test_java_is_missing(tmp_path: Path) -> None:
     assert code == 2
     assert f"JAVA_HOME ({tmp_path}) has no bin/java: install Java 17 or 21" in found["session"]
     assert len(found) == 1
-    command = [sys.executable, "-m", "ringspark.jobs.command", "demo"]
-    variables = {**os.environ, "JAVA_HOME": str(tmp_path)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    done = ringspark("demo", JAVA_HOME=str(tmp_path))
     assert done.returncode == 2
     assert "error: Spark did not start: [JAVA_" in done.stderr.splitlines()[-1]
 
@@ -117,9 +114,8 @@ def test_problems_of_a_cluster(tmp_path: Path) -> None:
     def submit(master: str, conf: dict[str, str], *options: str) -> dict[str, str]:
         confs = [f"--conf={name}={value}" for name, value in {"spark.executor.memory": "1g", **conf}.items()]
         command = [str(SPARK / "spark-submit"), "--master", master, *confs, str(COMMAND), "check", *options]
-        done = subprocess.run(
-            command, env=spark_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        given = {"env": spark_environment(), "cwd": tmp_path, "capture_output": True, "text": True}
+        done = subprocess.run(command, **given)
         assert done.returncode == 2, done.stdout + done.stderr
         return lines_of(done.stdout)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import CrossValidator
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
 from ringspark.models import ModelSpec
@@ -46,15 +47,13 @@ def teacher(rows: Any, root: Path) -> Any:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = model.module().state_dict()
-    return found
+    return model.module().state_dict()
 
 
 def test_a_network_that_equals_its_teacher_stays_as_it_is(rows: Any, teacher: Any, root: Path) -> None:
     start = {"initialModel": teacher, "optimizer": "sgd", "learningRate": 1.0, "validationFraction": 0.25}
     student = _estimator(TorchClassifier, root, "name", teacher=teacher, alpha=1.0, **start).fit(rows)
-    before, after = _weights(teacher), _weights(student)
-    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-6
+    torch.testing.assert_close(_weights(student), _weights(teacher), rtol=0, atol=1e-6)
     record = student.summary.epochs[0]
     assert record.train_loss == pytest.approx(0.0, abs=1e-6)
     # The held-out loss is the label's alone.
@@ -97,14 +96,9 @@ def test_a_saved_estimator_has_the_path_of_its_teacher(rows: Any, teacher: Any, 
 def test_cross_validation_passes_the_teacher_on(rows: Any, teacher: Any, root: Path) -> None:
     def fit(**changes: Any) -> list[float]:
         estimator = _estimator(TorchClassifier, root, "number", learningRate=0.05, **changes)
-        grid = ParamGridBuilder().addGrid(estimator.alpha, [1.0]).build()
         judge = MulticlassClassificationEvaluator(labelCol="number", metricName="logLoss")
-        found: list[float] = (
-            CrossValidator(estimator=estimator, estimatorParamMaps=grid, evaluator=judge, numFolds=2, seed=1)
-            .fit(rows)
-            .avgMetrics
-        )
-        return found
+        given = {"estimator": estimator, "estimatorParamMaps": [{estimator.alpha: 1.0}], "evaluator": judge}
+        return CrossValidator(**given, numFolds=2, seed=1).fit(rows).avgMetrics
 
     numbers = _estimator(TorchClassifier, root, "number", epochs=3, learningRate=0.05).fit(rows)
     with pytest.warns(UserWarning, match="alpha has no effect"):
@@ -122,13 +116,7 @@ def test_a_regression_imitates_values(rows: Any, root: Path) -> None:
 @pytest.mark.slow
 def test_a_pack_for_a_table_teaches_a_smaller_one(rows: Any, root: Path) -> None:
     table = rows.select("features", "name")
-    shared = {
-        "labelCol": "name",
-        "epochs": 2,
-        "storageUri": str(root),
-        "showProgress": False,
-        "numWorkers": 2,
-    }
+    shared = {"labelCol": "name", "epochs": 2, "numWorkers": 2, "storageUri": str(root)}
     teacher = TorchClassifier(**shared).fit(table)
     spec = ModelSpec("tabpack", {"rates": [1.0], "dropouts": [0.1], "width": 16})
     student = TorchClassifier(**shared, model=spec, teacher=teacher, alpha=0.9).fit(table)
@@ -138,27 +126,23 @@ def test_a_pack_for_a_table_teaches_a_smaller_one(rows: Any, root: Path) -> None
 
 
 def test_other_teachers_are_refused(rows: Any, teacher: Any, root: Path) -> None:
-    def refuse(match: str, kind: Any, label: str) -> None:
-        with pytest.raises(ValueError, match=match):
-            _estimator(kind, root, label, teacher=teacher).fit(rows)
+    def with_teacher(label: str, kind: Any = TorchClassifier) -> Any:
+        return _estimator(kind, root, label, teacher=teacher)
 
-    refuse("teacher of TorchRegressor must be a TorchRegressionModel", TorchRegressor, "value")
-    refuse("classes of numbers, but teacher was fitted on strings", TorchClassifier, "number")
-    other = _estimator(TorchClassifier, root, "name", teacher=teacher).setModel(_network(4))
-    with pytest.raises(ValueError, match="teacher has 3 outputs per row, but the network has 4; fit"):
-        other.fit(rows)
-    with pytest.raises(ValueError, match="train rows with strings that are no class of teacher; fit"):
-        _estimator(TorchClassifier, root, "name", teacher=teacher).fit(
-            rows.selectExpr("features", "if(number = 0, 'other', name) as name")
-        )
+    others = rows.selectExpr("features", "if(number = 0, 'other', name) as name")
     several = _estimator(TorchEstimator, root, "number", loss="cross_entropy").fit(rows)
     pair = TorchEstimator(model=_network(), labelCols=["value", "number"], teacher=several)
-    with pytest.raises(ValueError, match="teacher works with one label, got "):
-        pair.fit(rows)
-
-
-def test_shards_that_exist_are_refused(rows: Any, teacher: Any, root: Path) -> None:
-    manifest = write_shards(rows.select("features", "number"), str(root / "shards"))
-    estimator = _estimator(TorchClassifier, root, "number", teacher=teacher)
-    with pytest.raises(ValueError, match="cannot use teacher, because shards lack its outputs; call fit"):
-        estimator.fitOnShards(manifest.uri)
+    shards = write_shards(rows.select("features", "number"), str(root / "shards")).uri
+    refused: dict[str, Callable[[], Any]] = {
+        "of TorchRegressor must be a TorchReg": lambda: with_teacher("value", TorchRegressor).fit(rows),
+        "classes of numbers, but teacher was fitted on strings": lambda: with_teacher("number").fit(rows),
+        "has 3 outputs per row, but the network has 4; fit": (
+            lambda: with_teacher("name").setModel(_network(4)).fit(rows)
+        ),
+        "rows with strings that are no class of teacher; fit": lambda: with_teacher("name").fit(others),
+        "teacher works with one label, got ": lambda: pair.fit(rows),
+        "because shards lack its outputs; call fit": lambda: with_teacher("number").fitOnShards(shards),
+    }
+    for message, fit in refused.items():
+        with pytest.raises(ValueError, match=message):
+            fit()

@@ -62,9 +62,8 @@ def test_experts_keep_the_gate_of_their_class() -> None:
 
     from ringspark.extras.hugging_face.experts import Mixture
 
-    experts = DeepseekV4Experts(
-        DeepseekV4Config(hidden_size=16, moe_intermediate_size=8, num_local_experts=4, num_experts_per_tok=2)
-    )
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = DeepseekV4Experts(DeepseekV4Config(**sizes))
     for parameter in experts.parameters():  # so large that the class clamps the gate
         nn.init.normal_(parameter, std=2.0)
     rows, index = torch.randn(6, 16), torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]])
@@ -110,9 +109,8 @@ def test_a_network_without_one_chain_of_blocks_is_refused_in_a_pipeline() -> Non
     import transformers
 
     inner = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    config = transformers.CLIPConfig(
-        text_config=inner, vision_config={**inner, "image_size": 8, "patch_size": 4}
-    )
+    vision = {**inner, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=inner, vision_config=vision)
     with pytest.raises(ValueError, match=r"needs one chain of blocks.* leave 'pipeline' out of parallelism"):
         links_of(transformers.CLIPModel(config))
 

@@ -37,11 +37,7 @@ def test_a_spec_has_the_initial_weights_of_its_class(name: str) -> None:
     torch.manual_seed(0)
     ours, theirs = family.spec().build(), family.build()
     assert type(ours) is type(theirs)
-    for (name, tensor), (other, expected) in zip(
-        ours.state_dict().items(), theirs.state_dict().items(), strict=True
-    ):
-        assert name == other
-        assert torch.equal(tensor, expected)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +69,8 @@ def test_deferred_initialization_gives_the_same_weights(name: str, dtype: str) -
     assert all(parameter.is_meta for parameter in module.parameters())
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         assert torch.equal(first.initialize(name), parameter), name
-    for (name, buffer), (_, own) in zip(whole.named_buffers(), module.named_buffers(), strict=True):
-        assert torch.equal(buffer, own), name
+    buffers = dict(whole.named_buffers()), dict(module.named_buffers())
+    torch.testing.assert_close(*buffers, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -82,22 +78,21 @@ def test_a_short_network_has_the_first_blocks_of_the_whole(name: str) -> None:
     spec = FAMILIES[name].spec()
     short = shorten(spec, 1)
     whole, fewer = (dict(build_on_meta(s.build).named_parameters()) for s in (spec, short))
-    assert 0 < len(fewer) < len(whole)
-    assert fewer.keys() < whole.keys()
+    assert set() < fewer.keys() < whole.keys()
     assert all(whole[key].shape == parameter.shape for key, parameter in fewer.items())
     assert shorten(short, 1) is None
 
 
 def _config(name: str, folder: Path, **changes: Any) -> tuple[Family, TrainConfig, UserObjects]:
     family = FAMILIES[name]
-    config = make_config(family, folder, **{"model": family.spec().to_json(), **changes})
+    config = make_config(family, folder, **{"model": family.spec(), **changes})
     return family, config, UserObjects(losses=family.losses)
 
 
 @pytest.mark.parametrize("mesh", AXES)
 def test_the_driver_never_holds_the_whole_network(mesh: str, tmp_path: Path) -> None:
     spec = FAMILIES["Llama"].spec(**LARGE["Llama"])
-    _, config, objects = _config("Llama", tmp_path, model=spec.to_json(), num_workers=2, **MESHES[mesh])
+    _, config, objects = _config("Llama", tmp_path, model=spec, num_workers=2, **MESHES[mesh])
     whole = sum(parameter.nbytes for parameter in build_on_meta(spec.build).parameters())
     # Four times the weights of 2 of 12 blocks, with their gradients and the activations.
     assert driver_bytes(config, objects) < whole / 2
@@ -142,7 +137,7 @@ def test_the_driver_accepts_names_of_blocks_that_it_does_not_run(changes: Any, t
 @pytest.mark.parametrize("name", LARGE)
 def test_a_rank_builds_only_its_shard(name: str, mesh: str, tmp_path: Path) -> None:
     spec = FAMILIES[name].spec(**LARGE[name])
-    _, config, objects = _config(name, tmp_path, model=spec.to_json(), num_workers=2, **MESHES[mesh])
+    _, config, objects = _config(name, tmp_path, model=spec, num_workers=2, **MESHES[mesh])
     whole = sum(parameter.nbytes for parameter in build_on_meta(spec.build).parameters())
     assert max(rank_bytes(config, objects)) < whole / 2 + BUNDLES
 

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing_callback import Fails
 from pyspark.sql import functions as F
 
-from ringspark.estimators import Callback, Pretrained, TorchAutoencoder, TorchClassifier, TorchEstimator
-from ringspark.estimators.torch_model import TorchModel
+from ringspark.estimators import (
+    Pretrained,
+    TorchAutoencoder,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    WorkerError,
+)
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens
 
@@ -132,38 +139,24 @@ def test_settings_that_exclude_each_other(frame: Any, common: Any, settings: Any
 def test_a_resumed_training_masks_the_same_values(frame: Any, common: dict[str, Any], tmp_path: Path) -> None:
     settings = common | {"mask": 0.3, "epochs": 2, "noise": 0.1}
     whole = TorchAutoencoder(model=linear(), **settings).fit(frame)
-    parts = settings | {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 1}
+    parts = settings | {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 1, "maxRestarts": 0}
     del parts["storageUri"]
-    with pytest.raises(Exception, match="stopped here"):
-        TorchAutoencoder(model=linear(), callbacks=[Stop()], maxRestarts=0, **parts).fit(frame)
-    resumed = TorchAutoencoder(model=linear(), callbacks=[Stop(10**9)], resume=True, **parts).fit(frame)
+    stage = TorchAutoencoder(model=linear(), callbacks=[Fails(tmp_path / "failed", step=6)], **parts)
+    with pytest.raises(WorkerError, match="step 6"):
+        stage.fit(frame)
+    resumed = stage.setResume(True).fit(frame)
+    assert len(resumed.summary.resumed_steps) == 1
     assert torch.equal(weights(whole), weights(resumed))
-
-
-class Stop(Callback):
-    def __init__(self, step: int = 6) -> None:
-        self.step = step
-
-    def on_step_end(self, state: Any) -> None:
-        if state.step == self.step:
-            raise RuntimeError("stopped here")
 
 
 @pytest.mark.slow
 def test_a_table_network_starts_from_its_pretraining(spark: Any, common: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     hidden = rng.normal(size=400)
-    rows = [
-        (
-            float(h + rng.normal() / 4),
-            float(h * h),
-            "ab"[int(h > 0)],
-            None if h > 1.5 else float(h),
-            int(h > 0.3),
-        )
-        for h in hidden
-    ]
-    table = spark.createDataFrame(rows, "x double, y double, city string, z double, label int").coalesce(1)
+    rows = [(float(h), float(h + rng.normal() / 4)) for h in hidden]
+    columns = "x", "h * h AS y", "if(h > 0, 'b', 'a') AS city", "if(h > 1.5, null, h) AS z"
+    table = spark.createDataFrame(rows, "h double, x double").selectExpr(*columns, "int(h > 0.3) AS label")
+    table = table.coalesce(1)
     settings = {"storageUri": common["storageUri"], "showProgress": False}
     pretrained = TorchAutoencoder(epochs=3, **settings).fit(table.drop("label"))
     losses = pretrained.summary.history["train_loss"]
@@ -213,12 +206,8 @@ def test_masked_tokens_are_predicted_from_their_neighbors(spark: Any, common: An
     texts = [(" ".join(f"w{(i + j) % 8}" for j in range(4 + i % 5)), i % 2) for i in range(400)]
     table = spark.createDataFrame(texts, "text string, label int").coalesce(1)
     sizes = {"vocab_size": tokens.num_ids, "max_seq_len": 8, "dim": 32, "depth": 2, "num_heads": 2}
-    settings = common | {
-        "featuresCol": "text",
-        "columns": {"text": tokens},
-        "learningRate": 0.003,
-        "batchSize": 32,
-    }
+    settings = common | {"featuresCol": "text", "columns": {"text": tokens}}
+    settings |= {"learningRate": 0.003, "batchSize": 32}
     network = ModelSpec(f"{NETWORKS}:MaskedTransformer", sizes)
     model = TorchAutoencoder(model=network, mask=0.2, epochs=20, **settings).fit(table)
     assert model.summary.history["train_loss"].iloc[-1] < 0.5 * np.log(8)

@@ -85,14 +85,10 @@ def test_several_inputs_become_one_target() -> None:
 
 
 def test_a_table_masks_numbers_as_missing_and_ids_as_unknown() -> None:
-    numbers, ids = (
-        ROWS.clone(),
-        torch.randint(0, 4, (len(ROWS), 2), generator=torch.Generator().manual_seed(1)),
-    )
+    numbers, ids = ROWS.clone(), torch.arange(2 * len(ROWS)).reshape(-1, 2) % 7 % 4
     numbers[0] = float("nan")
-    (seen, seen_ids), (target,) = Corruption(roles=("numbers", "ids"), mask=0.5)(
-        numbers, ids, labels=numbers, step_seed=2
-    )
+    corruption = Corruption(roles=("numbers", "ids"), mask=0.5)
+    (seen, seen_ids), (target,) = corruption(numbers, ids, labels=numbers, step_seed=2)
     assert torch.equal(seen.isnan(), ~target[:, :6].isnan() | numbers.isnan())
     assert bool(target[0, :6].isnan().all())  # a missing number is no target
     masked = target[:, 6:] != IGNORED

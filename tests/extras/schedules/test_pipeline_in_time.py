@@ -18,24 +18,19 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.extras.model_parallel.pipeline import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.actions import PassType
 from ringspark.extras.model_parallel.pipeline.partition import count_parameters, measure_costs
-from ringspark.extras.model_parallel.pipeline.sections import (
-    StageSection,
-    chunk_lengths,
-    split_into_sections,
-)
+from ringspark.extras.model_parallel.pipeline.sections import StageSection, chunk_lengths, split_into_sections
 from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
 from ringspark.models.chain import links_of, run_links
 from ringspark.models.reports import collect_reports
 
 pytestmark = pytest.mark.distributed
 TIMES = 7
-IDS = {"vocab_size": 9, "hidden": 5, "depth": 4, "out_features": 2, "padding_id": 0}
+SIZES = {"hidden": 5, "depth": 4, "out_features": 2}
+IDS = {"vocab_size": 9, **SIZES, "padding_id": 0}
 NETWORKS: dict[str, ModelSpec] = {
     "gru": ModelSpec("recurrent", {**IDS, "kind": "gru"}),
     "lstm": ModelSpec("recurrent", {**IDS, "kind": "lstm", "pool": "mean"}),
-    "numbers": ModelSpec(
-        "recurrent", {"in_features": 3, "hidden": 5, "depth": 4, "out_features": 2, "kind": "rnn"}
-    ),
+    "numbers": ModelSpec("recurrent", {"in_features": 3, **SIZES, "kind": "rnn"}),
 }
 
 
@@ -146,26 +141,14 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
     return found
 
 
-def _check(size: int, cases: Sequence[Any]) -> None:
-    for text in run_ranks(size, "torch", partial(_gradients, cases=cases)):
-        assert len(text) == 2 * len(cases)
-        assert max(text.values()) < 1e-6, text
+def _every(*cuts: str) -> list[Any]:
+    return [(n, s, c, {"cuts": [*cuts]}) for n in NETWORKS for s in ("gpipe", "1f1b") for c in (1, 2, 3)]
 
 
-def test_two_stages_in_chunks_have_the_gradients_of_one_process() -> None:
-    _check(
-        2,
-        [
-            ("gru", "gpipe", 2, {}),
-            ("lstm", "1f1b", 3, {}),
-            ("between", "1f1b", 3, {"cuts": ["2"]}),
-        ],
-    )
-
-
-@pytest.mark.slow
-def test_two_stages_in_other_chunks_have_the_gradients_of_one_process() -> None:
-    _check(
+VIRTUAL = {"virtual": 2, "cuts": ["layers.0", "layers.1", "layers.2", "layers.3", "head"]}
+CASES: dict[str, tuple[int, list[Any]]] = {
+    "2": (2, [("gru", "gpipe", 2, {}), ("lstm", "1f1b", 3, {}), ("between", "1f1b", 3, {"cuts": ["2"]})]),
+    "2, other chunks": (
         2,
         [
             *((name, schedule, 3, {}) for name in NETWORKS for schedule in ("gpipe", "1f1b")),
@@ -175,18 +158,24 @@ def test_two_stages_in_other_chunks_have_the_gradients_of_one_process() -> None:
             ("lstm", "1f1b", 3, {"recomputes": "sqrt"}),
             ("between", "gpipe", 2, {"cuts": ["5"]}),
         ],
-    )
+    ),
+    "3": (3, [*_every("layers.1", "layers.3"), ("between", "1f1b", 3, {"cuts": ["2", "4"]})]),
+    "3, virtual": (3, [("gru", "interleaved", 3, VIRTUAL)]),
+    "4": (
+        4,
+        [*_every("layers.1", "layers.2", "layers.3"), ("between", "1f1b", 3, {"cuts": ["2", "4", "5"]})],
+    ),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 4])
-def test_more_stages_in_chunks_have_the_gradients_of_one_process(size: int) -> None:
-    cuts = [["layers.1", "layers.3"], ["layers.1", "layers.2", "layers.3"]][size - 3]
-    cases = [(n, s, c, {"cuts": cuts}) for n in NETWORKS for s in ("gpipe", "1f1b") for c in (1, 2, 3)]
-    virtual = {"virtual": 2, "cuts": ["layers.0", "layers.1", "layers.2", "layers.3", "head"]}
-    if size == 3:
-        cases.append(("gru", "interleaved", 3, virtual))
-    _check(size, [*cases, ("between", "1f1b", 3, {"cuts": ["2", "4", "5"][: size - 1]})])
+@pytest.mark.parametrize(
+    "stages", [pytest.param(name, marks=[pytest.mark.slow] * (name != "2")) for name in CASES]
+)
+def test_stages_in_chunks_have_the_gradients_of_one_process(stages: str) -> None:
+    size, cases = CASES[stages]
+    for text in run_ranks(size, "torch", partial(_gradients, cases=cases)):
+        assert len(text) == 2 * len(cases)
+        assert max(text.values()) < 1e-6, text
 
 
 def _late(collective: Collective, *, schedule: str) -> Any:
@@ -207,8 +196,8 @@ def _late(collective: Collective, *, schedule: str) -> Any:
                 passes.drain()
             optimizer.step()
             optimizer.zero_grad()
-        weights.append(torch.cat([p.detach().flatten() for p in passes.network.parameters()]))
-    start = torch.cat([p.detach().flatten() for p in _network("lstm").parameters()])
+        weights.append(nn.utils.parameters_to_vector(passes.network.parameters()).detach())
+    start = nn.utils.parameters_to_vector(_network("lstm").parameters()).detach()
     assert not torch.isin(weights[0], start).all()
     return float((weights[1] - weights[0]).abs().max())
 
@@ -243,17 +232,14 @@ def test_cuts_and_schedules_that_pass_no_chunks_are_refused(options: dict[str, A
 
     mesh = RankMesh.of(LocalCollective())
     object.__setattr__(mesh, "axes", {**mesh.axes, "pipeline": Two()})
+    chosen = Pipeline(sequence_chunks=2, **{"cuts": ["layers.2"], **options})
     with pytest.raises(ValueError, match=message):
-        build_pipeline(
-            _network("gru"), mesh, Pipeline(sequence_chunks=2, **{"cuts": ["layers.2"], **options})
-        )
+        build_pipeline(_network("gru"), mesh, chosen)
 
 
 @pytest.mark.slow
 def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
-    mesh = RankMesh.of(LocalCollective())
-    options = Pipeline(schedule="interleaved", virtual=2, cuts=["2"], sequence_chunks=2)
-    passes = build_pipeline(Between(adds=True).double(), mesh, options)
+    passes = _in_one_process(Between(adds=True).double(), "2")
     with pytest.raises(ValueError, match="sequence_chunks does not support layers that add to the loss"):
         passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
 
@@ -304,8 +290,8 @@ class Along(Added):
         return (y.sum(1) if self._sums else y), None
 
 
-def _in_one_process(network: nn.Module) -> PipelinePasses:
-    options = Pipeline(schedule="interleaved", virtual=2, cuts=["second"], sequence_chunks=2)
+def _in_one_process(network: nn.Module, cut: str = "second") -> PipelinePasses:
+    options = Pipeline(schedule="interleaved", virtual=2, cuts=[cut], sequence_chunks=2)
     return build_pipeline(network, RankMesh.of(LocalCollective()), options)
 
 
@@ -316,10 +302,9 @@ def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
 
 
 def test_values_without_time_are_refused_where_they_come_from() -> None:
+    passes = _in_one_process(Pair(Along(sums=True), Along()))
     with pytest.raises(ValueError, match=r"with 2 time steps, .*, got shape \(2, 3\)"):
-        _in_one_process(Pair(Along(sums=True), Along())).train(
-            [(torch.ones(2, 4, 3),)], lambda y, _: _loss(y)
-        )
+        passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y))
 
 
 def test_the_loss_is_outside_of_what_is_around_the_passes() -> None:
@@ -353,14 +338,11 @@ def test_rows_are_cut_into_chunks_of_nearly_one_length() -> None:
 
 def test_a_stage_works_in_chunks_where_they_pass() -> None:
     links = Between().links()  # whole, along, along, whole, along, along, whole, along
-    every = split_into_sections(links[1:6], streams_in=True, streams_out=True)
-    assert every == [StageSection(0, 2, True), StageSection(2, 3, False), StageSection(3, 5, True)]
-    assert split_into_sections(links[1:3], streams_in=True, streams_out=False) == [
-        StageSection(0, 2, True),
-        StageSection(2, 2, False),
-    ]
-    assert split_into_sections(links[1:6], streams_in=False, streams_out=True) == [
-        StageSection(0, 3, False),
-        StageSection(3, 5, True),
-    ]
-    assert split_into_sections(links, streams_in=False, streams_out=False) == []
+    for first, last, streams_in, streams_out, sections in (
+        (1, 6, True, True, [(0, 2, True), (2, 3, False), (3, 5, True)]),
+        (1, 3, True, False, [(0, 2, True), (2, 2, False)]),
+        (1, 6, False, True, [(0, 3, False), (3, 5, True)]),
+        (0, 8, False, False, []),
+    ):
+        found = split_into_sections(links[first:last], streams_in=streams_in, streams_out=streams_out)
+        assert found == [StageSection(*section) for section in sections]
