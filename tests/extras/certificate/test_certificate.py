@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing_callback import Fails
 from forged_runs import FORGERS, draw_rows, load_run, reseal_checkpoint, train_honest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import read_record
 from ringspark.estimators.training.checkpoint.record import Record
@@ -115,39 +115,81 @@ def test_a_removed_checkpoint_and_an_edited_link_break_the_chain(copy: Path) -> 
     assert "Link 0 (start, step 0)" in verify_run(copy, intervals=1).problems[0]
 
 
-def test_a_weight_edited_without_new_hashes_is_found_without_a_replay(copy: Path) -> None:
-    path = copy / "checkpoints" / "step-0000000006" / WEIGHTS
+def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    assert "has another SHA-256" in verify_run(copy, intervals=1).problems[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["result.json", "config.json", "data.json", "environment.json", "checkpoint/checkpoint.json"],
-)
-def test_a_changed_file_that_others_read_is_found_without_a_replay(copy: Path, name: str) -> None:
-    text = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
-    if name == "result.json":  # other weights, which a resume or a load would take
-        shutil.copytree(copy / "checkpoint", copy / "best-1")
-        text["result"]["checkpoint_uri"] = str(copy / "best-1")
-    else:
-        text["forged"] = 1
-    (copy / name).write_text(json.dumps(text))
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+def _load_other_weights(run: Path) -> None:
+    """Names other weights, which a resume or a load would take."""
+    shutil.copytree(run / "checkpoint", run / "best-1")
+    result = json.loads((run / "result.json").read_text())["result"]
+    _edit(run / "result.json", result=result | {"checkpoint_uri": str(run / "best-1")})
+
+
+def _improve(path: Path) -> None:
+    path.write_text(path.read_text().replace('"train_loss": ', '"train_loss": 1'))
+
+
+def _forget_first_weights(run: Path) -> None:
+    chain = read_chain(str(run))
+    chain.links[0].content["identity"]["model"]["first weights"] = "unknown"
+    write_chain(str(run), reseal(chain.links))
+
+
+def _hide_settings(run: Path) -> None:
+    """Adds an earlier start. The config of a start decides its replay, and its identity is shown."""
+    chain = read_chain(str(run))
+    last = [link for link in chain.links if link.kind == "start"][-1]
+    resumed = Chain().add(
+        "start", 0, last.content | {"config": last.content["config"] | {"learning_rate": 0.5}}
+    )
+    for link in chain.links[1:]:
+        resumed = resumed.add(link.kind, link.step, link.content)
+        if link.step == 4 and link.kind == "checkpoint":
+            resumed = resumed.add("start", 4, last.content)
+    write_chain(str(run), resumed)
+
+
+# What is edited, and the problem.
+EDITS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weight": (lambda run: _flip(run / "checkpoints/step-0000000006" / WEIGHTS), "has another SHA-256"),
+    "last weight": (lambda run: _flip(run / "checkpoint" / WEIGHTS), "are not the ones in the hash chain"),
+    "result": (_load_other_weights, "result.json names other final weights than the hash chain: "),
+    "start": (_hide_settings, "Start 1 claims other settings than its own: learningRate: 0.01 -> 0.5."),
+    "first weights": (_forget_first_weights, "first weights: 'unknown' -> null"),
+    **{
+        name: (
+            lambda run, name=name: _edit(run / name, forged=1),
+            f"{name} is not the file in the hash chain.",
+        )
+        for name in ("config.json", "data.json", "environment.json", "checkpoint/checkpoint.json")
+    },
+    **{
+        f"history in {name}": (
+            lambda run, name=name: _improve(run / name),
+            f"The history in {name} is not the one of the checkpoints.",
+        )
+        for name in ("history.json", "result.json")
+    },
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_run_is_found_without_a_replay(copy: Path, name: str) -> None:
+    edit, message = EDITS[name]
+    edit(copy)
     (problem,) = verify_run(copy, intervals=1).problems
-    if name == "result.json":
-        assert problem.startswith("result.json names other final weights than the hash chain: ")
-    else:
-        assert problem == f"{name} is not the file in the hash chain."
+    assert message in problem
 
 
 def test_final_weights_that_do_not_follow_from_the_training_are_found(copy: Path) -> None:
-    path = copy / "checkpoint" / WEIGHTS
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(bytes(data))
-    assert "are not the ones in the hash chain" in verify_run(copy, intervals=1).problems[0]
+    _flip(copy / "checkpoint" / WEIGHTS)
     chain = read_chain(str(copy))
     content = chain.links[-1].content | {"files": digest_weights(str(copy / "checkpoint"))}
     write_chain(str(copy), reseal(chain.links[:-1]).add("end", chain.links[-1].step, content))
@@ -155,22 +197,11 @@ def test_final_weights_that_do_not_follow_from_the_training_are_found(copy: Path
     assert problem == "The claim of final weights does not hold: training again gives other weights."
 
 
-class _Stops(Callback):
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 5 and self.mark.exists():
-            self.mark.unlink()
-            raise RuntimeError("stopped on purpose")
-
-
 class _Net(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 1)
-        )
+        hidden = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh()
+        self.layers = nn.Sequential(*hidden, nn.Linear(width, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -179,13 +210,10 @@ class _Net(nn.Module):
 def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(
     rows: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    mark = tmp_path / "mark"
-    mark.touch()
-    objects = UserObjects(module=_Net(), callbacks=(_Stops(mark),))
+    objects = UserObjects(module=_Net(), callbacks=(Fails(tmp_path / "failed", step=5),))
 
     def train(config: TrainConfig) -> None:
-        with pytest.raises(RuntimeError, match="on purpose"):
+        with pytest.raises(RuntimeError, match="step 5"):
             train_here(config, objects)
         train_here(config, objects)
 
@@ -194,9 +222,8 @@ def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(
     assert starts == [0, 4]
     found = verify_run(run, objects, intervals=None)
     assert found.holds, found.table()
-    other = verify_run(
-        run, lambda: UserObjects(module=_Net(), callbacks=objects.callbacks), intervals=2, seed=0
-    )
+    again = lambda: UserObjects(module=_Net(), callbacks=objects.callbacks)  # noqa: E731
+    other = verify_run(run, again, intervals=2, seed=0)
     assert other.holds  # its initial weights differ, so those are not checked
     assert [check.name for check in other.replays if not check.is_done] == ["initial weights"]
     wider = verify_run(run, UserObjects(module=_Net(9), callbacks=objects.callbacks), intervals=1)
@@ -216,60 +243,23 @@ def test_a_run_resumes_if_it_died_before_the_link_of_its_first_checkpoint(copy: 
     assert found.num_intervals == 4
 
 
-def test_an_earlier_start_cannot_hide_its_settings(copy: Path) -> None:
-    """The config of a start decides its replay, and its identity is shown."""
-    chain = read_chain(str(copy))
-    last = [link for link in chain.links if link.kind == "start"][-1]
-    hidden = dict(last.content, config=last.content["config"] | {"learning_rate": 0.5})
-    resumed = Chain().add("start", 0, hidden)
-    for link in chain.links[1:]:
-        if link.step == 4 and link.kind == "checkpoint":
-            resumed = resumed.add("checkpoint", 4, link.content).add("start", 4, last.content)
-        else:
-            resumed = resumed.add(link.kind, link.step, link.content)
-    write_chain(str(copy), resumed)
-    (problem,) = verify_run(copy, intervals=1).problems
-    assert problem == "Start 1 claims other settings than its own: learningRate: 0.01 -> 0.5."
-
-
-def test_a_named_network_cannot_begin_with_unknown_weights(copy: Path) -> None:
-    chain = read_chain(str(copy))
-    chain.links[0].content["identity"]["model"]["first weights"] = "unknown"
-    write_chain(str(copy), reseal(chain.links))
-    assert "first weights: 'unknown' -> null" in verify_run(copy, intervals=1).problems[0]
-
-
 def test_a_chain_without_the_first_checkpoint_says_so(copy: Path) -> None:
     chain = read_chain(str(copy))
-    write_chain(
-        str(copy), reseal([link for link in chain.links if (link.kind, link.step) != ("checkpoint", 0)])
-    )
+    later = [link for link in chain.links if (link.kind, link.step) != ("checkpoint", 0)]
+    write_chain(str(copy), reseal(later))
     (check,) = [check for check in verify_run(copy, intervals=1).replays if not check.is_done]
     assert check.note == "the chain begins at step 2, and nothing shows how its weights came about"
 
 
-@pytest.mark.parametrize("name", ["history.json", "result.json"])
-def test_a_published_history_that_no_checkpoint_has_is_found(copy: Path, name: str) -> None:
-    text = (copy / name).read_text()
-    (copy / name).write_text(text.replace('"train_loss": ', '"train_loss": 1'))
-    (problem,) = verify_run(copy, intervals=1).problems
-    assert problem == f"The history in {name} is not the one of the checkpoints."
+def _with_metrics(position: Any) -> Any:
+    return replace(position, history=tuple(replace(e, metrics={"train_rmse": 0.1}) for e in position.history))
 
 
 @pytest.mark.parametrize(
     ("forge", "message"),
     [
         (lambda r: replace(r, ranks=[{**r.ranks[0], "stop_reason": "patience"}]), "state of rank 0"),
-        (
-            lambda r: replace(
-                r,
-                position=replace(
-                    r.position,
-                    history=tuple(replace(e, metrics={"train_rmse": 0.1}) for e in r.position.history),
-                ),
-            ),
-            "other losses or metrics",
-        ),
+        (lambda r: replace(r, position=_with_metrics(r.position)), "other losses or metrics"),
     ],
     ids=["early stop", "metric"],
 )
@@ -326,6 +316,9 @@ def test_other_final_weights_are_found_on_another_machine(copy: Path) -> None:
     assert "The claim of final weights does not hold: training again gives weights at a distance" in problem
 
 
+DECAY = {"weight_decay": 9.0}
+
+
 @pytest.mark.parametrize(
     ("forge", "message"),
     [
@@ -334,10 +327,7 @@ def test_other_final_weights_are_found_on_another_machine(copy: Path) -> None:
             lambda r: replace(r, position=replace(r.position, rate_scales=(9.0,))),
             "another rate scales of the",
         ),
-        (
-            lambda r: replace(r, optimizer_groups=[{**r.optimizer_groups[0], "weight_decay": 9.0}]),
-            "another optimizer groups",
-        ),
+        (lambda r: replace(r, optimizer_groups=[r.optimizer_groups[0] | DECAY]), "another optimizer groups"),
     ],
     ids=["moments", "rate", "decay"],
 )
@@ -377,20 +367,14 @@ def test_the_digest_of_code_sees_a_changed_function_and_no_copy(tmp_path: Path) 
 
 
 def test_a_run_of_another_machine_is_compared_within_a_tolerance(rows: Any, tmp_path: Path) -> None:
-    run = train_honest(tmp_path, rows, seed=3, model=_plain(), epochs=1, checkpoint_every_steps=2)
-    chain = read_chain(str(run))
-    chain.links[0].content["platform"]["cpu kernels"] = "of another machine"
-
-    write_chain(str(run), reseal(chain.links))
+    plain = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1}).to_json()
+    run = train_honest(tmp_path, rows, seed=3, model=plain, epochs=1, checkpoint_every_steps=2)
+    _claim_another_machine(run)
     found = verify_run(run, intervals=None)
     assert found.holds, found.table()
     assert [check.note for check in found.replays[:2]] == ["distance 0 of the change"] * 2
     left, right = (load_run(run).checkpoint_uri(step) for step in (0, 4))
     assert measure_distance(left, right, left) == pytest.approx(1.0, rel=1e-5)
-
-
-def _plain() -> str:
-    return ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1}).to_json()
 
 
 def test_dropout_on_another_number_of_workers_is_refused(honest: Path) -> None:
