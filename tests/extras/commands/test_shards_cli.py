@@ -99,25 +99,6 @@ def test_finished_runs_are_removed_only_if_asked_for(tmp_path: Path) -> None:
         assert folder.exists() == is_left
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["list"], "the following arguments are required: ROOT"),
-        (["remove", "x"], "one of the arguments KEY --all is required"),
-        (["remove", "x", "1", "--all"], "not allowed with argument KEY"),
-        (["describe", "missing"], "holds no shards"),
-    ],
-)
-def test_what_is_wrong_is_one_line(options: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "ringspark.jobs.command", "shards", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("ringspark shards")
-
-
 def test_no_spark_is_imported() -> None:
     found = "[m for m in ('pyspark', 'torch') if m in sys.modules]"
     code = f"import sys, ringspark.extras.commands.shards; print({found})"

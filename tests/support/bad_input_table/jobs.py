@@ -42,6 +42,12 @@ JOB_LINES = [
       "is missing", "write the shards again", RefusedError),
     R("shards: no such entry", lambda p: p.job("shards", "remove", p.prepared(), "ab"),
       "ab", ";", RefusedError),
+    R("shards: no root", lambda p: p.job("shards", "list"),
+      "^ringspark shards list: .*required: ROOT", "see --help", RefusedError),
+    R("shards: nothing to remove", lambda p: p.job("shards", "remove", "x"),
+      "one of the arguments KEY --all is required", "see --help", RefusedError),
+    R("shards: a key and all", lambda p: p.job("shards", "remove", "x", "1", "--all"),
+      "not allowed with argument KEY", "see --help", RefusedError),
 ]
 # fmt: on
 
