@@ -20,6 +20,7 @@ from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
@@ -56,6 +57,12 @@ def bare_config(**changes: Any) -> TrainConfig:
     """Returns the default settings without shards, input `x` and label `y`."""
     names = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "label_columns": ("y",)}
     return TrainConfig(**(names | changes))
+
+
+def epoch_record(epoch: int = 1, **changes: Any) -> EpochRecord:
+    """Returns a finished epoch of one step of one row, with a training loss of 1."""
+    counts = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 0.1}
+    return EpochRecord(epoch=epoch, **{"train_loss": 1.0, "validation_loss": None, **counts, **changes})
 
 
 def workers_of(mesh: Any) -> int:

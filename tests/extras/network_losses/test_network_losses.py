@@ -45,13 +45,10 @@ class Cubes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(DIM, 1)
+        self.blocks, self.head = nn.Sequential(*(Block() for _ in range(4))), nn.Linear(DIM, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(x))
 
 
 class Block(nn.Module):
@@ -101,18 +98,11 @@ def columns() -> dict[str, Any]:
     return {"x": rng.normal(size=(ROWS, DIM)).astype("f4"), "y": rng.normal(size=ROWS).astype("f4")}
 
 
-MakeConfig = Callable[..., TrainConfig]
-
-
 @pytest.fixture
-def make_config(columns: dict[str, Any], make_shards: Any, tmp_path: Path) -> MakeConfig:
-    manifest = make_shards(columns)
-
-    def make(name: str = "run", **changes: Any) -> TrainConfig:
-        own = {"losses": (NETWORK_LOSS,), "optimizer": "sgd", "learning_rate": RATE, "batch_size": ROWS}
-        return config_of(manifest, tmp_path / name, **own | {"epochs": STEPS} | changes)
-
-    return make
+def make_config(columns: dict[str, Any], make_shards: Any, tmp_path: Path) -> Callable[..., TrainConfig]:
+    own = {"losses": (NETWORK_LOSS,), "optimizer": "sgd", "learning_rate": RATE, "batch_size": ROWS}
+    plain = config_of(make_shards(columns), tmp_path / "run", **own, epochs=STEPS)
+    return lambda name="run", **changes: replace(plain, run_uri=str(tmp_path / name), **changes)
 
 
 def _objects() -> UserObjects:
@@ -146,10 +136,7 @@ def test_a_gradient_penalty_trains_as_in_plain_torch(name: str, make_config: Any
 
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
 TENSOR = {"parallelism": Mesh(tensor=2, plan=PLAN)}
-GANGS: dict[str, dict[str, Any]] = {
-    "Zero 2, checkpointing": {"sync": Zero(stage=2), "gradient_checkpointing": "all"},
-    "tensor": TENSOR,
-}
+GANGS = {"Zero 2, checkpointing": {"sync": Zero(stage=2), "gradient_checkpointing": "all"}, "tensor": TENSOR}
 MORE_GANGS: dict[str, dict[str, Any]] = {
     "all-reduce": {},
     "Zero 1": {"sync": Zero(stage=1)},
@@ -161,7 +148,7 @@ MORE_GANGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("gangs", [GANGS, pytest.param(MORE_GANGS, marks=pytest.mark.slow)])
 def test_a_gradient_penalty_trains_on_a_gang_as_in_plain_torch(
-    gangs: dict[str, dict[str, Any]], make_config: MakeConfig, columns: Any
+    gangs: dict[str, dict[str, Any]], make_config: Any, columns: Any
 ) -> None:
     configs = {
         name: make_config(name, num_workers=2, collective="torch", **own) for name, own in gangs.items()
@@ -170,17 +157,6 @@ def test_a_gradient_penalty_trains_on_a_gang_as_in_plain_torch(
     expected = train_plainly(columns)
     differences = {name: _difference(result, expected) for name, result in results.items()}
     assert max(differences.values()) <= TOLERANCE, differences
-
-
-class Cube(nn.Module):
-    """Returns scale * x^3; a block of a chain, so that checkpointing recomputes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x * x * x
 
 
 class Twin(nn.Module):
@@ -192,6 +168,13 @@ class Twin(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale * (torch.relu(x) - torch.relu(-x))
+
+
+class Cube(Twin):
+    """Returns scale * x^3; a block of a chain, so that checkpointing recomputes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * x * x
 
 
 @pytest.mark.parametrize("policy", ["none", "all", 2])
@@ -212,10 +195,9 @@ def test_the_second_derivative_of_a_cube_is_6x(policy: Any, offload: str, compre
 def test_the_validation_loss_differentiates_too(columns: Any, make_shards: Any, tmp_path: Path) -> None:
     held_out = np.arange(ROWS) % 4 == 0
     manifest = make_shards(columns, validation=held_out)
-    config = config_of(
-        manifest, tmp_path / "run", losses=(NETWORK_LOSS,), optimizer="sgd", learning_rate=1e-12
-    )
-    found = train_here(replace(config, epochs=1), _objects()).history[0].validation_loss
+    still = {"optimizer": "sgd", "learning_rate": 1e-12, "epochs": 1}
+    config = config_of(manifest, tmp_path / "run", losses=(NETWORK_LOSS,), **still)
+    found = train_here(config, _objects()).history[0].validation_loss
     x, y = (torch.from_numpy(columns[name][held_out]) for name in "xy")
     network = Cubes().eval()
     expected = penalty(network, (x.requires_grad_(),), network(x), y).mean()
@@ -236,7 +218,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["none", ("layer",)])
-def test_attention_is_differentiated_twice(policy: Any, make_config: MakeConfig, columns: Any) -> None:
+def test_attention_is_differentiated_twice(policy: Any, make_config: Any, columns: Any) -> None:
     config = make_config(gradient_checkpointing=policy, epochs=1)
     found = weights_of(train_here(config, UserObjects(module=Attends(), losses=(penalty,))), Attends())
     network = Attends()
@@ -252,7 +234,7 @@ class Once(Cubes):
         return super().forward(TwiceOnce.apply(x))
 
 
-def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeConfig) -> None:
+def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: Any) -> None:
     config = make_config()
     manifest = ShardManifest.load(config.shards_uri)
     with pytest.raises(ValueError, match=r"fails with model Once: .* change the loss, or use layers"):
@@ -272,12 +254,12 @@ def test_layers_with_one_derivative_are_refused_on_the_driver(make_config: MakeC
         ({"parallelism": Mesh(tensor=2, sequence_parallel=True)}, "give all workers to 'data'"),
     ],
 )
-def test_settings_with_one_derivative_are_refused(changes: Any, remedy: str, make_config: MakeConfig) -> None:
+def test_settings_with_one_derivative_are_refused(changes: Any, remedy: str, make_config: Any) -> None:
     with pytest.raises(ValueError, match=f"a loss that takes the module .*; {remedy}"):
         make_config(num_workers=2, collective="torch", **changes)
 
 
-def test_a_pack_scales_gradients_and_is_refused(make_config: MakeConfig) -> None:
+def test_a_pack_scales_gradients_and_is_refused(make_config: Any) -> None:
     pack = TabPack(edges=[[0.0, 1.0]], cardinalities=[], out_features=1, scale=3.0)
     with pytest.raises(ValueError, match="model TabPack scales the gradients of its members"):
         check_network_losses(make_config(), [], pack, None)

@@ -16,11 +16,10 @@ pytest.importorskip("matplotlib")
 
 
 from read_page import Page
-from small_training import config_of, train_gang
+from small_training import config_of, epoch_record, train_gang
 
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report import report
 from ringspark.extras.report.content import Facts, seconds, show
@@ -93,8 +92,7 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: Any, tmp_path
 
 
 def test_of_equally_good_epochs_the_first_is_named() -> None:
-    common = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 1.0, "validation_loss": None}
-    history = tuple(EpochRecord(epoch=e, train_loss=x, **common) for e, x in ((1, 2.0), (2, 1.0), (3, 1.0)))
+    history = tuple(epoch_record(e, train_loss=x) for e, x in ((1, 2.0), (2, 1.0), (3, 1.0)))
     *_, table = SECTION.make(Facts(run=RunFacts(run_uri="", history=history)))
     assert table.rows == [["train_loss", show(1.0), show(1.0), "2"]]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from small_training import epoch_record
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.member_choice import MemberChoice
 from ringspark.estimators.training.selection import calibrated
 from ringspark.extras.tables.tabpack import TabPack
@@ -17,9 +17,8 @@ from ringspark.extras.tables.tabpack import TabPack
 
 def pack() -> TabPack:
     torch.manual_seed(0)
-    return TabPack(
-        [[-1.0, 0.0, 1.0]], [], 2, dropouts=[0.0] * 3, rates=[1.0] * 3, width=4, averages="probabilities"
-    ).eval()
+    members = {"dropouts": [0.0] * 3, "rates": [1.0] * 3, "averages": "probabilities"}
+    return TabPack([[-1.0, 0.0, 1.0]], [], 2, width=4, **members).eval()
 
 
 def batch(labels: list[int], weights: list[float] | None = None) -> Batch:
@@ -49,10 +48,6 @@ def test_batches_without_rows_and_ignored_rows_change_nothing() -> None:
 def test_a_saved_network_is_calibrated_within_bounds_and_the_training_is_not() -> None:
     net: Any = pack()
     for found, expected in ((1.5, 1.5), (0.125, 0.5), (8.0, 4.0), (float("nan"), 1.0)):
-        record = EpochRecord(
-            epoch=1, steps=1, rows=1, seconds=1.0, learning_rate=0.1, train_loss=1.0, validation_loss=1.0,
-            skipped_steps=0, metrics={"validation_temperature": found},
-        )  # fmt: skip
-        with calibrated(net, record):
+        with calibrated(net, epoch_record(metrics={"validation_temperature": found})):
             assert float(net.temperature) == expected
         assert float(net.temperature) == 1.0

@@ -13,10 +13,9 @@ from ringspark.extras.tables.tabm import TabM
 from ringspark.extras.tables.tabpack import TabPack
 
 EDGES = [[-2.0, -1.0, 0.0, 1.0, 2.0]] * 3
+MEMBERS = {"dropouts": [0.0] * 2, "rates": [1.0] * 2}
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "tabpack": lambda **label: TabPack(
-        EDGES, [4], 1, dropouts=[0.0] * 2, rates=[1.0] * 2, unknown=0, **label
-    ),
+    "tabpack": lambda **label: TabPack(EDGES, [4], 1, **MEMBERS, unknown=0, **label),
     "tabm": lambda **label: TabM(EDGES, [4], 1, members=2, dropout=0.0, unknown=0.0, **label),
 }
 

@@ -11,9 +11,9 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from small_training import epoch_record
 
 from ringspark.estimators.tracking.base import RunEnd, RunStart
-from ringspark.estimators.training.history import EpochRecord
 from ringspark.extras.tracking.mlflow_run import MlflowRun
 from ringspark.extras.tracking.mlflow_tracker import MlflowTracker
 
@@ -21,10 +21,6 @@ mlflow = pytest.importorskip("mlflow")
 
 # MLflow's dependencies warn about each other's next versions.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-EPOCH = EpochRecord(
-    epoch=1, steps=3, rows=96, seconds=0.5, learning_rate=0.1, train_loss=0.5, validation_loss=None
-)
 
 
 @pytest.fixture
@@ -56,7 +52,7 @@ def _follow(client: Any, folder: Path) -> None:
     tracker = MlflowTracker(tracking_uri=client.tracking_uri, experiment="e", log_model=False)
     data = {"rows": 96, "validation_rows": 0, "shards_uri": "/shards"}
     run = MlflowRun(tracker, RunStart(name=folder.name, run_uri=str(folder), data=data))
-    run.epoch(EPOCH)
+    run.epoch(epoch_record(train_loss=0.5))
     run.end(RunEnd(status="finished"))
 
 

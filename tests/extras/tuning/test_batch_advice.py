@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from small_training import epoch_record
 
 from ringspark.estimators.training.history import EpochRecord, GradientNoise
 from ringspark.extras.tuning.batch_advice import advice_of
 
 
 def record(batch_size: int, noise: GradientNoise | None) -> EpochRecord:
-    counts = {"epoch": 1, "steps": 10, "rows": 10 * batch_size, "seconds": 1.0, "learning_rate": 0.1}
-    return EpochRecord(train_loss=1.0, validation_loss=None, batch_size=batch_size, noise=noise, **counts)
+    return epoch_record(steps=10, rows=10 * batch_size, batch_size=batch_size, noise=noise)
 
 
 def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed() -> None:

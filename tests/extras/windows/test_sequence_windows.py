@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.functions import array_to_vector
@@ -23,35 +23,20 @@ HOUR = 3600
 START = datetime(2024, 10, 26, 12)  # a day before Europe's clocks go back
 
 
-def runs(rows: list[dict[str, Any]], max_gap: int | None) -> list[list[dict[str, Any]]]:
-    """Returns the rows by key and in time order, split at gaps larger than `max_gap`."""
-    found: list[list[dict[str, Any]]] = []
-    ordered = sorted(rows, key=lambda row: (row["k"], row["t"]))
-    for _, series in itertools.groupby(ordered, key=lambda row: row["k"]):
-        before = None
-        for row in series:
-            if before is None or (max_gap is not None and row["t"] - before > max_gap):
-                found.append([])
-            found[-1].append(row)
-            before = row["t"]
-    return found
-
-
 def expected(rows: Any, *, steps: int, stride: int, horizon: int, max_gap: Any, keeps: bool) -> Any:
     """Returns the expected windows: id of the last row, history, label."""
+    table = pd.DataFrame(rows).sort_values(["k", "t"])
+    is_after_gap = table.groupby("k")["t"].diff() > (np.inf if max_gap is None else max_gap)
     windows: list[tuple[Any, ...]] = []
-    for run in runs(rows, max_gap):
-        if len(run) < steps:
-            continue
-        values = np.array([[np.nan if row[n] is None else row[n] for n in ("a", "b")] for row in run])
-        cut = np.lib.stride_tricks.sliding_window_view(values, steps, axis=0).transpose(0, 2, 1)
-        for first in range(0, len(cut), stride):
-            last = first + steps - 1
-            label = [row["y"] for row in run[last + 1 : last + 1 + horizon]]
-            label = label if len(label) == horizon and None not in label else None
-            if not np.isnan(cut[first]).any() and (keeps or label is not None):
-                flat = label[0] if label is not None and horizon == 1 else label
-                windows.append((run[last]["id"], cut[first].tolist(), flat))
+    for _, run in table.groupby(["k", is_after_gap.cumsum()]):
+        values, labels = run[["a", "b"]].to_numpy(), run["y"].to_numpy()
+        for first in range(0, len(run) - steps + 1, stride):
+            end = first + steps
+            history, later = values[first:end], labels[end : end + horizon]
+            has_label = len(later) == horizon and not np.isnan(later).any()
+            if not np.isnan(history).any() and (keeps or has_label):
+                label = (later[0] if horizon == 1 else later.tolist()) if has_label else None
+                windows.append((run["id"].iloc[end - 1], history.tolist(), label))
     return sorted(windows, key=lambda window: window[0])
 
 
