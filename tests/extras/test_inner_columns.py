@@ -12,7 +12,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import functions as F
 from torch import nn
 
-from ringspark.estimators import TorchClassifier, TorchEstimator, TorchModel
+from ringspark.estimators import TorchClassifier, TorchEstimator
 from ringspark.extras.inner_columns import keep_outputs, measure
 from ringspark.models.program import Program
 from ringspark.models.recording import record_program
@@ -107,24 +107,6 @@ def test_evaluation_export_and_invalid_rows_work_as_before(frame: Any, common: A
     assert skipped.where("hidden IS NOT NULL").count() == there
     shown = [row.probability.toArray() for row in model.transform(frame).select("probability").collect()]
     assert np.allclose(shown, vectors(plain.transform(frame), "probability"))
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"encodr": "code"}, "is no module of Coder; did you mean 'encoder'"),
-        ({"encoder": "prediction"}, "must differ"),
-        ({"encoder": "features"}, "already exists"),
-    ],
-)
-def test_wrong_names_are_refused_before_the_fit(frame: Any, common: Any, columns: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TorchEstimator(model=Coder(), innerCols=columns, **common).fit(frame)
-
-
-def test_a_value_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(TypeError, match="innerCols must map names of modules"):
-        TorchModel(innerCols=["encoder"])
 
 
 class Shapes(nn.Module):

@@ -201,9 +201,8 @@ def test_cancelled_ranks_leave_no_process(spark: Any, tmp_path: Path, cancel: st
 
 def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path: Path) -> None:
     script, logs = tmp_path / "train.py", tmp_path / "run" / "logs"
-    script.write_text(
-        "import os, sys\nif __name__ == '__main__':\n    print('from', os.environ['RANK'], sys.argv[1:])\n"
-    )
+    code = "if __name__ == '__main__':\n    print('from', os.environ['RANK'], sys.argv[1:])"
+    script.write_text(f"import os, sys\n{code}\n")
     arguments: tuple[Any, ...] = ("--lr", 0.1, 32, True, np.float32(0.5), tmp_path)
     found = ringspark.run(script, *arguments, numWorkers=np.int64(2), runUri=str(tmp_path / "run"))
     assert found == [None, None]
@@ -219,14 +218,13 @@ def test_arguments_of_a_function_keep_their_types(spark: Any) -> None:
     assert [(type(one), one) for one in found] == [(type(one), one) for one in given]
 
 
-def _prints() -> str:
-    print("\N{SNOWMAN}")
-    return sys.stdout.encoding
-
-
 def test_a_print_that_the_encoding_lacks_does_not_end_a_function(spark: Any, tmp_path: Path) -> None:
+    def prints() -> str:
+        print("\N{SNOWMAN}")
+        return sys.stdout.encoding
+
     settings: dict[str, Any] = {"environment": {"PYTHONIOENCODING": "ascii"}, "runUri": str(tmp_path / "run")}
-    assert ringspark.run(_prints, numWorkers=1, **settings) == ["ascii"]
+    assert ringspark.run(prints, numWorkers=1, **settings) == ["ascii"]
     assert "\\u2603" in (tmp_path / "run" / "logs" / "rank-0.txt").read_text()
 
 

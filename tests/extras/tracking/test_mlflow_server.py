@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from failing_callback import Fails
 from mlflow_server import MlflowServer, mlflow_server
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 from waiting import wait_for
 
-from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators import Callback, TorchClassifier, TrainingState, WorkerError
 from ringspark.models import ModelSpec
 
 mlflow = pytest.importorskip("mlflow")
@@ -28,26 +28,15 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.filterwarnings("i
 STEP_METRICS = {"step/train_loss", "step/learning_rate"}
 
 
-class BreakWhile(Callback):
-    """Fails at the end of the third epoch while a file exists."""
+class WaitFor(Callback):
+    """Pauses the training after its second epoch until a file exists."""
 
     def __init__(self, path: Path) -> None:
-        self._path = str(path)
+        self._path = path
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        if state.epoch == 3 and os.path.exists(self._path):
-            raise RuntimeError("the power went")
-
-
-class WaitFor(Callback):
-    """Pauses the training after an epoch until a file exists."""
-
-    def __init__(self, epoch: int, path: Path) -> None:
-        self._epoch, self._path = epoch, str(path)
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        if state.epoch == self._epoch:
-            wait_for(self._path, lambda: os.path.exists(self._path))
+        if state.epoch == 2:
+            wait_for(str(self._path), self._path.exists)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    plain = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
+    plain = spark.range(0, 96, 1, 2).selectExpr("sin(id) as a", "cos(1.7 * id) as b")
     features = array_to_vector(F.array("a", "b")).alias("features")
     return plain.select(features, F.expr("cast(a + b > 0 as double) as label"))
 
@@ -127,21 +116,15 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
 def test_a_resumed_training_goes_on_in_its_run(server: MlflowServer, table: Any, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=server.uri)
     options = {"tracking_uri": server.uri, "experiment": "resumed", "log_model": False}
-    broken = tmp_path / "broken"
-    broken.touch()
-
-    def fit(resume: bool) -> Any:
-        run = {"runUri": str(tmp_path / "run"), "maxRestarts": 0, "checkpointEverySteps": 1}
-        watched = {"callbacks": [BreakWhile(broken)], "tracking": [{"name": "mlflow", **options}]}
-        return classifier(tmp_path, epochs=4, resume=resume, **run, **watched).fit(table)
-
-    with pytest.raises(Exception, match="the power went"):
-        fit(resume=False)
+    run = {"runUri": str(tmp_path / "run"), "maxRestarts": 0, "checkpointEverySteps": 1}
+    tracking = {"tracking": [{"name": "mlflow", **options}]}
+    stage = classifier(tmp_path, epochs=4, callbacks=[Fails(tmp_path / "failed", step=9)], **run, **tracking)
+    with pytest.raises(WorkerError, match="step 9"):
+        stage.fit(table)
     (failed,) = runs_of(client, "resumed")
     assert failed.info.status == "FAILED"
-    assert "the power went" in failed.data.tags["ringspark.error"]
-    broken.unlink()
-    fit(resume=True)
+    assert "step 9" in failed.data.tags["ringspark.error"]
+    stage.setResume(True).fit(table)
     (run,) = runs_of(client, "resumed")
     assert (run.info.run_id, run.info.status) == (failed.info.run_id, "FINISHED")
     history = client.get_metric_history(run.info.run_id, "step/train_loss")
@@ -156,16 +139,14 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
     # Otherwise MLflow retries a request to the dead server for minutes.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     dead = tmp_path / "dead"
-    held = [WaitFor(2, dead)]
+    held = [WaitFor(dead)]
     with mlflow_server(tmp_path / "server") as server:
         client = mlflow.MlflowClient(tracking_uri=server.uri)
 
         def kill(event: dict[str, Any]) -> None:
             if event["event"] == "epoch" and event["epoch"] == 1:
-                wait_for(
-                    "epoch 1 in MLflow",
-                    lambda: any("train_loss" in r.data.metrics for r in runs_of(client, "k")),
-                )
+                told = lambda: any("train_loss" in r.data.metrics for r in runs_of(client, "k"))  # noqa: E731
+                wait_for("epoch 1 in MLflow", told)
                 server.kill()
                 dead.touch()
 
@@ -177,8 +158,8 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
     assert "the training continues" in record.getMessage()
     plain = classifier(tmp_path, epochs=4, callbacks=held).fit(table)
     assert [r.train_loss for r in tracked.summary.epochs] == [r.train_loss for r in plain.summary.epochs]
-    weights, expected = tracked.module().state_dict(), plain.module().state_dict()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    states = tracked.module().state_dict(), plain.module().state_dict()
+    torch.testing.assert_close(*states, rtol=0, atol=0)
     # Values logged before the server's death remain.
     (run,) = runs_of(mlflow.MlflowClient(tracking_uri=server.database), "k")
     assert run.info.status == "RUNNING"
