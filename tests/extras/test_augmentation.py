@@ -1,7 +1,5 @@
 """Image augmentation differs per row, repeats with the seed, and is off in evaluation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`to_dataloader`: every row once, equal steps, resume to the bit, and no thread left behind."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

@@ -1,7 +1,5 @@
 """Networks with disk offload compute the result of the same networks in memory."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ A gang without Spark repeats each training from its stored config. Deterministic
 equal; the other methods must take the same steps and learn equally well.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of catalogs: a listed Iceberg table has the rows of pyiceberg's own scan, and a fit uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import datetime, time, timezone
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outputs of inner modules as columns: the setting `innerCols`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

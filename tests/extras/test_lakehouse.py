@@ -1,7 +1,5 @@
 """Tables that the Delta and Iceberg connectors of Spark wrote have the rows that the connectors read."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile

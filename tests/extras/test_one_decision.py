@@ -1,7 +1,5 @@
 """Searches and folds put each row on one side, also if the rows change between two jobs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each training is hit once, at a step that its name determines. Its ranks log the rows that they saw.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

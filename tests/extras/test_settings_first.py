@@ -1,7 +1,5 @@
 """Searches and tuners refuse a wrong setting before their first Spark job, as `fit` does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract of every technique, and of the functions that the core takes from `ringspark.extras`."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

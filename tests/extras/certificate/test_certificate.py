@@ -1,7 +1,5 @@
 """Certificates: honest runs hold, each kind of forgery is found, and model-signing verifies the signature."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

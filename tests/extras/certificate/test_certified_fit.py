@@ -1,7 +1,5 @@
 """A certified `fit` on Spark is signed, and `ringspark verify` checks it in another process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Output of `ringspark check` for ready and for broken sessions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

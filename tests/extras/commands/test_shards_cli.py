@@ -1,7 +1,5 @@
 """The shards job: its output, and one clear error per mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

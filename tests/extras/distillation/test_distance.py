@@ -1,7 +1,5 @@
 """The distance from a teacher equals formulas written out, and its gradient is zero at the teacher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

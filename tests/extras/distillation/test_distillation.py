@@ -1,7 +1,5 @@
 """Whole fits with a teacher: what the network imitates, what the history shows, what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

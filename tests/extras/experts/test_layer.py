@@ -1,7 +1,5 @@
 """`MixtureOfExperts` equals a loop over tokens; its reports; no access to future tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

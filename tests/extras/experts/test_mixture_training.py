@@ -1,7 +1,5 @@
 """`train_worker` trains mixtures of experts to the weights and history of one worker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token routing: cases worked out by hand, and properties of every router."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """`ringspark.run`: any function on every rank of a gang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Contract of networks of transformers: two ranks along any axis train like one, or the driver refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

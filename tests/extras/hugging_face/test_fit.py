@@ -1,7 +1,5 @@
 """Networks of transformers in Spark fits: two workers along an axis give one worker's weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

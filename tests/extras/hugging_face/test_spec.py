@@ -1,7 +1,5 @@
 """A `ModelSpec` of a transformers network: no process holds the whole network before its first step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`KerasNetwork`: train mode, state, the rebuild from JSON, and the models that are refused."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Training of Keras models: as the same torch network, resumed, through Spark, saved and loaded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`train_worker` with `localSteps`: a gang resumes after it stopped in the middle of a period."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

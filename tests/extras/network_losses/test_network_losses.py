@@ -1,7 +1,5 @@
 """Losses that take the network: second derivatives equal plain torch's, or `fit` refuses the combination."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

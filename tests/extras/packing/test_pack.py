@@ -1,7 +1,5 @@
 """`ringspark pack`: its messages, the archive, and a cluster whose executors have only the archive."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

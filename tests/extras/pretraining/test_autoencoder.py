@@ -1,7 +1,5 @@
 """Trainings without a label through Spark."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

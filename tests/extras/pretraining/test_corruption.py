@@ -1,7 +1,5 @@
 """Corruption of inputs, and the losses that compare reconstructions with the targets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

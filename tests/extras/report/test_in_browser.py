@@ -1,7 +1,5 @@
 """Reports of three data sets in a browser: flights by class, a table of numbers, and images of digits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

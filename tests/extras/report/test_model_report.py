@@ -1,7 +1,5 @@
 """`summary.report` and `model.report`: a fitted model's page, with and without held-out rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

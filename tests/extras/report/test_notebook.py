@@ -1,7 +1,5 @@
 """Notebook output without Spark: a summary's plot, and the HTML of stages, shards and plans."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from html import escape

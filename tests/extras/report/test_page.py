@@ -1,7 +1,5 @@
 """The report page of a run: it shows the data of the run's folder, and needs no other file."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

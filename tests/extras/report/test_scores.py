@@ -1,7 +1,5 @@
 """Scores on held-out rows in a report, compared with scikit-learn; features of known importance."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

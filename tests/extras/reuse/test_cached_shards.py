@@ -1,7 +1,5 @@
 """Shards are reused for the same key, columns and settings only."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`removeRun` removes the run that made the model, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cleanup removes runs of dead drivers and never touches runs that are alive."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

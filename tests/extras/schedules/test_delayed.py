@@ -1,7 +1,5 @@
 """Schedules without a flush: complete gradients, a full pipeline, and the delay of each stage."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Recurrent layers with pipelined sequence chunks equal one process, for any chunk size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Two trained models that the tests serve: one of a table, one of images."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import io

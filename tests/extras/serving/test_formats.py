@@ -1,7 +1,5 @@
 """Exports to other runtimes compute what the network computes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

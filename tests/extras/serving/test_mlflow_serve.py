@@ -1,7 +1,5 @@
 """`mlflow models serve` in a new environment with only the packages that a logged model asks for."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

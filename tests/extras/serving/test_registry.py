@@ -1,7 +1,5 @@
 """`ringspark score` with a model that a fit has registered under an alias."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """MLflow's `pyfunc` on pandas columns, which often have wider types than the training columns."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A logged model predicts what `transform` predicts, in processes without ringspark and pyspark."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

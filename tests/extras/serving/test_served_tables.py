@@ -1,7 +1,5 @@
 """A served table computes the numbers of Spark: texts of numbers and times, huge ids, far dates, offsets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

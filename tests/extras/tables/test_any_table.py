@@ -5,8 +5,6 @@ come from `awkward_tables`; RINGSPARK_TEST_TABLES sets their number and RINGSPAR
 such as 5000 for a search by hand.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

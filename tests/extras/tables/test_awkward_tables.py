@@ -1,7 +1,5 @@
 """Tables that people really have: `fit` without a model takes a column, or says why it leaves it out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

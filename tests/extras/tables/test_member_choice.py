@@ -1,7 +1,5 @@
 """The choice of a pack's members by held-out rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`fit` without a model: what becomes of each column, the rows that are held out, and the predictions."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import subprocess

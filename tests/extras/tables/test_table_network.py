@@ -1,7 +1,5 @@
 """The networks for tables learn a label of any center and scale, in any precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a network gets of a column, by the rows that are held out."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hidden communication: the arithmetic, the records of ranks, and the report of a training."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """The timeline of a training: the records of each rank, and no side effects."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The timeline of a fit on Spark with a killed worker, as a trace for Perfetto."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

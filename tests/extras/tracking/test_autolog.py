@@ -1,7 +1,5 @@
 """`mlflow.pyspark.ml.autolog()` still works with our stages in a pipeline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

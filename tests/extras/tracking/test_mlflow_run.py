@@ -1,7 +1,5 @@
 """MLflow runs whose store refuses some writes, on an SQLite database in this process."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

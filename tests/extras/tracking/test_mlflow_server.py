@@ -1,7 +1,5 @@
 """Records of a training on a real MLflow server, and a server that is killed during a training."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

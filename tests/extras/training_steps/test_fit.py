@@ -1,7 +1,5 @@
 """Custom training steps through `fit`: restarts, resumes and predictions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

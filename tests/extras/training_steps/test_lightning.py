@@ -1,7 +1,5 @@
 """`trainingStep="lightning"` trains a LightningModule as Lightning's own Trainer does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Custom training steps: N ranks train the weights of one rank, also if some ranks have no rows."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

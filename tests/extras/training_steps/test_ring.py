@@ -4,8 +4,6 @@ Of 2,500 generated points, a point within three standard deviations of a center 
 2017, "VEEGAN"). There, one good point covers a mode; here it takes 25, 1% of the points.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step computes on one rank, and what is refused on the driver."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Batch size advice from a history with noise scales."""
 
-from __future__ import annotations
-
 import pytest
 from small_training import epoch_record
 

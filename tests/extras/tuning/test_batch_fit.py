@@ -1,7 +1,5 @@
 """`batch_that_fits` finds the micro-batch that fits into a real memory limit."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folds on real Spark: guarantees, independence of order and partitions, and error messages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batch sizes by epoch and scaled learning rates in the stages."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning-rate range test finds a known largest stable rate, and suggests a rate that trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`SequenceWindows` compared with windows sliced by NumPy, and its error messages."""
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
