@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 from lake_tables import catalog_entry, delete_iceberg_rows, edit_metadata
+from parity import assert_equal_weights
 
 from ringspark.estimators import TorchRegressor
 from ringspark.extras.external_tables.in_place.catalog import find_table
@@ -110,10 +111,6 @@ def _linear(folder: Path, **params: Any) -> TorchRegressor:
     return TorchRegressor(model=network, featuresCol="extent", **settings | params)
 
 
-def _weights(model: Any) -> list[Any]:
-    return [values.tolist() for values in model.module().state_dict().values()]
-
-
 @pytest.mark.slow
 def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tmp_path: Path) -> None:
     table = _table(catalog)
@@ -140,12 +137,12 @@ def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tm
     copied = _linear(tmp_path / "runs").fitOnShards(shards)
     in_place = _linear(tmp_path, **run).fitOnTable(NAME)
     assert list(in_place.summary.history.rows) == [156, 156]
-    assert _weights(in_place) == _weights(copied)
+    assert_equal_weights(in_place, copied)
     assert spark.conf.get("spark.sql.parquet.fieldId.read.enabled") == "false"
 
     # The run resumes with its own snapshot.
     table.append(_newer_rows(160, 5))
-    assert _weights(_linear(tmp_path, **run, resume=True).fitOnTable(NAME)) == _weights(in_place)
+    assert_equal_weights(_linear(tmp_path, **run, resume=True).fitOnTable(NAME), in_place)
     with pytest.raises(ValueError, match=rf"version {listing.source.version} -> .* version {first}"):
         _linear(tmp_path, **run, resume=True).fitOnTable(NAME, first)
     # Spark reads null for an added column in older files, and a fit refuses nulls.
@@ -189,8 +186,7 @@ def test_an_explicit_version_has_the_names_of_its_snapshot(spark: Any, catalog: 
     run = {"runUri": str(tmp_path / "run"), "storageUri": None, "epochs": 1}
     first = _linear(tmp_path, **run).fitOnTable(NAME)
     _rename(table, "extent", "area")
-    resumed = _linear(tmp_path, **run, resume=True).fitOnTable(NAME)
-    assert _weights(resumed) == _weights(first)
+    assert_equal_weights(_linear(tmp_path, **run, resume=True).fitOnTable(NAME), first)
 
 
 def test_default_values_are_refused_if_a_file_lacks_them(spark: Any, catalog: Any) -> None:

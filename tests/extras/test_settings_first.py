@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_tables import no_job
 
 from ringspark.estimators import TorchClassifier
 from ringspark.extras.search import Choice, OptunaSearch, PopulationSearch, Uniform
@@ -40,9 +41,6 @@ RUNS: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
 def test_a_wrong_setting_costs_no_job_and_leaves_no_folder(spark: Any, tmp_path: Path, name: str) -> None:
     rows = spark.range(0, 200, 1, 2).selectExpr("id AS x", "id % 2 AS label")
     run, reason = RUNS[name]
-    tracker = spark.sparkContext.statusTracker()
-    before = len(tracker.getJobIdsForGroup(None))
-    with pytest.raises((ValueError, TypeError), match=reason):
+    with no_job(spark), pytest.raises((ValueError, TypeError), match=reason):
         run(rows, tmp_path / "search")
-    assert len(tracker.getJobIdsForGroup(None)) == before
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from failing_callback import Fails
 from small_training import train_gang, weights_of, workers_of
 from torch import nn
@@ -104,6 +105,12 @@ def assert_predicts_the_same(first: Any, second: Any, table: Any, key: str = "id
     columns = [key, first.getPredictionCol()]
     one, other = (sorted(m.transform(table).select(*columns).collect()) for m in (first, second))
     assert one == other
+
+
+def assert_equal_weights(first: Any, second: Any, bound: float = 0.0) -> None:
+    """Compares the weights of two fitted models; `bound` is the largest absolute difference."""
+    states = first.module().state_dict(), second.module().state_dict()
+    torch.testing.assert_close(*states, rtol=0, atol=bound)
 
 
 def _beside(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:

@@ -20,6 +20,15 @@ def in_zone(spark: Any, name: str) -> Iterator[None]:
         spark.conf.set("spark.sql.session.timeZone", before)
 
 
+@contextmanager
+def no_job(spark: Any) -> Iterator[None]:
+    """Context that must run no Spark job."""
+    tracker = spark.sparkContext.statusTracker()
+    before = len(tracker.getJobIdsForGroup(None))
+    yield
+    assert len(tracker.getJobIdsForGroup(None)) == before
+
+
 def points(spark: Any, rows: int, width: int = 3, partitions: int = 3) -> Any:
     """Returns `id`, `features` (an array of `width` normally distributed doubles) and `label`, their sum."""
     x = np.random.default_rng(3).normal(size=(rows, width))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from parity import assert_equal_weights
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator
 
@@ -44,14 +44,10 @@ def teacher(rows: Any, root: Path) -> Any:
     return _estimator(TorchClassifier, root, "name", epochs=2, learningRate=0.05).fit(rows)
 
 
-def _weights(model: Any) -> dict[str, torch.Tensor]:
-    return model.module().state_dict()
-
-
 def test_a_network_that_equals_its_teacher_stays_as_it_is(rows: Any, teacher: Any, root: Path) -> None:
     start = {"initialModel": teacher, "optimizer": "sgd", "learningRate": 1.0, "validationFraction": 0.25}
     student = _estimator(TorchClassifier, root, "name", teacher=teacher, alpha=1.0, **start).fit(rows)
-    torch.testing.assert_close(_weights(student), _weights(teacher), rtol=0, atol=1e-6)
+    assert_equal_weights(student, teacher, 1e-6)
     record = student.summary.epochs[0]
     assert record.train_loss == pytest.approx(0.0, abs=1e-6)
     # The held-out loss is the label's alone.
@@ -62,11 +58,10 @@ def test_a_network_that_equals_its_teacher_stays_as_it_is(rows: Any, teacher: An
 
 def test_alpha_0_trains_as_without_a_teacher(rows: Any, teacher: Any, root: Path) -> None:
     fits = [{}, {"teacher": teacher, "alpha": 0.0}, {"teacher": teacher, "alpha": 0.5}]
-    alone, ignoring, following = (
-        _weights(_estimator(TorchClassifier, root, "name", **own).fit(rows)) for own in fits
-    )
-    assert all(torch.equal(alone[name], ignoring[name]) for name in alone)
-    assert not all(torch.equal(alone[name], following[name]) for name in alone)
+    alone, ignoring, following = (_estimator(TorchClassifier, root, "name", **own).fit(rows) for own in fits)
+    assert_equal_weights(alone, ignoring)
+    with pytest.raises(AssertionError):
+        assert_equal_weights(alone, following)
 
 
 def test_teachers_of_one_fit_multiple_keep_apart(rows: Any, teacher: Any, root: Path) -> None:

@@ -1,6 +1,5 @@
 """Trainings without a label through Spark."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,13 @@ import numpy as np
 import pytest
 import torch
 from failing_callback import Fails
+from parity import assert_equal_weights
 from pyspark.sql import functions as F
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from ringspark.estimators import (
-    Pretrained,
-    TorchAutoencoder,
-    TorchClassifier,
-    TorchEstimator,
-    TorchModel,
-    WorkerError,
-)
+from ringspark.estimators import Pretrained, TorchAutoencoder, TorchClassifier, TorchEstimator, WorkerError
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens
 
@@ -29,8 +25,7 @@ DIM, CODE, ROWS = 6, 2, 256
 STILL = {"optimizer": "sgd", "learningRate": 1e-30}
 
 
-def linear(dim: int = DIM) -> ModelSpec:
-    return ModelSpec(f"{NETWORKS}:Autoencoder", {"in_features": dim, "code": CODE})
+LINEAR = ModelSpec(f"{NETWORKS}:Autoencoder", {"in_features": DIM, "code": CODE})
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +48,10 @@ def common(tmp_path: Path) -> dict[str, Any]:
     return {"storageUri": str(tmp_path), "showProgress": False, "learningRate": 0.03, "batchSize": 64}
 
 
-def weights(model: TorchModel) -> torch.Tensor:
-    return torch.cat([value.flatten() for value in model.module().state_dict().values()])
-
-
 @pytest.mark.slow
 def test_a_linear_autoencoder_loses_what_pca_drops(frame: Any, numbers: Any, common: dict[str, Any]) -> None:
     settings = common | {"batchSize": ROWS, "epochs": 250, "lrSchedule": "cosine"}
-    model = TorchAutoencoder(model=linear(), **settings).fit(frame)
+    model = TorchAutoencoder(model=LINEAR, **settings).fit(frame)
     dropped = np.linalg.eigvalsh(np.cov(numbers.T, bias=True))[: DIM - CODE].sum()
     # The loss is a mean over the numbers of a row.
     assert model.summary.history["train_loss"].iloc[-1] * DIM == pytest.approx(dropped, abs=1e-4)
@@ -69,14 +60,14 @@ def test_a_linear_autoencoder_loses_what_pca_drops(frame: Any, numbers: Any, com
 @pytest.mark.parametrize("settings", [{}, {"noise": 0.3}, {"mask": 0.3}], ids=["plain", "noise", "mask"])
 def test_two_workers_train_the_weights_of_one(frame: Any, common: Any, settings: dict[str, Any]) -> None:
     settings = common | settings | {"epochs": 2, "validationFraction": 0.2}
-    one, two = (TorchAutoencoder(model=linear(), numWorkers=n, **settings).fit(frame) for n in (1, 2))
-    assert torch.allclose(weights(one), weights(two), rtol=0, atol=1e-5)
+    one, two = (TorchAutoencoder(model=LINEAR, numWorkers=n, **settings).fit(frame) for n in (1, 2))
+    assert_equal_weights(one, two, 1e-5)
     losses = [model.summary.history["validation_loss"].iloc[-1] for model in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_fit_leaves_the_stage_as_it_was(frame: Any, common: dict[str, Any]) -> None:
-    stage = TorchAutoencoder(model=linear(), mask=0.3, epochs=1, **common)
+    stage = TorchAutoencoder(model=LINEAR, mask=0.3, epochs=1, **common)
     before = stage.explainParams()
     stage.fit(frame)
     assert stage.explainParams() == before
@@ -84,7 +75,7 @@ def test_a_fit_leaves_the_stage_as_it_was(frame: Any, common: dict[str, Any]) ->
 
 def test_held_out_rows_are_masked_alike_after_every_epoch(frame: Any, common: dict[str, Any]) -> None:
     settings = common | {"mask": 0.3, "epochs": 3, "validationFraction": 0.2, **STILL}
-    history = TorchAutoencoder(model=linear(), **settings).fit(frame).summary.history
+    history = TorchAutoencoder(model=LINEAR, **settings).fit(frame).summary.history
     assert history["validation_loss"].nunique() == 1
     assert history["train_loss"].nunique() == 3
 
@@ -95,8 +86,7 @@ def test_several_inputs_are_one_output_or_one_each(frame: Any, common: dict[str,
     assert len(joined.first().prediction) == 3
     each = TorchAutoencoder(model=Each(), predictionCols=["p", "q", "r"], **inputs).fit(frame)
     assert each.transform(frame).select("p", "q", "r").dtypes == [(n, "double") for n in "pqr"]
-    loss = each.summary.history["train_loss"].iloc[0]
-    assert np.isfinite(loss)
+    assert np.isfinite(each.summary.history["train_loss"].iloc[0])
 
 
 class Joined(torch.nn.Module):
@@ -113,38 +103,17 @@ class Each(Joined):
         return tuple(super().forward(a, b, c).unbind(1))
 
 
-def test_a_stage_without_a_label_has_no_label_param(frame: Any, common: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="has no Param 'labelCol'"):
-        TorchAutoencoder(labelCol="label")
-    # A classifier whose label was forgotten trains nothing.
-    with pytest.raises(ValueError, match="labelCol 'label' is not a column"):
-        TorchClassifier(model=linear(), **common).fit(frame)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mask": 0.2, "loss": "l1"}, "leave loss unset"),
-        ({"mask": 0.2, "metrics": ["rmse"]}, "leave metrics unset"),
-        ({"noise": 0.2, "transformBatch": torch.nn.Identity()}, "put your function into the network"),
-    ],
-)
-def test_settings_that_exclude_each_other(frame: Any, common: Any, settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TorchAutoencoder(model=linear(), **common, **settings).fit(frame)
-
-
 def test_a_resumed_training_masks_the_same_values(frame: Any, common: dict[str, Any], tmp_path: Path) -> None:
     settings = common | {"mask": 0.3, "epochs": 2, "noise": 0.1}
-    whole = TorchAutoencoder(model=linear(), **settings).fit(frame)
+    whole = TorchAutoencoder(model=LINEAR, **settings).fit(frame)
     parts = settings | {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 1, "maxRestarts": 0}
     del parts["storageUri"]
-    stage = TorchAutoencoder(model=linear(), callbacks=[Fails(tmp_path / "failed", step=6)], **parts)
+    stage = TorchAutoencoder(model=LINEAR, callbacks=[Fails(tmp_path / "failed", step=6)], **parts)
     with pytest.raises(WorkerError, match="step 6"):
         stage.fit(frame)
     resumed = stage.setResume(True).fit(frame)
     assert len(resumed.summary.resumed_steps) == 1
-    assert torch.equal(weights(whole), weights(resumed))
+    assert_equal_weights(whole, resumed)
 
 
 @pytest.mark.slow
@@ -170,7 +139,7 @@ def test_a_table_network_starts_from_its_pretraining(spark: Any, common: dict[st
 
 
 def test_a_network_with_a_label_takes_weights_by_name(frame: Any, common: Any, tmp_path: Path) -> None:
-    model = TorchAutoencoder(model=linear(), epochs=1, **common).fit(frame)
+    model = TorchAutoencoder(model=LINEAR, epochs=1, **common).fit(frame)
     labelled = frame.withColumn("label", F.col("a"))
     settings = common | {"epochs": 1} | STILL
     with pytest.raises(ValueError, match="by pretrained="):
@@ -194,12 +163,9 @@ class Head(torch.nn.Module):
 @pytest.mark.slow
 def test_masked_tokens_are_predicted_from_their_neighbors(spark: Any, common: Any, tmp_path: Path) -> None:
     words = {"[PAD]": 0, "[MASK]": 1} | {f"w{i}": i + 2 for i in range(8)}
-    tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "[PAD]"},
-    }  # fmt: skip
-    tokens = Tokens.of(json.dumps(tokenizer), max_length=8)
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokens = Tokens.of(tokenizer, max_length=8)
     # Each text counts on from a random word, so a neighbor shows a masked word.
     texts = [(" ".join(f"w{(i + j) % 8}" for j in range(4 + i % 5)), i % 2) for i in range(400)]
     table = spark.createDataFrame(texts, "text string, label int").coalesce(1)

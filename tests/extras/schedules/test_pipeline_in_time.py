@@ -242,19 +242,21 @@ def test_losses_of_layers_that_work_in_chunks_are_refused() -> None:
         passes.train(_rows("between", (2,), 4, 0), lambda y, _: _loss(y), added=lambda _: torch.ones(()))
 
 
-class Added(nn.Module):
-    """A layer over time that adds its input's mean per row to the loss, once per chunk."""
+class Along(nn.Module):
+    """A layer over time. It can add to the loss once per chunk, or return a value without time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adds: bool = False, sums: bool = False) -> None:
         super().__init__()
-        self.along = nn.Linear(3, 3)
+        self.along, self._adds, self._sums = nn.Linear(3, 3), adds, sums
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.over_time(None, x)[0]
 
     def over_time(self, state: Any, x: torch.Tensor) -> Any:
-        add_loss(x.square().mean((1, 2)))
-        return self.along(x), None
+        if self._adds:
+            add_loss(x.square().mean((1, 2)))
+        y = self.along(x)
+        return (y.sum(1) if self._sums else y), None
 
 
 class Pair(nn.Module):
@@ -276,25 +278,13 @@ class Pair(nn.Module):
         return self.head(y[:, -1])
 
 
-class Along(Added):
-    """The same without the loss. It can return a value without a time dimension."""
-
-    def __init__(self, *, sums: bool = False) -> None:
-        super().__init__()
-        self._sums = sums
-
-    def over_time(self, state: Any, x: torch.Tensor) -> Any:
-        y = self.along(x)
-        return (y.sum(1) if self._sums else y), None
-
-
 def _in_one_process(network: nn.Module, cut: str = "second") -> PipelinePasses:
     options = Pipeline(schedule="interleaved", virtual=2, cuts=[cut], sequence_chunks=2)
     return build_pipeline(network, RankMesh.of(LocalCollective()), options)
 
 
 def test_losses_of_chunks_in_the_last_stage_are_refused() -> None:
-    passes = _in_one_process(Pair(Along(), Added()))
+    passes = _in_one_process(Pair(Along(), Along(adds=True)))
     with pytest.raises(ValueError, match="sequence_chunks does not support layers that add to the loss"):
         passes.train([(torch.ones(2, 4, 3),)], lambda y, _: _loss(y), around=collect_reports)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from own_training_steps import KillOnce
+from parity import assert_equal_weights
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
@@ -144,17 +144,12 @@ def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
     assert errors.std() < 0.6 * predicted.label.std()
 
 
-def assert_equal_weights(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
-    states = one.module().state_dict(), other.module().state_dict()
-    torch.testing.assert_close(*states, rtol=rtol, atol=atol)
-
-
 def test_ranks_do_not_change_the_weights(table: Any) -> None:
     # Without dropout, whose random numbers differ between ranks.
     model = ModelSpec("tabpack", {"dropouts": [0.0, 0.0], "unknown": 0.0, **SMALL})
     given = {**FAST, "model": model, "batchSize": 64}
     models = [TorchRegressor(**given, numWorkers=n).fit(table.drop("late", "when")) for n in (1, 2)]
-    assert_equal_weights(*models, rtol=1e-5, atol=1e-5)
+    assert_equal_weights(*models, 1e-5)
 
 
 def test_the_newest_rows_are_held_out(table: Any) -> None:

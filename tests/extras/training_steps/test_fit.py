@@ -7,6 +7,7 @@ import numpy as np
 import own_training_steps as steps
 import pytest
 import torch
+from parity import assert_equal_weights
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchEstimator, WorkerError
@@ -55,10 +56,8 @@ def test_a_killed_rank_and_a_resume_change_neither_weights_nor_history(rows: Any
     resumed = fit(rows, **stopping, maxRestarts=0, resume=True)
     assert len(resumed.summary.resumed_steps) == 1
     alone = fit(rows, numWorkers=1)
-    weights = dict(expected.module().state_dict())
     for other, tolerance in ((killed, 0.0), (resumed, 0.0), (alone, 1e-5)):
-        found = other.module().state_dict()
-        assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= tolerance
+        assert_equal_weights(expected, other, tolerance)
         for one, two in zip(expected.summary.epochs, other.summary.epochs, strict=True):
             for name in ("train_loss", "validation_loss", "metrics"):
                 assert getattr(one, name) == pytest.approx(getattr(two, name), rel=tolerance)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from parity import assert_equal_weights
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.tuning import ParamGridBuilder
 
@@ -104,8 +104,7 @@ def test_two_workers_of_spark_train_as_one_and_say_what_they_do(
     assert list(history["batch_size"]) == [16, 32, 32, 64]
     assert list(history["steps"]) == [7, 4, 4, 2]
     assert list(history["learning_rate"]) == pytest.approx([0.008, 0.016, 0.016, 0.032])
-    one, two = (torch.cat([p.flatten() for p in model.module().parameters()]) for model in models)
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+    assert_equal_weights(*models, 1e-6)
     PipelineModel([models[1]]).save(str(tmp_path / "model"))
     assert PipelineModel.load(str(tmp_path / "model")).transform(rows).count() == 100
 

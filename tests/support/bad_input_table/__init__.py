@@ -43,6 +43,10 @@ OF_EXTRAS = frozenset(
         "mesh: planned, and none fits",
         "text: nothing to learn from",
         *(row.name for row in WINDOWS),
-        *(row.name for row in JOB_LINES if row.name.startswith("shards:")),
+        *(
+            row.name
+            for row in BAD_INPUTS
+            if row.name.startswith(("shards:", "autoencoder:", "inner columns:"))
+        ),
     ]
 )

@@ -97,13 +97,13 @@ COLUMNS = [
       "column half already exists", "drop it"),
     R("fit: one column for two", lambda p: p.fit(predictionCol="probability"),
       "output columns must differ", "got"),
-    R("fit: inner columns in a list", lambda p: p.fit(innerCols=["linear"]),
+    R("inner columns: a list", lambda p: p.fit(innerCols=["linear"]),
       "innerCols must map names of modules", "", TypeError),
-    R("fit: inner column of no module", lambda p: unread(p, innerCols={"linar": "code"}),
+    R("inner columns: no module", lambda p: unread(p, innerCols={"linar": "code"}),
       "'linar' is no module of Linear", "did you mean 'linear'"),
-    R("fit: inner column of an output's name", lambda p: unread(p, innerCols={"linear": "prediction"}),
+    R("inner columns: the name of an output", lambda p: unread(p, innerCols={"linear": "prediction"}),
       "output columns must differ", "got"),
-    R("fit: inner column there", lambda p: unread(p, innerCols={"linear": "half"}),
+    R("inner columns: a column of the table", lambda p: unread(p, innerCols={"linear": "half"}),
       "column half already exists", "drop it"),
 ]
 # fmt: on

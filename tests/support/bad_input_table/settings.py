@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bad_input_table.place import BadInput, Locked, Place, blocked, cut, gone, unread
-from ringspark.estimators import TorchEstimator, Zero
+from ringspark.estimators import TorchAutoencoder, TorchEstimator, Zero
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Padded, Ragged, write_shards
 
@@ -167,6 +167,15 @@ SETTINGS = [
       "have no column 'uneven.length'", "known: uneven, label"),
     R("fit: no shards", lambda p: p.fit(run=lambda e: e.fitOnShards(p.storage)),
       "holds no shards", "write_shards"),
+    R("autoencoder: a label", lambda p: p.fit(TorchAutoencoder, labelCol="label"),
+      "has no Param 'labelCol'", "", TypeError),
+    R("autoencoder: a mask and a loss", lambda p: unread(p, TorchAutoencoder, mask=0.2, loss="l1"),
+      "mask=0.2 sets a loss that compares only masked values", "leave loss unset"),
+    R("autoencoder: a mask and metrics", lambda p: unread(p, TorchAutoencoder, mask=0.2, metrics=["rmse"]),
+      "mask=0.2", "leave metrics unset"),
+    R("autoencoder: noise and a transform",
+      lambda p: unread(p, TorchAutoencoder, noise=0.2, transformBatch=nn.Identity()),
+      "transformBatch", "put your function into the network"),
 ]
 # fmt: on
 
