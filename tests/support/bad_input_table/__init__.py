@@ -36,6 +36,7 @@ BAD_INPUTS = [
     *TABLE_FITS,
 ]
 
+TECHNIQUES = ("autoencoder", "inner columns", "shards")
 # Names of the rows that `ringspark.extras` refuses.
 OF_EXTRAS = frozenset(
     [
