@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
-import networks_of_a_user
+import networks_of_a_user as own
 import pytest
 import torch
 from torch import nn
@@ -72,25 +73,21 @@ class Counting(nn.Module):
         return self.line(x) + self.calls
 
 
-def own(name: str) -> nn.Module:
-    return getattr(networks_of_a_user, name)()
-
-
 def words(*shape: int) -> torch.Tensor:
     return torch.randint(0, 20, shape)
 
 
 SIZES = {"vocab_size": 20, "max_seq_len": 6, "dim": 8, "depth": 2, "num_heads": 2}
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]]]] = {
-    "convolutions": (lambda: own("Residual"), lambda: [torch.randn(4, 3, 8, 8)]),
-    "fused encoder": (lambda: own("Encoder"), lambda: [words(4, 5), torch.ones(4, 5)]),
+    "convolutions": (own.Residual, lambda: [torch.randn(4, 3, 8, 8)]),
+    "fused encoder": (own.Encoder, lambda: [words(4, 5), torch.ones(4, 5)]),
     # Cross-attention multiplies with slices of a weight, for which torch may choose another kernel.
     "encoder and decoder": (
-        lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+        partial(nn.Transformer, 8, 2, 1, 1, 16, batch_first=True),
         lambda: [torch.randn(4, 5, 8), torch.randn(4, 3, 8)],
     ),
-    "recurrent": (lambda: own("Recurrent"), lambda: [torch.randn(4, 7, 3)]),
-    "table": (lambda: own("Table"), lambda: [words(4), torch.randn(4, 3)]),
+    "recurrent": (own.Recurrent, lambda: [torch.randn(4, 7, 3)]),
+    "table": (own.Table, lambda: [words(4), torch.randn(4, 3)]),
     "tied": (Tied, lambda: [words(4, 6)]),
     "counting": (Counting, lambda: [torch.randn(4, 64)]),
     "language model": (ModelSpec("transformer_lm", SIZES).build, lambda: [words(3, 6)]),
@@ -174,9 +171,7 @@ class Listed(nn.Module):
         self.steps = [self.wide, self.small]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.steps:
-            x = x @ weight
-        return x
+        return x @ self.steps[0] @ self.steps[1]
 
 
 def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> None:

@@ -1,11 +1,12 @@
 """Contract of networks of transformers: two ranks along any axis train like one, or the driver refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hugging_face_families import FAMILIES, MESHES, MIXTRAL, PRECISIONS, compare, make_config
+from hugging_face_families import FAMILIES, MESHES, MIXTRAL, PRECISIONS, Family, compare, make_config
 from torch import nn
 
 from ringspark.estimators.training.check.driver import check_training
@@ -22,6 +23,10 @@ REFUSED = {
 }
 
 
+def _rows(family: Family) -> list[torch.Tensor]:
+    return [torch.tensor(family.columns(6)[key]) for key in family.inputs]
+
+
 def _gradients(network: nn.Module, run: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     network.zero_grad()
     (outputs,) = as_outputs(run(*rows))
@@ -32,8 +37,7 @@ def _gradients(network: nn.Module, run: Any, rows: list[torch.Tensor]) -> list[t
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_links_compute_the_network_bitwise(name: str) -> None:
     family = FAMILIES[name]
-    network, columns = family.build(), family.columns(6)
-    rows = [torch.tensor(columns[key]) for key in family.inputs]
+    network, rows = family.build(), _rows(family)
     links = links_of(network)
     whole = _gradients(network, network, rows)
     parts = _gradients(network, lambda *rows: run_links(links, rows), rows)
@@ -46,7 +50,7 @@ def test_the_links_compute_the_network_bitwise(name: str) -> None:
 def test_links_read_a_mask_of_floats(name: str) -> None:
     family = FAMILIES[name]
     network = family.build().eval()
-    ids, mask = (torch.tensor(family.columns(6)[key]) for key in family.inputs)
+    ids, mask = _rows(family)
     mask = mask.float()
     mask[:, :2] = 0.0
     (whole,), (parts,) = as_outputs(network(ids, mask)), as_outputs(run_links(links_of(network), [ids, mask]))
@@ -77,11 +81,9 @@ def test_links_of_a_mixture_take_batches_without_rows() -> None:
     network = MIXTRAL.build()
     for mixture in prepare_experts(network).values():
         mixture.dispatch = lambda run, rows, sizes: run(rows, sizes)
-    columns = MIXTRAL.columns(4)
-    rows = [torch.tensor(columns[key])[:0] for key in MIXTRAL.inputs]
+    rows = [values[:0] for values in _rows(MIXTRAL)]
     (whole,), (parts,) = as_outputs(network(*rows)), as_outputs(run_links(links_of(network), rows))
-    assert parts.shape == whole.shape
-    assert len(parts) == 0
+    assert parts.shape == whole.shape == (0, *parts.shape[1:])
     parts.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in network.parameters())
 
@@ -140,8 +142,6 @@ def test_the_driver_finds_the_whole_networks_gradients_or_refuses(
 def test_rows_are_not_divided_where_the_result_would_differ(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     family = replace(FAMILIES[name], sizes={**FAMILIES[name].sizes, **changes})
     config = make_config(family, tmp_path, num_workers=2, **MESHES["sequence 2"])
     with pytest.raises(ValueError, match=message):
