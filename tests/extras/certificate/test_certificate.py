@@ -195,14 +195,9 @@ def test_final_weights_that_do_not_follow_from_the_training_are_found(copy: Path
     assert problem == "The claim of final weights does not hold: training again gives other weights."
 
 
-class _Net(nn.Module):
+class _Net(nn.Sequential):
     def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        hidden = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh()
-        self.layers = nn.Sequential(*hidden, nn.Linear(width, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+        super().__init__(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 1))
 
 
 def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(

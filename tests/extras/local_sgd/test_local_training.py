@@ -194,35 +194,32 @@ def _results(collective: str) -> list[dict[str, Any]]:
     return run_ranks(SIZE, collective, _work, timeout_seconds=120)
 
 
-def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
+def _simulated(setting: Any, optimizer: str) -> torch.Tensor:
     """Returns the weights of each rank after each step and epoch, from the formulas alone."""
     given: Mapping[str, Any] = setting if isinstance(setting, dict) else {"steps": setting}
     name, steps, after = given.get("name", "average"), given["steps"], given.get("after", 0)
-    networks = [Net() for _ in range(SIZE)]
-    makes = _make(optimizer)
+    networks, makes = [Net() for _ in range(SIZE)], _make(optimizer)
     optimizers = [makes(network) for network in networks]
     count = given.get("fragments", 1)
     # The first layer's weights are more than half of the 21 elements.
     cuts = [slice(0, 12), slice(12, 21)] if count == 2 else [slice(0, 21)]
-    read = [lambda n=n: torch.tensor(_flat(n), dtype=torch.float64) for n in networks]
-    start = read[0]()
-    momentum = torch.zeros_like(start)
     rate, decay, alpha = given.get("outerRate", 0.7), given.get("outerMomentum", 0.9), given.get("alpha", 0.0)
     sent: dict[int, torch.Tensor] = {}
-    own: list[torch.Tensor] | None = None
-    position, turn, dirty = 0, 0, set[int]()
-    histories: list[list[list[float]]] = [[] for _ in networks]
+    own: torch.Tensor | None = None
+    position, turn, dirty, history = 0, 0, set[int](), []
 
-    def write(rank: int, values: torch.Tensor) -> None:
-        nn.utils.vector_to_parameters(values.clone(), networks[rank].parameters())
+    def read() -> torch.Tensor:  # (ranks, weights)
+        return torch.tensor([_flat(network) for network in networks], dtype=torch.float64)
 
-    def mean() -> torch.Tensor:
-        return torch.stack([r() for r in read]).mean(0)
+    def write(values: torch.Tensor) -> None:
+        for network, row in zip(networks, values.expand(SIZE, -1).clone(), strict=True):
+            nn.utils.vector_to_parameters(row, network.parameters())
+
+    start = read()[0]
+    momentum = torch.zeros_like(start)
 
     def average() -> None:
-        values = mean()
-        for rank in range(SIZE):
-            write(rank, values)
+        write(read().mean(0))
         states = [[o.state[p] for p in n.parameters()] for n, o in zip(networks, optimizers, strict=True)]
         if given.get("optimizerState") == "average":
             for pair in zip(*states, strict=True):
@@ -239,70 +236,57 @@ def _simulated(setting: Any, optimizer: str) -> list[list[list[float]]]:
         cut, gradient = cuts[i], sent.pop(i)
         momentum[cut] = decay * momentum[cut] + gradient
         start[cut] -= rate * (gradient + decay * momentum[cut])
-        for rank in range(SIZE):
-            values = read[rank]()
-            values[cut] = mix * values[cut] + (1 - mix) * start[cut]
-            write(rank, values)
+        values = read()
+        values[:, cut] = mix * values[:, cut] + (1 - mix) * start[cut]
+        write(values)
         (dirty.add if mix else dirty.discard)(i)
 
     def pull() -> None:
-        away = [(r() - start) * 0.9 / SIZE for r in read]
-        for rank in range(SIZE):
-            write(rank, read[rank]() - away[rank])
-        start.add_(sum(away))
+        away = (read() - start) * 0.9 / SIZE
+        write(read() - away)
+        start.add_(away.sum(0))
 
     for step in range(EPOCHS * len(ROWS)):
         if own is not None:
-            for rank in range(SIZE):
-                write(rank, own[rank])
+            write(own)
             own = None
         rows = _rows(step)
         for rank, (network, o) in enumerate(zip(networks, optimizers, strict=True)):
             o.zero_grad()
-            mine = rows if step < after else rows[rank::SIZE]
-            factor = 1.0 if step < after else SIZE
+            mine, factor = (rows, 1.0) if step < after else (rows[rank::SIZE], SIZE)
             _loss(network, mine, len(rows), factor).backward()
             o.step()
         dirty = set(range(len(cuts)))
-        if step >= after:
-            position += 1
-        ends = (step + 1) % len(ROWS) == 0
-        if name == "average" and position == steps:
-            average()
-            position = 0
-        elif name == "elastic" and position == steps:
-            pull()
-            position = 0
-        elif name == "diloco" and isinstance(steps, int):
+        position += step >= after
+        if name == "diloco" and isinstance(steps, int):
             between = steps // count
             if position == between - given.get("delay", 0):
-                sent[turn] = (start - mean())[cuts[turn]]
+                sent[turn] = (start - read().mean(0))[cuts[turn]]
             if position == between:
                 outer(turn, alpha)
                 position, turn = 0, (turn + 1) % count
-        for rank in range(SIZE):
-            histories[rank].append(read[rank]().tolist())
-        if not ends:
+        elif name != "diloco" and position == steps:
+            (average if name == "average" else pull)()
+            position = 0
+        history.append(read())
+        if (step + 1) % len(ROWS):
             continue
         if name == "diloco":
             for i in list(sent):
                 outer(i, 0.0)
             for i in sorted(dirty):
-                sent[i] = (start - mean())[cuts[i]]
+                sent[i] = (start - read().mean(0))[cuts[i]]
                 outer(i, 0.0)
         elif name == "elastic" or steps == "training":
             if name == "elastic" and position:
                 pull()
-            shown = start.clone() if name == "elastic" else mean()
-            own = [r() for r in read]
-            for rank in range(SIZE):
-                write(rank, shown)
+            own = read()
+            write(start if name == "elastic" else own.mean(0))
         elif position:
             average()
         position = turn = 0
-        for rank in range(SIZE):
-            histories[rank].append(read[rank]().tolist())
-    return histories
+        history.append(read())
+    return torch.stack(history, 1)
 
 
 @pytest.mark.distributed
@@ -312,7 +296,8 @@ def test_every_step_is_that_of_the_formulas(name: str, collective: str) -> None:
     """The ranks' weights are equal to the bit at the end of an epoch."""
     expected = _simulated(*CASES[name])
     histories = [result[name]["history"] for result in _results(collective)]
-    assert torch.allclose(torch.tensor(histories), torch.tensor(expected), rtol=0, atol=1e-10)
+    found = torch.tensor(histories, dtype=torch.float64)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-10)
     first, second = (history[len(ROWS) :: len(ROWS) + 1] for history in histories)
     assert first == second
     assert histories[0] != histories[1]
@@ -461,15 +446,11 @@ def test_a_constant_at_the_end_of_its_range_is_left_alone() -> None:
     assert network.mask.isfinite().all()
 
 
-class _Branches(nn.Module):
-    """Applies one of two layers, which the first row's first number selects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
+class _Branches(nn.ModuleList):
+    """Applies one of its layers, which the first row's first number selects."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[int(x[0, 0])](x)
+        return self[int(x[0, 0])](x)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -478,7 +459,8 @@ def test_ranks_whose_last_steps_moved_different_weights_resume_to_the_bit(rank: 
 
     def made(of: int) -> Any:
         torch.manual_seed(0)
-        return _sync(_Doubles(of), "training", _make("momentum"), _Branches())
+        network = _Branches(nn.Linear(3, 1).double() for _ in range(2))
+        return _sync(_Doubles(of), "training", _make("momentum"), network)
 
     gang = [made(0), made(1)]
     for of, sync in enumerate(gang):

@@ -1,5 +1,6 @@
 """Trainings without a label through Spark."""
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pyspark.sql import functions as F
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import nn
 
 from ringspark.estimators import Pretrained, TorchAutoencoder, TorchClassifier, TorchEstimator, WorkerError
 from ringspark.models import ModelSpec
@@ -82,20 +84,16 @@ def test_held_out_rows_are_masked_alike_after_every_epoch(frame: Any, common: di
 
 def test_several_inputs_are_one_output_or_one_each(frame: Any, common: dict[str, Any]) -> None:
     inputs = {"inputCols": ["a", "b", "c"], "epochs": 1} | common
-    joined = TorchAutoencoder(model=Joined(), **inputs).fit(frame).transform(frame)
+    joined = TorchAutoencoder(model=Joined(3, 3), **inputs).fit(frame).transform(frame)
     assert len(joined.first().prediction) == 3
-    each = TorchAutoencoder(model=Each(), predictionCols=["p", "q", "r"], **inputs).fit(frame)
+    each = TorchAutoencoder(model=Each(3, 3), predictionCols=["p", "q", "r"], **inputs).fit(frame)
     assert each.transform(frame).select("p", "q", "r").dtypes == [(n, "double") for n in "pqr"]
     assert np.isfinite(each.summary.history["train_loss"].iloc[0])
 
 
-class Joined(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 3)
-
+class Joined(nn.Linear):
     def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        return self.layer(torch.stack([a, b, c], 1))
+        return super().forward(torch.stack([a, b, c], 1))
 
 
 class Each(Joined):
@@ -146,18 +144,13 @@ def test_a_network_with_a_label_takes_weights_by_name(frame: Any, common: Any, t
         TorchEstimator(initialModel=model, **settings).fit(labelled)
     model.save(str(tmp_path / "saved"))
     start = Pretrained(uri=str(tmp_path / "saved"), ignore=["decoder.*"], strict=False)
-    tuned = TorchEstimator(model=Head(), pretrained=start, **settings).fit(labelled).module()
+    parts = {"encoder": nn.Sequential(nn.Linear(DIM, CODE)), "head": nn.Linear(CODE, 1)}
+    tuned = (
+        TorchEstimator(model=nn.Sequential(OrderedDict(parts)), pretrained=start, **settings)
+        .fit(labelled)
+        .module()
+    )
     assert torch.equal(tuned.get_parameter("encoder.0.weight"), model.module().encoder[0].weight)
-
-
-class Head(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = torch.nn.Sequential(torch.nn.Linear(DIM, CODE))
-        self.head = torch.nn.Linear(CODE, 1)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(features))
 
 
 @pytest.mark.slow

@@ -74,13 +74,9 @@ def test_equal_sources_make_equal_wheels(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(1, 1)
-
+class Branching(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.line(x[:, None]) if x.sum() > 0 else self.line(-x[:, None])
+        return super().forward(x[:, None] if x.sum() > 0 else -x[:, None])
 
 
 def stage_of(network: nn.Module, folder: Path, **params: Any) -> TorchModel:
@@ -117,7 +113,7 @@ def test_rows_are_predicted_in_passes_of_limited_size(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_network_that_cannot_be_exported_is_served_by_ringspark(tmp_path: Path, caplog: Any) -> None:
-    stage = stage_of(Branching(), tmp_path)
+    stage = stage_of(Branching(1, 1), tmp_path)
     with caplog.at_level(logging.WARNING, "ringspark"):
         save(stage, str(tmp_path / "model"))
     assert "needs ringspark and pyspark where it is served, because the network cannot" in caplog.text

@@ -116,24 +116,20 @@ def _check_nesting(own: list[TraceSlice]) -> None:
             assert piece.end_ns <= exchange.end_ns
 
 
-class _LateRank(nn.Module):
+class _LateRank(nn.Linear):
     """A network that computes longer on one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.distributed.get_rank() == 1:
             threading.Event().wait(0.05)
-        return cast("torch.Tensor", self.linear(x))
+        return super().forward(x)
 
 
 @pytest.mark.distributed
 def test_the_others_wait_for_the_late_rank(manifest: ShardManifest, tmp_path: Path) -> None:
     settings = {"num_workers": 3, "collective": "torch", "timeline_every_steps": 4}
     config = _config(manifest, tmp_path / "run", model=None, epochs=1, **settings)
-    pieces = make_slices(load_spans(train_ranks(config, UserObjects(module=_LateRank()))[0].run_uri))
+    pieces = make_slices(load_spans(train_ranks(config, UserObjects(module=_LateRank(4, 1)))[0].run_uri))
     waits = [piece for piece in pieces if piece.kind == "wait"]
     waited = [0, 0, 0]
     for piece in waits:
