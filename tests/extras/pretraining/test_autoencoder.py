@@ -145,11 +145,8 @@ def test_a_network_with_a_label_takes_weights_by_name(frame: Any, common: Any, t
     model.save(str(tmp_path / "saved"))
     start = Pretrained(uri=str(tmp_path / "saved"), ignore=["decoder.*"], strict=False)
     parts = {"encoder": nn.Sequential(nn.Linear(DIM, CODE)), "head": nn.Linear(CODE, 1)}
-    tuned = (
-        TorchEstimator(model=nn.Sequential(OrderedDict(parts)), pretrained=start, **settings)
-        .fit(labelled)
-        .module()
-    )
+    stage = TorchEstimator(model=nn.Sequential(OrderedDict(parts)), pretrained=start, **settings)
+    tuned = stage.fit(labelled).module()
     assert torch.equal(tuned.get_parameter("encoder.0.weight"), model.module().encoder[0].weight)
 
 
