@@ -48,23 +48,25 @@ def classifier(frame: Any) -> Any:
     return TorchClassifier(model=_spec(2), labelCol="city", **settings).fit(frame)
 
 
+def _page(reporter: Any, folder: Path, *data: Any, **settings: Any) -> Page:
+    reporter.report(folder / "page.html", *data, **settings)
+    return Page.at(folder / "page.html")
+
+
 def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
     classifier: Any, tmp_path: Path
 ) -> None:
     summary = classifier.summary
-    summary.report(tmp_path / "page.html")
-    page = Page.at(tmp_path / "page.html")
+    page = _page(summary, tmp_path)
     told = page.tables["curves"][0]
     assert told.column("train_loss") == [show(loss) for loss in summary.history["train_loss"]]
     assert page.cards["rows seen"] == f"{summary.rows:,}"
     assert {"settings", "data", "environment"} <= set(page.tables)
-    saved = tmp_path / "model"
-    classifier.write().save(str(saved))
+    classifier.write().save(str(tmp_path / "model"))
     # The run's folder is on another machine or deleted.
-    loaded = TorchClassificationModel.load(str(saved))
+    loaded = TorchClassificationModel.load(str(tmp_path / "model"))
     object.__setattr__(loaded.summary, "run_uri", str(tmp_path / "gone"))
-    loaded.summary.report(tmp_path / "again.html")
-    again = Page.at(tmp_path / "again.html")
+    again = _page(loaded.summary, tmp_path)
     assert again.tables["curves"][0].rows == told.rows
     assert "the run's folder is not readable" in again.text["headline"]
     assert again.cards["state"] == "finished"
@@ -73,8 +75,7 @@ def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
 def test_held_out_rows_give_the_confusion_matrix_of_spark(
     classifier: Any, frame: Any, tmp_path: Path
 ) -> None:
-    classifier.report(tmp_path / "page.html", frame, seed=1)
-    page = Page.at(tmp_path / "page.html")
+    page = _page(classifier, tmp_path, frame, seed=1)
     scored = classifier.transform(frame).select("number", "prediction", "probability").toPandas()
     accuracy = (scored.number == scored.prediction).mean()
     assert page.cards["held-out rows"] == f"{ROWS:,}"
@@ -100,25 +101,20 @@ def test_the_columns_of_a_table_are_its_features(frame: Any, tmp_path: Path) -> 
     table = frame.select("noise", (F.col("number") / 3).alias("copy"), "city", "amount")
     with pytest.warns(UserWarning, match="predicts the label almost perfectly: 'copy', 'amount'"):
         model = TorchClassifier(labelCol="city", model=network, epochs=4, batchSize=16).fit(table)
-    model.report(tmp_path / "page.html", table)
-    page = Page.at(tmp_path / "page.html")
+    page = _page(model, tmp_path, table)
     (features,) = page.tables["features"]
     assert set(features.column("feature")[:2]) == {"copy", "amount"}
     assert features.column("feature")[2] == "noise"
     *_, uses = page.tables["data"]
     assert uses.column("column of the table") == ["noise", "copy", "amount"]
     assert uses.column("use") == ["number"] * 3
-    model.report(tmp_path / "captum.html", table.limit(50), attributions="captum")
-    (gradients,) = Page.at(tmp_path / "captum.html").tables["features"]
+    (gradients,) = _page(model, tmp_path, table.limit(50), attributions="captum").tables["features"]
     assert gradients.column("feature")[2] == "noise"
 
 
 def test_a_sample_is_bounded_and_drawn_by_its_seed(classifier: Any, frame: Any, tmp_path: Path) -> None:
-    def page(seed: int) -> Page:
-        classifier.report(tmp_path / "page.html", frame, rows=100, seed=seed, attributions="none")
-        return Page.at(tmp_path / "page.html")
-
-    first, again, other = page(3), page(3), page(4)
+    settings = {"rows": 100, "attributions": "none"}
+    first, again, other = (_page(classifier, tmp_path, frame, seed=s, **settings) for s in (3, 3, 4))
     assert first.cards["held-out rows"] == "100"
     assert "100 rows of the given DataFrame, drawn at random with seed 3" in first.text["headline"]
     assert first.cards["log loss"] == again.cards["log loss"] != other.cards["log loss"]
@@ -148,9 +144,8 @@ def test_rows_whose_output_is_not_finite_are_left_out_and_counted(
     bad = spoilt.transform(frame.limit(7).drop("features").withColumn("endless", F.lit(float("-inf"))))
     regressor = TorchRegressor(model=_spec(1), labelCol="amount").fit(frame)
     for model in (classifier, regressor):
-        model.report(tmp_path / "good.html", good)
-        model.report(tmp_path / "all.html", good.unionByName(bad.drop("endless")))
-        first, both = (Page.at(tmp_path / name) for name in ("good.html", "all.html"))
+        rows = good, good.unionByName(bad.drop("endless"))
+        first, both = (_page(model, tmp_path, each) for each in rows)
         told = "7 of these rows are left out below, because their prediction or label is not finite."
         assert told in both.text["headline"]
         assert told not in first.text["headline"]

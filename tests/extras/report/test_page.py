@@ -19,6 +19,7 @@ from small_training import config_of, epoch_record, train_gang
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.extras.report import report
 from ringspark.extras.report.content import Facts, seconds, show
 from ringspark.extras.report.facts import RunFacts
@@ -55,10 +56,14 @@ def _report(config: TrainConfig, folder: Path) -> Page:
     return Page.at(folder / "page.html")
 
 
+def _trained(make_shards: Any, folder: Path, **changes: Any) -> tuple[TrainResult, Page]:
+    config = _config(make_shards, folder, **changes)
+    return train_here(config), _report(config, folder)
+
+
 def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: Any, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path, metrics=("mae", "r2"), learning_rate=0.25, keep="best")
-    result = train_here(config)
-    page = _report(config, tmp_path)
+    settings = {"metrics": ("mae", "r2"), "learning_rate": 0.25, "keep": "best"}
+    result, page = _trained(make_shards, tmp_path, **settings)
     rate = result.rows / sum(record.seconds for record in result.history)
     assert page.cards.items() >= {
         ("state", "finished"),
@@ -96,9 +101,8 @@ def test_of_equally_good_epochs_the_first_is_named() -> None:
 
 
 def test_each_setting_is_listed_once_beside_its_default(make_shards: Any, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path, learning_rate=0.25)
-    train_here(config)
-    chosen, others = _report(config, tmp_path).tables["settings"]
+    _, page = _trained(make_shards, tmp_path, learning_rate=0.25)
+    chosen, others = page.tables["settings"]
     pairs = [tuple(row[at : at + 2]) for row in others.rows for at in (0, 2, 4) if row[at]]
     names = [*chosen.column("setting"), *(name for name, _ in pairs)]
     assert len(names) == len(set(names))
@@ -109,9 +113,7 @@ def test_each_setting_is_listed_once_beside_its_default(make_shards: Any, tmp_pa
 
 
 def test_the_page_stands_alone_and_is_small(make_shards: Any, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path, log_every_steps=1, timeline_every_steps=1, epochs=12)
-    train_here(config)
-    page = _report(config, tmp_path)
+    _, page = _trained(make_shards, tmp_path, log_every_steps=1, timeline_every_steps=1, epochs=12)
     html = (tmp_path / "page.html").read_text("utf-8")
     assert page.addresses == []
     assert page.tags["svg"] == html.count("<svg") >= 4
@@ -127,9 +129,7 @@ def test_the_page_stands_alone_and_is_small(make_shards: Any, tmp_path: Path) ->
 def test_names_that_are_markup_are_shown_as_letters(make_shards: Any, tmp_path: Path) -> None:
     columns = _rows()
     columns = {EVIL: columns["x"], "a$b$ & <b>": columns["y"], "y": columns["y"]}
-    config = _config(make_shards, tmp_path, columns=columns, epochs=1)
-    train_here(config)
-    page = _report(config, tmp_path)
+    _, page = _trained(make_shards, tmp_path, columns=columns, epochs=1)
     assert "script" not in page.tags
     assert [text for text in page.tables["data"][1].column("column") if text][:2] == [EVIL, "a$b$ & <b>"]
     assert EVIL in page.tables["settings"][0].row("inputCols")["value"]
@@ -168,9 +168,8 @@ def test_a_run_that_trains_is_reported_by_its_last_position(make_shards: Any, tm
     position = {"epoch": 2, "epochs": 3, "step": 9, "num_steps": 24, "rows": 260, "seconds": 2.0}
     (run / "progress.json").write_text(json.dumps(position))
     page = _report(config, tmp_path)
-    assert page.cards["state"] == "not finished"
-    assert page.cards["epochs"] == "0 of 3"
-    assert page.cards["rows/s in epochs"] == "130"
+    cards = {"state": "not finished", "epochs": "0 of 3", "rows/s in epochs": "130"}
+    assert page.cards.items() >= cards.items()
     assert "step 9 of 24, epoch 2" in page.text["headline"]
 
 
