@@ -1,9 +1,8 @@
-"""Reports of three data sets in a browser: flights by class, a table of numbers, and images of digits."""
+"""Reports of three trainings in a browser: of two classes, of numbers, and of images of ten classes."""
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("jinja2")
@@ -12,61 +11,44 @@ pytest.importorskip("matplotlib")
 from browser import Browser, chromium
 from pyspark.ml.feature import VectorAssembler
 
-from flights import find_raw_tables
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.models import ModelSpec
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
-COMMON = {"batchSize": 64, "learningRate": 0.01, "validationFraction": 0.2}
-FLIGHTS = ("month", "hour", "minute", "distance", "origin_number", "carrier_number", "weekday")
+NAMES = ["month", "hour", "minute", "distance", "origin_number", "carrier_number", "weekday"]
+COMMON = {"batchSize": 64, "learningRate": 0.01, "validationFraction": 0.2, "logEverySteps": 5}
 
 
-def _flights(spark: Any, path: Path) -> None:
-    import pandas as pd
-
-    table = pd.read_csv(find_raw_tables()["flights"]).dropna(subset=["arr_delay"])
-    table = table.sample(20_000, random_state=1)
-    for name in ("origin", "carrier"):
-        table[f"{name}_number"] = table[name].astype("category").cat.codes
-    table["weekday"] = pd.to_datetime(table["time_hour"]).dt.day_of_week
-    table["arrival"] = np.where(table["arr_delay"] > 15, "late", "on time")
-    for name in FLIGHTS:
-        table[name] = (table[name] - table[name].mean()) / table[name].std()
-    frame = spark.createDataFrame(table[[*FLIGHTS, "arrival"]])
-    frame = VectorAssembler(inputCols=list(FLIGHTS), outputCol="features").transform(frame)
-    train, test = frame.randomSplit([0.8, 0.2], seed=1)
-    network = ModelSpec("mlp", {"in_features": len(FLIGHTS), "hidden": [64, 32], "out_features": 2})
-    sizes = {"epochs": 8, "batchSize": 256, "numWorkers": 2, "validationFraction": 0.15}
-    records = {"metrics": ["accuracy", "auroc"], "keep": "best", "logEverySteps": 5, "timelineEverySteps": 10}
-    model = TorchClassifier(model=network, labelCol="arrival", **sizes, **records).fit(train)
-    model.report(path, test)
+def _table(spark: Any, label: str) -> Any:
+    """Returns rows to train on and to report: named numbers, and a label in SQL."""
+    numbers = [f"randn({seed}) AS {name}" for seed, name in enumerate(NAMES)]
+    frame = spark.range(0, 5_000, 1, 2).selectExpr(*numbers).selectExpr("*", f"{label} AS label")
+    assembler = VectorAssembler(inputCols=NAMES, outputCol="features")
+    return assembler.transform(frame).randomSplit([0.8, 0.2], seed=1)
 
 
-def _numbers(spark: Any, path: Path) -> None:
-    sklearn = pytest.importorskip("sklearn.datasets")
-    data = sklearn.load_diabetes(as_frame=True)
-    table = data.frame.assign(target=data.frame["target"] / 100)
-    names = [name for name in table.columns if name != "target"]
-    table[names] *= 20
-    frame = VectorAssembler(inputCols=names, outputCol="features").transform(spark.createDataFrame(table))
-    train, test = frame.randomSplit([0.7, 0.3], seed=2)
-    network = ModelSpec("mlp", {"in_features": len(names), "hidden": [16], "out_features": 1})
-    records = {"metrics": ["mae", "r2"], "logEverySteps": 2}
-    stage = TorchRegressor(model=network, labelCol="target", epochs=40, **COMMON, **records)
+def _classes(spark: Any, path: Path) -> None:
+    train, test = _table(spark, "if(month + distance + randn(9) > 1, 'late', 'on time')")
+    network = ModelSpec("mlp", {"in_features": len(NAMES), "hidden": [64, 32], "out_features": 2})
+    records = {"metrics": ["accuracy", "auroc"], "keep": "best", "timelineEverySteps": 10}
+    stage = TorchClassifier(model=network, epochs=8, numWorkers=2, **COMMON, **records)
     stage.fit(train).report(path, test)
 
 
-def _digits(spark: Any, path: Path) -> None:
-    sklearn = pytest.importorskip("sklearn.datasets")
-    pixels, digits = sklearn.load_digits(return_X_y=True)
-    images = (pixels / 16).reshape(-1, 1, 8, 8).tolist()
-    rows = list(zip(images, digits.tolist(), strict=True))
-    frame = spark.createDataFrame(rows, "image array<array<array<float>>>, digit int")
+def _numbers(spark: Any, path: Path) -> None:
+    train, test = _table(spark, "1000 * (month - 2 * hour + randn(9))")
+    network = ModelSpec("mlp", {"in_features": len(NAMES), "hidden": [16], "out_features": 1})
+    stage = TorchRegressor(model=network, epochs=40, metrics=["mae", "r2"], **COMMON)
+    stage.fit(train).report(path, test)
+
+
+def _images(spark: Any, path: Path) -> None:
+    pixels = "transform(sequence(1, 8), i -> transform(sequence(1, 8), j -> float(sin(id % 10 * i * j))))"
+    frame = spark.range(0, 1_800, 1, 2).selectExpr(f"array({pixels}) AS image", "int(id % 10) AS label")
     train, test = frame.randomSplit([0.7, 0.3], seed=3)
     network = ModelSpec("resnet", {"in_channels": 1, "out_features": 10, "depths": [1, 1], "width": 8})
-    columns = {"featuresCol": "image", "labelCol": "digit"}
-    stage = TorchClassifier(model=network, epochs=3, metrics=["accuracy"], **columns, **COMMON)
+    stage = TorchClassifier(model=network, featuresCol="image", epochs=3, metrics=["accuracy"], **COMMON)
     stage.fit(train).report(path, test)
 
 
@@ -78,7 +60,7 @@ def program() -> str:
     return found
 
 
-@pytest.mark.parametrize("make", [_flights, _numbers, _digits])
+@pytest.mark.parametrize("make", [_classes, _numbers, _images])
 def test_the_page_fits_a_browser_and_asks_it_for_nothing(
     spark: Any, program: str, tmp_path: Path, make: Any
 ) -> None:
