@@ -70,23 +70,6 @@ def _rename(table: Any, name: str, renamed: str) -> None:
         update.rename_column(name, renamed)
 
 
-def _table(catalog: Any) -> Any:
-    """Returns a table with renamed, widened and added columns, and with partitions."""
-    from pyiceberg.transforms import IdentityTransform
-    from pyiceberg.types import DoubleType, LongType
-
-    table = _sales(catalog, 60)
-    with table.update_schema() as update:
-        update.rename_column("size", "extent")
-        update.rename_column("place.y", "city")
-        update.update_column("narrow", LongType())
-    with table.update_schema() as update:
-        update.add_column("size", DoubleType())
-    with table.update_spec() as spec:
-        spec.add_field("narrow", IdentityTransform())
-    return table
-
-
 def _newer_rows(first: int, rows: int) -> Any:
     old = _rows(first, rows, "extent")
     place = pa.array([{"x": i, "city": f"c{i % 3}"} for i in range(first, first + rows)])
@@ -113,7 +96,18 @@ def _linear(folder: Path, **params: Any) -> TorchRegressor:
 
 @pytest.mark.slow
 def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tmp_path: Path) -> None:
-    table = _table(catalog)
+    from pyiceberg.transforms import IdentityTransform
+    from pyiceberg.types import DoubleType, LongType
+
+    # A table with renamed, widened and added columns, and with partitions.
+    table = _sales(catalog, 60)
+    _rename(table, "size", "extent")
+    _rename(table, "place.y", "city")
+    with table.update_schema() as update:
+        update.update_column("narrow", LongType())
+        update.add_column("size", DoubleType())
+    with table.update_spec() as spec:
+        spec.add_field("narrow", IdentityTransform())
     first = table.current_snapshot().snapshot_id
     table.append(_newer_rows(60, 100))
     files = [task.file.file_path for task in table.scan().plan_files() if task.file.spec_id]

@@ -77,12 +77,6 @@ def test_the_master_does_not_exist() -> None:
     assert "no Spark server answers at 127.0.0.1:1" in found["session"]
 
 
-def answer(host: str, **changes: str) -> _Answer:
-    versions = {**_versions(), **changes}
-    python = versions.pop("Python", platform.python_version())
-    return _Answer(host=host, python=python, versions={k: v for k, v in versions.items() if v})
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -98,7 +92,10 @@ def answer(host: str, **changes: str) -> _Answer:
     ],
 )
 def test_packages_are_compared_as_a_training_needs_them(changes: Any, expected: str, capsys: Any) -> None:
-    _check_packages([answer("a", **changes)], _Findings())
+    versions = {**_versions(), **changes}
+    python = versions.pop("Python", platform.python_version())
+    there = {name: version for name, version in versions.items() if version}
+    _check_packages([_Answer(host="a", python=python, versions=there)], _Findings())
     assert " ".join(capsys.readouterr().out.split()).startswith(expected)
 
 

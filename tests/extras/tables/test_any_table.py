@@ -51,16 +51,6 @@ def estimator_of(table: AwkwardTable, **params: Any) -> Any:
     return kind(**names, **sizes, predictionCol="the prediction", **params)
 
 
-def check_uses(table: AwkwardTable, fit: PreparedFit, counts: Counter[str]) -> None:
-    for column in table.columns:
-        names = f"{column.name}.", f"{column.name}["
-        uses = [use for use in fit.uses if use.column == column.name or use.column.startswith(names)]
-        assert uses, column
-        for use in uses:
-            assert use.reason
-            counts["left out" if use.use == "left out" else "used"] += 1
-
-
 def numbers_of(fit: PreparedFit, rows: Any, batch: int = ROWS) -> dict[int, Any]:
     """Returns what the network gets of each row, by number."""
     kind = fit.plan.kind
@@ -105,7 +95,12 @@ def test_a_row_gives_the_same_numbers_wherever_it_is(spark: Any) -> None:
                 counts["refused"] += 1
                 return
         counts["planned"] += 1
-        check_uses(table, fit, counts)
+        for column in table.columns:
+            names = f"{column.name}.", f"{column.name}["
+            uses = [use for use in fit.uses if use.column == column.name or use.column.startswith(names)]
+            assert uses, column
+            assert all(use.reason for use in uses)
+            counts.update("left out" if use.use == "left out" else "used" for use in uses)
         with settings_of(spark, table):
             expected = numbers_of(fit, rows)
             moved = rows.select(*map(quote, reversed(rows.columns))).repartition(7)

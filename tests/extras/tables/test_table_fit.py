@@ -30,7 +30,8 @@ SCHEMA = """row string, number double, word string, many string, flag boolean, d
     constant int, empty double, code long, label double, late string, when int"""
 
 
-def _rows() -> list[tuple[Any, ...]]:
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
     rng = np.random.default_rng(0)
     effects = rng.normal(size=60)
     # Ids whose order says nothing, in a column of numbers.
@@ -46,12 +47,7 @@ def _rows() -> list[tuple[Any, ...]]:
         nested = [number, 1.0 * (row % 5)], (row % 7, {}), {"a": 1}
         last = 7, None, int(codes[code]), label, "yes" if label > 100 else "no", row
         rows.append((*plain, day, moment, price, *nested, *last))
-    return rows
-
-
-@pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
-    return spark.createDataFrame(_rows(), SCHEMA).repartition(2, "row").cache()
+    return spark.createDataFrame(rows, SCHEMA).repartition(2, "row").cache()
 
 
 SMALL: dict[str, Any] = {"rates": [1.0, 0.5], "width": 8, "depth": 1, "number_width": 2}

@@ -189,11 +189,6 @@ def test_a_wrong_function_fails_on_the_driver(
     assert "\n" not in str(caught.value)
 
 
-def _stage(**changes: Any) -> TorchEstimator:
-    settings = {"model": steps.Gan(), "trainingStep": steps.gan_step, "optimizer": steps.gan_optimizers}
-    return TorchEstimator(**(settings | {"labelCols": ["point"], "featuresCol": "noise"} | changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -206,8 +201,10 @@ def _stage(**changes: Any) -> TorchEstimator:
     ],
 )
 def test_what_a_step_cannot_be_combined_with_is_refused(changes: dict[str, Any], message: str) -> None:
+    settings = {"model": steps.Gan(), "trainingStep": steps.gan_step, "optimizer": steps.gan_optimizers}
+    stage = TorchEstimator(**settings | {"labelCols": ["point"], "featuresCol": "noise"} | changes)
     with pytest.raises(ValueError, match=message):
-        config_of_stage(_stage(**changes), "any", ["point"])
+        config_of_stage(stage, "any", ["point"])
 
 
 def test_a_stage_returns_its_step() -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,56 +119,41 @@ def test_training_ends_more_than_the_gap_before_validation(table: Any, name: str
     assert last == max(_times(table, name))
 
 
-def _bad(spark: Any, table: Any) -> dict[str, tuple[Any, str]]:
-    t = table
+def test_bad_input_is_refused_in_one_sentence(table: Any) -> None:
+    t, deal, group = table, stratified_folds, grouped_folds
     null = t.withColumn("label", F.expr("nullif(label, 'd')"))
     span = t.withColumn("i", F.expr("make_interval(0, 0, 0, 1)"))
     months = t.withColumn("i", F.expr("make_ym_interval(1, id)"))
-    return {
-        "k": (lambda: stratified_folds(t, "label", 1), r"k of stratified_folds must be .* got 1$"),
-        "k of time": (lambda: time_folds(t, "t", True), r"k of time_folds must be .* got True$"),
-        "rare": (lambda: stratified_folds(t, "label", 4), r"per fold \(4\), got 3 of class 'd'; lower k"),
-        "empty": (lambda: stratified_folds(t.where("false"), "label", 2), r"per fold \(2\), got no rows"),
-        "null label": (
-            lambda: stratified_folds(null, "label", 2),
-            r"labelCol 'label' .* got 3 rows with null",
-        ),
-        "null group": (lambda: grouped_folds(t, "some", 2), r"groupCol 'some' .* got 67 rows with null"),
-        "few groups": (lambda: grouped_folds(t, "label", 5), r"per fold \(5\), got 4 in column 'label'"),
-        "map": (lambda: grouped_folds(t, "m", 2), r"groupCol 'm' must have .* got map<string,bigint>"),
-        "no order": (
-            lambda: stratified_folds(span, "i", 2),
-            r"labelCol 'i' must have values that can be compared, got interval; use another column",
-        ),
-        "months": (
-            lambda: stratified_folds(months, "i", 2),
-            r"per fold \(2\), got 1 of class \"INTERVAL '1-0' YEAR TO MONTH\"; lower k",
-        ),
-        "missing": (lambda: grouped_folds(t, "labl", 2), r"groupCol 'labl' is not a column .*'label'"),
-        "key": (lambda: stratified_folds(t, "label", 2, keyCols=["idd"]), r"keyCols 'idd' is not a column"),
-        "taken": (lambda: grouped_folds(t, "id", 2, foldCol="N"), r"foldCol 'N' is already a column"),
-        "no frame": (lambda: grouped_folds([1], "id", 2), r"grouped_folds takes a Spark DataFrame, got"),
-        "gap": (lambda: time_folds(t, "t", 2, timedelta(-1)), r"gap must be finite and not negative"),
-        "unit": (lambda: time_folds(t, "t", 2, 3), r"gap must be a datetime.timedelta, because timeCol"),
-        "unit of n": (lambda: time_folds(t, "n", 2, timedelta(1)), r"be a number, because timeCol 'n'"),
-        "no key": (
-            lambda: stratified_folds(t, "label", 2, keyCols=[]),
-            r"keyCols must be .* one column, got",
-        ),
-        "wide gap": (lambda: time_folds(t, "n", 2, 30), r"leaves fold 0 without training rows, with k=2"),
-        "ties": (lambda: time_folds(t.withColumn("n", F.lit(1)), "n", 2), r"leaves fold 0 without training"),
-        "strings": (lambda: time_folds(t, "label", 2), r"timeCol 'label' must be a column of numbers"),
-        "null time": (lambda: time_folds(t, "some", 2), r"timeCol 'some' .* got 67 rows without"),
-        "no rows": (lambda: time_folds(t.where("false"), "n", 2), r"time_folds needs rows, got none"),
-        "numbers": (lambda: fold_pairs(t, 2, "n"), r"foldCol 'n' must hold each number from 0 to 1 and"),
-    }
-
-
-def test_bad_input_is_refused_in_one_sentence(spark: Any, table: Any) -> None:
-    for name, (call, sentence) in _bad(spark, table).items():
+    refused: list[tuple[Any, tuple[Any, ...], str]] = [
+        (deal, (t, "label", 1), r"k of stratified_folds must be .* got 1$"),
+        (time_folds, (t, "t", True), r"k of time_folds must be .* got True$"),
+        (deal, (t, "label", 4), r"per fold \(4\), got 3 of class 'd'; lower k"),
+        (deal, (t.where("false"), "label", 2), r"per fold \(2\), got no rows"),
+        (deal, (null, "label", 2), r"labelCol 'label' .* got 3 rows with null"),
+        (group, (t, "some", 2), r"groupCol 'some' .* got 67 rows with null"),
+        (group, (t, "label", 5), r"per fold \(5\), got 4 in column 'label'"),
+        (group, (t, "m", 2), r"groupCol 'm' must have .* got map<string,bigint>"),
+        (deal, (span, "i", 2), r"labelCol 'i' must have .* compared, got interval; use another column"),
+        (deal, (months, "i", 2), r"\(2\), got 1 of class \"INTERVAL '1-0' YEAR TO MONTH\"; lower k"),
+        (group, (t, "labl", 2), r"groupCol 'labl' is not a column .*'label'"),
+        (partial(deal, keyCols=["idd"]), (t, "label", 2), r"keyCols 'idd' is not a column"),
+        (partial(deal, keyCols=[]), (t, "label", 2), r"keyCols must be .* at least one column, got \[\]"),
+        (partial(group, foldCol="N"), (t, "id", 2), r"foldCol 'N' is already a column"),
+        (group, ([1], "id", 2), r"grouped_folds takes a Spark DataFrame, got"),
+        (time_folds, (t, "t", 2, timedelta(-1)), r"gap must be finite and not negative"),
+        (time_folds, (t, "t", 2, 3), r"gap must be a datetime.timedelta, because timeCol"),
+        (time_folds, (t, "n", 2, timedelta(1)), r"gap must be a number, because timeCol 'n'"),
+        (time_folds, (t, "n", 2, 30), r"leaves fold 0 without training rows, with k=2"),
+        (time_folds, (t.withColumn("n", F.lit(1)), "n", 2), r"leaves fold 0 without training"),
+        (time_folds, (t, "label", 2), r"timeCol 'label' must be a column of numbers"),
+        (time_folds, (t, "some", 2), r"timeCol 'some' .* got 67 rows without"),
+        (time_folds, (t.where("false"), "n", 2), r"time_folds needs rows, got none"),
+        (fold_pairs, (t, 2, "n"), r"foldCol 'n' must hold each number from 0 to 1 and"),
+    ]
+    for call, arguments, sentence in refused:
         with pytest.raises(ValueError, match=sentence) as caught:
-            call()
-        assert "\n" not in str(caught.value), name
+            call(*arguments)
+        assert "\n" not in str(caught.value), sentence
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +164,8 @@ def classes(spark: Any) -> Any:
 
 def _classifier(folder: Path, **params: Any) -> TorchClassifier:
     network = ModelSpec("linear", {"in_features": 1, "out_features": 2})
-    return TorchClassifier(
-        model=network, batchSize=32, learningRate=0.3, epochs=4, collective="torch", reader="arrow",
-        storageUri=str(folder), showProgress=False, **params,
-    )  # fmt: skip
+    settings = {"batchSize": 32, "learningRate": 0.3, "epochs": 4, "collective": "torch", "reader": "arrow"}
+    return TorchClassifier(model=network, storageUri=str(folder), showProgress=False, **settings, **params)
 
 
 @pytest.mark.slow
