@@ -4,7 +4,6 @@ A gang without Spark repeats each training from its stored config. Deterministic
 equal; the other methods must take the same steps and learn equally well.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,14 @@ import pytest
 import torch
 from short_sync import sync_of
 from small_training import train_ranks, weights_of
+from spark_tables import on_this_host
 
 from ringspark.estimators import ParameterServer, TorchRegressionModel, TorchRegressor
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards
 
-MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.distributed,
-    pytest.mark.skipif(not MASTER.startswith("local["), reason="compares with a gang of this host"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.distributed, on_this_host]
 
 ROWS, HELD_OUT, BATCH, EPOCHS = 230, 37, 32, 4
 STEPS = -(-(ROWS - HELD_OUT) // BATCH)  # per epoch; the last batch has one row, so one worker has none

@@ -20,7 +20,7 @@ from ringspark.pipelines import open_reader, write_shards
 
 pytest.importorskip("pyiceberg")
 
-pytestmark = [pytest.mark.spark, pytest.mark.extras]
+pytestmark = pytest.mark.spark
 
 NAME = "lake.db.sales"
 

@@ -15,10 +15,7 @@ deltalake = pytest.importorskip("deltalake")
 
 CHECK = Path(__file__).parents[3] / "shared" / "lakehouse" / "check.py"
 
-pytestmark = [
-    pytest.mark.extras,
-    pytest.mark.skipif(not CHECK.exists(), reason="the tables are not next to the repository"),
-]
+pytestmark = pytest.mark.skipif(not CHECK.exists(), reason="the tables are not next to the repository")
 
 
 @pytest.mark.spark

@@ -21,19 +21,14 @@ import sockets
 import torch
 from driver import STRUCK, Diary, Network
 from short_sync import sync_of
+from spark_tables import on_this_host
 from waiting import wait_for
 
 from ringspark.estimators import Callback, DiLoCo, TorchEstimator, TrainingState
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.pipelines import write_shards
 
-MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(not MASTER.startswith("local["), reason="hits processes of this host"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.distributed, pytest.mark.slow, on_this_host]
 
 ROWS, BATCH, EPOCHS, EVERY = 385, 16, 2, 5
 EPOCH_STEPS = -(-ROWS // BATCH)  # the last has one row

@@ -11,7 +11,7 @@ from ringspark.estimators import TorchClassifier
 from ringspark.extras.search import Choice, OptunaSearch, PopulationSearch, Uniform
 from ringspark.extras.tuning import batch_that_fits, lr_range_test
 
-pytestmark = [pytest.mark.spark, pytest.mark.extras]
+pytestmark = pytest.mark.spark
 
 METRICS = "metrics of a classification must be among"
 BAD = {"labelCol": "label", "epochs": 2, "metrics": ["mae"]}

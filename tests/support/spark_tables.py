@@ -1,12 +1,17 @@
-"""DataFrames of several test files."""
+"""DataFrames of several test files, and conditions of the Spark session."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
+
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+on_this_host = pytest.mark.skipif(not MASTER.startswith("local["), reason="needs workers on this host")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import ringspark
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
 from ringspark.extras.functions.function_task import _visible_device
 
-pytestmark = [pytest.mark.spark, pytest.mark.distributed, pytest.mark.extras]
+pytestmark = [pytest.mark.spark, pytest.mark.distributed]
 
 
 def _environment(*names: str) -> list[str]:

@@ -20,6 +20,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.extras.keras_models.library import import_keras
 from ringspark.models.adapters import adapt_network
 
+pytestmark = pytest.mark.slow
 keras = import_keras()
 layers = keras.layers
 
@@ -55,7 +56,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left, right) for left, right in pairs)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
 def test_a_keras_model_trains_as_the_same_torch_network(
@@ -83,7 +83,6 @@ def test_a_keras_model_trains_as_the_same_torch_network(
     assert result.history[-1].validation_loss == pytest.approx(expected.history[-1].validation_loss)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
 def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path, collective: str) -> None:
@@ -97,7 +96,6 @@ def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path,
     assert moving.abs().min() > 0
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_training_gives_the_weights_of_replicas(make_shards: Any, tmp_path: Path, stage: int) -> None:
@@ -110,7 +108,6 @@ def test_sharded_training_gives_the_weights_of_replicas(make_shards: Any, tmp_pa
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.spark
 def test_a_keras_model_is_a_stage_that_is_saved_and_loaded(spark: Any, tmp_path: Path) -> None:
     rows = spark.range(600).selectExpr("rand(1) AS a", "rand(2) AS b", "int(id % 5) AS word")

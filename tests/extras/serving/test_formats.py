@@ -17,7 +17,7 @@ from ringspark.estimators import TorchClassificationModel, TorchModel
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.pipelines import Array, Column, Scalar, Vocabulary
 
-pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Versions that the tests install, besides those of requirements/.
 ONNXRUNTIME_WEB = "onnxruntime-web@1.30.0"

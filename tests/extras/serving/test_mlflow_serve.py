@@ -16,12 +16,8 @@ import pytest
 from waiting import wait_for
 from without_ringspark import Served, same
 
-pytestmark = [
-    pytest.mark.extras,
-    pytest.mark.slow,
-    pytest.mark.spark,
-    pytest.mark.filterwarnings("ignore"),  # MLflow's libraries warn about each other's next versions
-]
+# MLflow's libraries warn about each other's next versions.
+pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,8 @@ from ringspark.models import ModelSpec
 
 mlflow = pytest.importorskip("mlflow")
 
-pytestmark = [
-    pytest.mark.extras,
-    pytest.mark.slow,
-    pytest.mark.spark,
-    pytest.mark.filterwarnings("ignore"),  # MLflow's libraries warn about each other's next versions
-]
+# MLflow's libraries warn about each other's next versions.
+pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.filterwarnings("ignore")]
 
 
 def test_an_alias_names_the_model_that_scores(spark: Any, tmp_path: Path) -> None:

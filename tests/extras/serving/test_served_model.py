@@ -74,7 +74,6 @@ def test_whole_numbers_of_a_float_column_are_exact(tmp_path: Path, kind: Kind, v
         served.predict(pd.DataFrame({"x": [*values, None]}))
 
 
-@pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
 @pytest.mark.parametrize("named", ["../other", "{folder}/other", "link"])
 def test_a_stage_outside_of_a_logged_model_is_refused(tmp_path: Path, named: str) -> None:

@@ -25,7 +25,7 @@ from ringspark.extras.serving.wheel_file import write_wheel
 from ringspark.pipelines import Column, Scalar
 
 # MLflow's libraries warn about each other's next versions.
-pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.slow

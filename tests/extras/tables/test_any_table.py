@@ -24,7 +24,7 @@ from ringspark.estimators.prepared_fit import TABLE_COLUMN, PreparedFit, prepare
 from ringspark.models import ModelSpec
 from ringspark.pipelines.columns import quote
 
-pytestmark = [pytest.mark.spark, pytest.mark.extras]
+pytestmark = pytest.mark.spark
 
 CASES = int(os.environ.get("RINGSPARK_TEST_TABLES", "200"))
 SEED = int(os.environ.get("RINGSPARK_TEST_TABLES_SEED", "58"))

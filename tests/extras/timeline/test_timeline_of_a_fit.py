@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_tables import on_this_host
 
 from ringspark.estimators import Callback, TorchRegressor, TrainingState
 from ringspark.extras.timeline.trace import chrome_trace, time_shares
 from ringspark.models import ModelSpec
 
-MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 RANKS, EPOCHS, STEPS, KILLED_AT = 3, 4, 24, 15
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.slow,
-    pytest.mark.skipif(not MASTER.startswith("local["), reason="hits processes of this host"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, on_this_host]
 
 
 class KilledOnce(Callback):
@@ -41,18 +37,11 @@ def trained(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "kills").touch()
     frame = spark.range(0, 192, 1, 2)
     frame = frame.selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
-    return TorchRegressor(
-        model=ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 1}),
-        callbacks=[KilledOnce(folder / "kills")],
-        epochs=EPOCHS,
-        batchSize=32,
-        numWorkers=RANKS,
-        collective="torch",
-        runUri=str(folder / "run"),
-        checkpointEverySteps=5,
-        timelineEverySteps=1,
-        showProgress=False,
-    ).fit(frame)
+    network = ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 1})
+    sizes = {"epochs": EPOCHS, "batchSize": 32, "numWorkers": RANKS, "collective": "torch"}
+    records = {"runUri": str(folder / "run"), "checkpointEverySteps": 5, "timelineEverySteps": 1}
+    callback = KilledOnce(folder / "kills")
+    return TorchRegressor(model=network, callbacks=[callback], **sizes, **records).fit(frame)
 
 
 @pytest.fixture(scope="module")

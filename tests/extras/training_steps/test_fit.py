@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchEstimator, WorkerError
 
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 SETTINGS: dict[str, Any] = {
     "trainingStep": steps.gan_step,
     "optimizer": steps.gan_optimizers,
@@ -41,8 +42,6 @@ def fit(rows: Any, **changes: Any) -> Any:
     return TorchEstimator(model=steps.Gan(), **(SETTINGS | changes)).fit(rows)
 
 
-@pytest.mark.spark
-@pytest.mark.slow
 def test_a_killed_rank_and_a_resume_change_neither_weights_nor_history(rows: Any, tmp_path: Path) -> None:
     expected = fit(rows)
     (tmp_path / "once").touch()
@@ -63,8 +62,6 @@ def test_a_killed_rank_and_a_resume_change_neither_weights_nor_history(rows: Any
                 assert getattr(one, name) == pytest.approx(getattr(two, name), rel=tolerance)
 
 
-@pytest.mark.spark
-@pytest.mark.slow
 def test_the_model_of_a_gan_generates_points_from_noise(rows: Any, tmp_path: Path) -> None:
     model = fit(rows, epochs=1, numWorkers=1)
     model.write().overwrite().save(str(tmp_path / "model"))
