@@ -61,8 +61,6 @@ class Tied(nn.Module):
 
 
 class Counting(nn.Module):
-    """Changes a buffer in its forward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.line = nn.Linear(64, 1)
@@ -163,8 +161,6 @@ def test_gradients_reach_the_inputs() -> None:
 
 
 class Listed(nn.Module):
-    """Computes with a Python list of its weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wide, self.small = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(16, 2))

@@ -29,8 +29,6 @@ layers = keras.layers
 
 @keras.saving.register_keras_serializable("tests")
 class Noise(layers.Layer):
-    """Draws from Keras' global generator."""
-
     def call(self, x: Any, training: bool | None = None) -> Any:
         return x + keras.random.normal(x.shape) if training else x
 

@@ -113,10 +113,7 @@ def _flat(network: nn.Module) -> list[float]:
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> list[list[float]]:
-    """Runs the trainer's steps; an epoch ends with `settle`.
-
-    Returns the weights after each step and epoch.
-    """
+    """Runs the trainer's steps; returns the weights after each step, and after `settle` in each epoch."""
     history = []
     for step in range(first, last):
         rows = _rows(step)
@@ -330,10 +327,7 @@ def test_statistics_are_averaged_and_constants_left_alone() -> None:
 
 @pytest.mark.distributed
 def test_the_bytes_are_those_of_the_meetings() -> None:
-    """A ring of 2 sends a vector once.
-
-    It has 21 weights of 8 bytes, and per synchronization 7 bytes x 4 of statistics.
-    """
+    """A ring of 2 sends a vector once: 21 weights of 8 bytes, and 7 statistics of 4 bytes."""
     weights, statistics = 21 * 8, (3 + 2 * 2) * 4
     meetings = {"average": 3 * EPOCHS, "epoch": EPOCHS, "one-shot": EPOCHS, "diloco": 3 * EPOCHS}
     for result in _results("torch"):

@@ -51,8 +51,6 @@ class _Adds(Callback):
 
 
 class _Still(nn.Module):
-    """Has weights with zero gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))

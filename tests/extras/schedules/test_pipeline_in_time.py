@@ -177,10 +177,7 @@ def test_stages_in_chunks_have_the_gradients_of_one_process(stages: str) -> None
 
 
 def _late(collective: Collective, *, schedule: str) -> Any:
-    """Trains with delayed gradients on whole rows and in chunks.
-
-    Returns the largest difference of weights.
-    """
+    """Returns the largest difference of weights between delayed gradients of whole rows and of chunks."""
     mesh = RankMesh.of(collective, {"pipeline": collective.size})
     weights = []
     for chunks in (1, 3):
@@ -260,8 +257,6 @@ class Along(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two layers over time and a head."""
-
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second, self.head = first, second, nn.Linear(3, 2)

@@ -20,8 +20,6 @@ IDS, PAIR, TOKENS = Scalar(dtype="int64"), Array(dtype="int32", shape=(2,)), Pad
 
 
 class Echo(nn.Module):
-    """Returns its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.zero = nn.Parameter(torch.zeros(1))

@@ -200,10 +200,7 @@ def _sockets() -> int:
 
 
 def _leaves_a_sum(path: str, notes: bool, collective: Collective) -> str:
-    """Rank 0 leaves during an all-reduce that rank 1 never starts.
-
-    It writes its remaining threads and sockets.
-    """
+    """Rank 0 leaves during an all-reduce that rank 1 never starts, and writes its threads and sockets."""
     collective.barrier()
     if collective.rank == 1:
         # Any call would match the all-reduce that rank 0 has started. Gloo blocks the leaving rank until a

@@ -97,10 +97,7 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(manifest: Any, tmp_path: Pa
 
 
 def _check_nesting(own: list[TraceSlice]) -> None:
-    """Spans of one kind follow each other.
-
-    Parts are inside their step, and waits inside their communication.
-    """
+    """Spans of a kind follow each other. Parts are inside their step, waits inside their communication."""
     for kind in {piece.kind for piece in own if not piece.lane}:
         same = [piece for piece in own if piece.kind == kind]
         assert all(before.end_ns <= after.begin_ns for before, after in pairwise(same)), kind

@@ -61,8 +61,6 @@ class Gan(lightning.LightningModule):
 
 
 class Regression(lightning.LightningModule):
-    """Automatic optimization of one optimizer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
