@@ -63,9 +63,7 @@ def test_a_column_holds_the_output_of_the_module(pipeline: Any, frame: Any) -> N
     assert pipeline.stages[0].transformSchema(frame.schema) == scored.schema
 
 
-def test_a_saved_pipeline_and_a_stream_have_the_columns(
-    pipeline: Any, frame: Any, spark: Any, tmp_path: Path
-) -> None:
+def test_saved_stages_and_streams_have_columns(pipeline: Any, frame: Any, spark: Any, tmp_path: Path) -> None:
     pipeline.write().overwrite().save(f"file:{tmp_path}/model")
     loaded = PipelineModel.load(f"file:{tmp_path}/model")
     assert isinstance(loaded.stages[0].module(), Program)

@@ -144,9 +144,8 @@ def _hide_settings(run: Path) -> None:
     """Adds an earlier start. The config of a start decides its replay, and its identity is shown."""
     chain = read_chain(str(run))
     last = [link for link in chain.links if link.kind == "start"][-1]
-    resumed = Chain().add(
-        "start", 0, last.content | {"config": last.content["config"] | {"learning_rate": 0.5}}
-    )
+    config = last.content["config"] | {"learning_rate": 0.5}
+    resumed = Chain().add("start", 0, last.content | {"config": config})
     for link in chain.links[1:]:
         resumed = resumed.add(link.kind, link.step, link.content)
         if link.step == 4 and link.kind == "checkpoint":

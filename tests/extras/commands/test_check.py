@@ -29,9 +29,7 @@ def ringspark(*words: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def lines_of(text: str) -> dict[str, str]:
-    lines = (
-        line.split(maxsplit=2) for line in text.splitlines() if line[:8].strip() in ("ok", "-", "PROBLEM")
-    )
+    lines = (row.split(maxsplit=2) for row in text.splitlines() if row[:8].strip() in ("ok", "-", "PROBLEM"))
     return {subject: f"{word} {rest}" for word, subject, rest in lines}
 
 

@@ -18,11 +18,6 @@ from ringspark.extras.experts.routing import (
 )
 
 
-def logits_of(*preferences: list[float]) -> torch.Tensor:
-    """Returns the logits of one row; their softmax equals `preferences`."""
-    return torch.tensor([preferences]).log()
-
-
 def all_real(logits: torch.Tensor) -> torch.Tensor:
     return torch.ones(logits.shape[:2], dtype=torch.bool)
 
@@ -34,9 +29,8 @@ def lists(routing: Routing, num_experts: int) -> list[list[int]]:
 
 
 # Six tokens; four of them prefer expert 0.
-SIX = logits_of(
-    [0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.5, 0.1, 0.4], [0.4, 0.35, 0.25], [0.1, 0.2, 0.7]
-)
+HALF = [[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]]
+SIX = torch.tensor([[*HALF, [0.5, 0.1, 0.4], [0.4, 0.35, 0.25], [0.1, 0.2, 0.7]]]).log()
 
 
 def test_capacity_counts_the_places_that_the_tokens_ask_for() -> None:

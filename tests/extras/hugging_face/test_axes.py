@@ -1,5 +1,6 @@
 """Contract of networks of transformers: two ranks along any axis train like one, or the driver refuses."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ from ringspark.pipelines import ShardManifest
 pytest.importorskip("transformers")
 # One number per parameter: fp32 differs by the order of additions, bf16 by the order of roundings.
 TOLERANCES = {"fp32": 1e-5, "bf16, checkpointing": 1e-3}
-REFUSED = {
-    ("T5", "sequence 2"): "needs a network with one chain of blocks, and T5ForConditionalGeneration has 2"
-}
+REFUSED = {("T5", "sequence 2"): "needs a network with one chain of blocks, and T5For.* has 2"}
 
 
 def _rows(family: Family) -> list[torch.Tensor]:
@@ -117,9 +116,7 @@ def test_a_network_without_one_chain_of_blocks_is_refused_in_a_pipeline() -> Non
 
 @pytest.mark.parametrize("mesh", ["tensor 2", "pipeline 2", "sequence 2"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_driver_finds_the_whole_networks_gradients_or_refuses(
-    name: str, mesh: str, tmp_path: Path
-) -> None:
+def test_the_driver_finds_the_whole_gradients_or_refuses(name: str, mesh: str, tmp_path: Path) -> None:
     """The driver runs both ranks in threads, and compares outputs and gradients."""
     family = FAMILIES[name]
     config = make_config(family, tmp_path, num_workers=2, **MESHES[mesh])
@@ -161,7 +158,7 @@ def test_two_ranks_along_any_axis_train_like_one(name: str, precision: str, tmp_
             assert isinstance(value, float), value
             assert value < TOLERANCES[precision], mesh
         else:
-            assert refusal in str(value)
+            assert re.search(refusal, str(value))
 
 
 @pytest.mark.distributed

@@ -148,9 +148,7 @@ def _starts(name: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-2", "Qwen"])
-def test_ranks_that_build_shards_train_like_ranks_that_build_the_whole_network(
-    name: str, tmp_path: Path
-) -> None:
+def test_ranks_that_build_shards_train_like_ranks_that_build_all(name: str, tmp_path: Path) -> None:
     family, config, objects = _config(name, tmp_path)
     module = family.build()
     configs, modules, expected = {}, {}, {}

@@ -58,9 +58,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", "horovod"])
-def test_a_keras_model_trains_as_the_same_torch_network(
-    make_shards: Any, tmp_path: Path, collective: str
-) -> None:
+def test_a_keras_model_trains_as_a_torch_network(make_shards: Any, tmp_path: Path, collective: str) -> None:
     """Both draw their dropout masks from torch's generator."""
     model = sequence(layers.Dropout(0.3))
     network = adapt_network(model)

@@ -148,9 +148,7 @@ MORE_GANGS: dict[str, dict[str, Any]] = {
 def test_a_gradient_penalty_trains_on_a_gang_as_in_plain_torch(
     gangs: dict[str, dict[str, Any]], make_config: Any, columns: Any
 ) -> None:
-    configs = {
-        name: make_config(name, num_workers=2, collective="torch", **own) for name, own in gangs.items()
-    }
+    configs = {n: make_config(n, num_workers=2, collective="torch", **own) for n, own in gangs.items()}
     results = train_in_turn(configs, _objects())
     expected = train_plainly(columns)
     differences = {name: _difference(result, expected) for name, result in results.items()}

@@ -61,9 +61,7 @@ def program() -> str:
 
 
 @pytest.mark.parametrize("make", [_classes, _numbers, _images])
-def test_the_page_fits_a_browser_and_asks_it_for_nothing(
-    spark: Any, program: str, tmp_path: Path, make: Any
-) -> None:
+def test_a_page_fits_a_browser_and_loads_nothing(spark: Any, program: str, tmp_path: Path, make: Any) -> None:
     page = tmp_path / "page.html"
     make(spark, page)
     assert page.stat().st_size < 1_000_000

@@ -53,9 +53,7 @@ def _page(reporter: Any, folder: Path, *data: Any, **settings: Any) -> Page:
     return Page.at(folder / "page.html")
 
 
-def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
-    classifier: Any, tmp_path: Path
-) -> None:
+def test_the_page_of_a_summary_has_its_numbers_without_the_folder(classifier: Any, tmp_path: Path) -> None:
     summary = classifier.summary
     page = _page(summary, tmp_path)
     told = page.tables["curves"][0]
@@ -72,9 +70,7 @@ def test_the_page_of_a_summary_has_its_numbers_whatever_became_of_the_folder(
     assert again.cards["state"] == "finished"
 
 
-def test_held_out_rows_give_the_confusion_matrix_of_spark(
-    classifier: Any, frame: Any, tmp_path: Path
-) -> None:
+def test_held_out_rows_give_the_counts_of_spark(classifier: Any, frame: Any, tmp_path: Path) -> None:
     page = _page(classifier, tmp_path, frame, seed=1)
     scored = classifier.transform(frame).select("number", "prediction", "probability").toPandas()
     accuracy = (scored.number == scored.prediction).mean()
@@ -136,7 +132,7 @@ def test_a_regression_is_told_as_spark_evaluates_it(frame: Any, tmp_path: Path) 
     assert features.column("feature")[0] == EVIL
 
 
-def test_rows_whose_output_is_not_finite_are_left_out_and_counted(
+def test_rows_of_no_finite_output_are_left_out_and_counted(
     classifier: Any, frame: Any, tmp_path: Path
 ) -> None:
     good = frame.limit(90).cache()

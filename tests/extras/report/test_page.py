@@ -137,9 +137,7 @@ def test_names_that_are_markup_are_shown_as_letters(make_shards: Any, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_damaged_or_missing_file_leaves_only_its_part_out(
-    make_shards: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_damaged_or_missing_file_leaves_its_part_out(make_shards: Any, tmp_path: Path, name: str) -> None:
     sections = SECTIONS[name]
     config = _config(make_shards, tmp_path, epochs=1)
     train_here(config)

@@ -81,9 +81,8 @@ def test_tokenizers_of_equal_length_are_another_entry(spark: Any, root: str) -> 
 
     def ids(vocabulary: dict[str, int]) -> set[int]:
         tokens = Tokens.of(Tokenizer(models.WordLevel(vocabulary, unk_token="?")), max_length=1)
-        reader = open_reader(
-            cached_shards(rows, root, key="v1", columns={"s": tokens}), engine="arrow", shuffle=False
-        )
+        manifest = cached_shards(rows, root, key="v1", columns={"s": tokens})
+        reader = open_reader(manifest, engine="arrow", shuffle=False)
         return {int(number) for batch in reader.batches(0) for number in batch["s.ids"].ravel()}
 
     assert ids({"?": 0, "t0": 1, "t1": 2, "t2": 3}) == {1, 2, 3}

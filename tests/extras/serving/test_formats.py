@@ -67,9 +67,8 @@ def test_a_triton_repository_describes_what_onnx_runtime_runs(stage: Any, tmp_pa
     config = (folder / "config.pbtxt").read_text()
     assert 'name: "late"\nbackend: "onnxruntime"\nmax_batch_size: 2048\n' in config
     assert (folder / "labels.txt").read_text().splitlines() == ["no", "maybe", "yes"]
-    found = re.findall(
-        r'(?:in|out)put \{\n  name: "(\w+)"\n  data_type: TYPE_(\w+)\n  dims: \[ (.*) \]', config
-    )
+    pattern = r'(?:in|out)put \{\n  name: "(\w+)"\n  data_type: TYPE_(\w+)\n  dims: \[ (.*) \]'
+    found = re.findall(pattern, config)
     session = runtime.InferenceSession(str(folder / "1" / "model.onnx"))
     types = {"tensor(float)": "FP32", "tensor(int64)": "INT64"}
     entries = [*session.get_inputs(), *session.get_outputs()]

@@ -21,9 +21,8 @@ def test_an_alias_names_the_model_that_scores(spark: Any, tmp_path: Path) -> Non
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = mlflow.MlflowClient(tracking_uri=uri)
     client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
-    spark.range(32).selectExpr("array(id / 32) as features", "id / 32 as label").write.parquet(
-        str(tmp_path / "rows")
-    )
+    rows = spark.range(32).selectExpr("array(id / 32) as features", "id / 32 as label")
+    rows.write.parquet(str(tmp_path / "rows"))
     table = spark.read.parquet(str(tmp_path / "rows"))
     options = {"tracking_uri": uri, "experiment": "e", "registered_model_name": "m", "alias": "champion"}
     network = ModelSpec("linear", {"in_features": 1, "out_features": 1})

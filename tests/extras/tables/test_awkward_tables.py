@@ -83,9 +83,7 @@ def test_the_clock_of_a_zone_is_the_clock_of_spark(spark: Any, zone: Any) -> Non
     zone("UTC")
     zones = ["Z", "GMT+1", "GMT+08:00", "UTC+3", "+1:00", "-03:30", "+05:30:15", "UTC", "Europe/Paris"]
     zones += ["EST", "MST", "HST", *_SHORT_ZONES.keys() - {"Z"}]
-    moments = (
-        "explode(sequence(TIMESTAMP'1970-01-01 03:00:00', TIMESTAMP'2300-01-01', INTERVAL '317' DAY)) AS t"
-    )
+    moments = "explode(sequence(TIMESTAMP'1970-01-01 03:00', TIMESTAMP'2300-01-01', INTERVAL '317' DAY)) AS t"
     shown = [f"unix_micros(from_utc_timestamp(t, '{name}')) / 1e6 AS `{name}`" for name in zones]
     clocks = spark.range(1).selectExpr(moments).selectExpr("unix_micros(t) / 1e6 AS utc", *shown).toPandas()
     seconds = clocks["utc"].to_numpy()

@@ -226,11 +226,9 @@ def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
 
 def test_in_a_pipeline_and_a_tuner(table: Any) -> None:
     rows = table.select("label", "number", "many")
-    estimator = TorchRegressor(**FAST)
-    maps = [{estimator.learningRate: 1e-2}]
-    tuner = TrainValidationSplit(
-        estimator=estimator, estimatorParamMaps=maps, evaluator=RegressionEvaluator()
-    )
+    stage = TorchRegressor(**FAST)
+    maps = [{stage.learningRate: 1e-2}]
+    tuner = TrainValidationSplit(estimator=stage, estimatorParamMaps=maps, evaluator=RegressionEvaluator())
     model = Pipeline(stages=[tuner]).fit(rows).stages[0]
     assert len(model.validationMetrics) == 1
     # The tuner's own column is no input.

@@ -12,9 +12,7 @@ from ringspark.extras.tables.table_plan import plan_table
 @pytest.mark.parametrize(
     ("held", "use"), [("row % 7 = 0", "number and category"), ("day >= 60", "number")], ids=["any", "newest"]
 )
-def test_numbers_that_stand_for_a_day_are_ids_only_if_the_day_comes_back(
-    spark: Any, held: str, use: str
-) -> None:
+def test_numbers_of_a_day_are_ids_only_if_the_day_comes_back(spark: Any, held: str, use: str) -> None:
     draw = random.Random(0)
     # The readings of 80 days repeat in later days, but what the label owes to the day does not.
     effects = [draw.gauss(0, 1) for _ in range(80)]

@@ -87,9 +87,7 @@ def test_what_a_rank_waits_for_is_not_hidden(operations: Any, computing: Any, ex
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (2, 1), (13, 1), (40, 3)])
-def test_measured_steps_are_spread_over_an_epoch_and_a_short_one_has_one(
-    num_steps: int, expected: int
-) -> None:
+def test_measured_steps_are_spread_over_an_epoch_a_short_one_has_one(num_steps: int, expected: int) -> None:
     """If ranks synchronize rarely, all steps are measured. If a library bypasses the records, none is."""
     for in_every_step, sees_all in ((True, True), (False, True), (True, False)):
         operations = (collective := LocalCollective()).operations

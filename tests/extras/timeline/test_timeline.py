@@ -197,9 +197,8 @@ def test_a_store_that_does_not_answer_holds_no_training_up(
 
 
 def test_a_resumed_run_writes_a_file_of_its_own(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(
-        manifest, tmp_path / "run", num_workers=2, collective="torch", epochs=1, checkpoint_every_steps=10
-    )
+    settings = {"num_workers": 2, "collective": "torch", "epochs": 1, "checkpoint_every_steps": 10}
+    config = _config(manifest, tmp_path / "run", **settings)
     first = train_ranks(replace(config, timeline_every_steps=2))[0]
     # The checkpoint of step 20 exists, because `train_ranks`, unlike a fit, does not remove it.
     again = train_ranks(replace(config, timeline_every_steps=1))[0]

@@ -116,9 +116,8 @@ def test_lightning_and_we_train_the_same_weights(kind: type[Any], make_shards: A
     manifest = make_shards(columns, num_files=1, row_group_rows=ROWS)
     module = objects_of(kind).module
     rows = torch.utils.data.TensorDataset(torch.from_numpy(columns["x"]), torch.from_numpy(columns["y"]))
-    off = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    names = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    off = dict.fromkeys(names, False)
     trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **off)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=BATCH))

@@ -122,9 +122,8 @@ def test_the_row_of_a_rank_without_rows_counts_nowhere(shards: ShardManifest, tm
 
 def test_the_ordinary_loss_as_a_step_trains_the_ordinary_weights(shards: Any, tmp_path: Path) -> None:
     objects = UserObjects(module=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-    plain = config_of(
-        shards, tmp_path / "plain", batch_size=16, weight_column="w", max_grad_norm=0.1, ema_decay=0.5
-    )
+    settings = {"batch_size": 16, "weight_column": "w", "max_grad_norm": 0.1, "ema_decay": 0.5}
+    plain = config_of(shards, tmp_path / "plain", **settings)
     own = replace(plain, run_uri=str(tmp_path / "own"), training_step="own")
     results = [
         train_one(check_training(given, of, shards).config, of)
@@ -175,10 +174,8 @@ def _overflows(step: Any) -> None:
     noise = step.inputs[0]
     factor = torch.inf if step.number % 2 else 1.0
     fake = step.module.generator(noise)
-    step.minimize(
-        step.mean(step.module.discriminator(fake.detach())[:, 0].square() * factor), "discriminator"
-    )
-    step.minimize(step.mean(step.module.discriminator(fake)[:, 0].square() * factor), "generator")
+    for name, rows in (("discriminator", fake.detach()), ("generator", fake)):
+        step.minimize(step.mean(step.module.discriminator(rows)[:, 0].square() * factor), name)
 
 
 def test_a_step_with_two_skipped_optimizers_counts_once(shards: ShardManifest, tmp_path: Path) -> None:

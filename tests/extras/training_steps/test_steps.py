@@ -39,9 +39,8 @@ ROWS = 7
 
 def make_step(collective: Any, every: torch.Tensor, shuffle: bool) -> tuple[Step, StepRows]:
     """Returns a rank's step of `every`, rows of all ranks in their common order."""
-    plan = plan_epoch(
-        [len(every)], num_shards=collective.size, batch_size=len(every), epoch=0, seed=3, shuffle=shuffle
-    )
+    settings = {"batch_size": len(every), "epoch": 0, "seed": 3, "shuffle": shuffle}
+    plan = plan_epoch([len(every)], num_shards=collective.size, **settings)
     rows = StepRows(plan, 0, collective, CPU)
     own = every[rows.own] if len(rows.own) else every[:1].exp()  # a row that must count nowhere
     step = Step(
@@ -221,9 +220,7 @@ class Reports(nn.Linear):
         return super().forward(x)
 
 
-def test_one_optimizer_adds_the_losses_of_layers_and_several_refuse_them(
-    make_shards: Any, tmp_path: Path
-) -> None:
+def test_one_optimizer_adds_losses_of_layers_several_refuse_them(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(columns_of(8))
     config = config_of(manifest, tmp_path, training_step="own", epochs=1)
     train_here(config, UserObjects(module=Reports(4, 1), training_step=steps.ordinary_step))

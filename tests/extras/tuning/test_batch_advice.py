@@ -29,9 +29,7 @@ def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed()
         (8192, "batchSize=8,192 is 7.88 times the critical size of 1,040 rows, so a row gives 11%"),
     ],
 )
-def test_a_batch_far_from_the_critical_size_is_told_what_another_one_costs(
-    batch_size: int, words: str
-) -> None:
+def test_a_batch_far_from_the_critical_size_is_told_what_another_costs(batch_size: int, words: str) -> None:
     advice = advice_of([record(batch_size, GradientNoise(variance=1040.0, square=1.0))])
     assert advice.suggestion == 1024
     assert words in advice.verdict

@@ -70,9 +70,7 @@ def test_the_batch_is_cut_until_a_real_limit_holds_it(spark: Any, tmp_path: Path
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_smallest_part_that_does_not_fit_and_another_error_end_the_search(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_a_smallest_part_too_large_and_another_error_end_the_search(spark: Any, tmp_path: Path) -> None:
     hopeless = regressor(tmp_path, 64, batchSize=7)
     with pytest.raises(ValueError, match=r"of 2 rows on a worker, does not fit its memory .*is 1000 B\)"):
         batch_that_fits(hopeless, table(spark, 32), 1000)
