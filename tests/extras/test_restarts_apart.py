@@ -81,17 +81,11 @@ def _estimator(root: Path, way: str, **changes: Any) -> TorchEstimator:
     return TorchEstimator(model=Network(0.0), **params | WAYS[way] | changes)
 
 
-def _beat(run: Path, rank: int) -> Beat | None:
-    try:
-        return Beat.from_json((run / "heartbeat" / f"rank-{rank}.json").read_bytes())
-    except FileNotFoundError:
-        return None
-
-
 @contextmanager
 def _hit(root: Path, rank: int, number: signal.Signals, draw: random.Random) -> Iterator[list[Beat]]:
     """Sends a signal to a rank's process at a random step. Yields the heartbeats of the hit ranks."""
     hits: list[Beat] = []
+    file = root / "run" / "heartbeat" / f"rank-{rank}.json"
     diaries = rows.Diaries(root / "diary")
     step = draw.randrange(EVERY + 2, int(0.8 * EPOCHS * EPOCH_STEPS))
 
@@ -99,7 +93,7 @@ def _hit(root: Path, rank: int, number: signal.Signals, draw: random.Random) -> 
         try:
             wait_for(f"step {step}", lambda: len(rows.steps_of(diaries.read(), rank)) >= step)
             time.sleep(0.05 * draw.random())
-            beat = wait_for("a beat", lambda: _beat(root / "run", rank))
+            beat = wait_for("a beat", lambda: file.exists() and Beat.from_json(file.read_bytes()))
             os.kill(beat.pid, number)
             hits.append(beat)
         finally:
@@ -115,17 +109,7 @@ def _hit(root: Path, rank: int, number: signal.Signals, draw: random.Random) -> 
 
 def _left_over(pids: list[int], collective: str) -> list[str]:
     """Returns ports and mutual connections of ranks whose training has ended."""
-    found = []
-    for pid in pids:
-        process = psutil.Process(pid)
-        # A worker inherits the port of the daemon that forked it.
-        daemon = process.parent()
-        inherited = {c.laddr.port for c in daemon.net_connections("tcp")} if daemon is not None else set()
-        found += [
-            f"{pid} listens on {c.laddr.port}"
-            for c in process.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr.port not in inherited
-        ]
+    found = [port for pid in pids for port in processes.ports_of(psutil.Process(pid))]
     if collective == "horovod":
         return found  # it keeps Gloo's connections after its shutdown, also with synchronous ranks
     with sockets.between(pids) as connections:

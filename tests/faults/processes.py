@@ -117,15 +117,18 @@ def ranks_that_listen(mark: str) -> list[str]:
             above = [" ".join(cmdline(parent)) for parent in process.parents()]
             # The daemon listens for its executor; a rank is a worker below it.
             if any("pyspark.worker" in line for line in above):
-                connections = process.net_connections("tcp")
-                found += [
-                    f"port {c.laddr.port} of {process.pid}"
-                    for c in connections
-                    if c.status == psutil.CONN_LISTEN and not _is_inherited(process, c.laddr.port)
-                ]
+                found += ports_of(process)
         except psutil.Error:
             continue
     return found
+
+
+def ports_of(process: psutil.Process) -> list[str]:
+    """Returns the ports on which a process listens, and that the daemon that forked it has not open."""
+    listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return [
+        f"port {c.laddr.port} of {process.pid}" for c in listening if not _is_inherited(process, c.laddr.port)
+    ]
 
 
 def shared_memory_of(mark: str) -> set[str]:
