@@ -2,18 +2,14 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_for
+from mlflow_server import mlflow_server
 from without_ringspark import Served, same
 
 # MLflow's libraries warn about each other's next versions.
@@ -47,7 +43,10 @@ def test_a_server_without_ringspark_answers_raw_rows_as_transform(
     request: pytest.FixtureRequest, programs: Path, tmp_path: Path, name: str
 ) -> None:
     model: Served = request.getfixturevalue(name)
-    with served(programs, model.folder, tmp_path) as address:
+    command = [str(programs / "mlflow"), "models", "serve", "--model-uri", str(model.folder)]
+    command += ["--env-manager", "local"]
+    with mlflow_server(tmp_path, command, "ping", _environment(programs)) as server:
+        address = f"{server.uri}/invocations"
         same(post(address, {"dataframe_records": model.rows}), model.wanted)
         columns = list(model.rows[0])
         split = {"columns": columns, "data": [[row[name] for name in columns] for row in model.rows]}
@@ -56,45 +55,11 @@ def test_a_server_without_ringspark_answers_raw_rows_as_transform(
         same(post(address, {"dataframe_records": model.rows[:1]}), model.wanted[:1])
 
 
-@contextmanager
-def served(programs: Path, folder: Path, work: Path) -> Iterator[str]:
-    """Runs MLflow's server inside the context, on a loopback port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1", "--env-manager", "local"]
-    with (work / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(programs / "mlflow"), "models", "serve", "--model-uri", str(folder), *place],
-            cwd=work,
-            env=_environment(programs),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # the command starts the server, so it gets its own process group
-        )
-
-        def is_up() -> bool:
-            assert process.poll() is None, (work / "server.log").read_text()[-3000:]
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=60) as answer:
-                    return bool(answer.status == 200)
-            except OSError:
-                return False
-
-        try:
-            wait_for("MLflow's scoring server", is_up)
-            yield f"http://127.0.0.1:{port}/invocations"
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=60)
-
-
 def post(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(address, json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
-        found: list[dict[str, Any]] = json.load(answer)["predictions"]
-    return found
+        return json.load(answer)["predictions"]
 
 
 def _environment(programs: Path | None = None) -> dict[str, str]:
