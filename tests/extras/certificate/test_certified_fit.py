@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import certified_network
 import pytest
+from command_line import run_ringspark
 from forged_runs import claim, draw_rows, load_run
 from signing_keys import write_keys
 
@@ -19,12 +20,8 @@ SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dr
 
 
 def _verify(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ringspark.jobs.command", "verify", *map(str, words)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
-    }
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    places = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    return run_ringspark("verify", *words, PYTHONPATH=os.pathsep.join(places))
 
 
 @pytest.mark.spark
@@ -35,18 +32,10 @@ def test_a_certified_fit_is_verified_on_the_command_line(spark: Any, tmp_path: P
     data = [(x.tolist(), float(y)) for x, y in zip(rows["x"], rows["y"], strict=True)]
     table = spark.createDataFrame(data, "features array<float>, label float")
     run = tmp_path / "run"
-    model = TorchRegressor(
-        model=SPEC if workers == 2 else _networks().make(),
-        optimizer="adamw",
-        epochs=2,
-        batchSize=20,
-        numWorkers=workers,
-        runUri=str(run),
-        certify=True,
-        checkpointEverySteps=2,
-        validationFraction=0.2,
-        showProgress=False,
-    ).fit(table)
+    network = SPEC if workers == 2 else certified_network.make()
+    sizes = {"optimizer": "adamw", "epochs": 2, "batchSize": 20, "numWorkers": workers}
+    run_of = {"runUri": str(run), "certify": True, "checkpointEverySteps": 2, "validationFraction": 0.2}
+    model = TorchRegressor(model=network, **sizes, **run_of, showProgress=False).fit(table)
     private, public = write_keys(tmp_path)
     assert model.certificate(key=private).signature == str(run / "certificate" / "run.sig")
     given = [] if workers == 2 else ["--model", "certified_network:make"]
@@ -57,7 +46,7 @@ def test_a_certified_fit_is_verified_on_the_command_line(spark: Any, tmp_path: P
     assert done.stdout.count("equal to the bit") == 4
 
     # The forger claims another learning rate in all files, and signs again.
-    claim(run, _networks().objects() if workers == 1 else None, learning_rate=0.5)
+    claim(run, certified_network.objects() if workers == 1 else None, learning_rate=0.5)
     begun = json.loads((run / "run.json").read_text())
     begun["identity"] = load_run(run).chain.links[0].content["identity"]
     (run / "run.json").write_text(json.dumps(begun))
@@ -65,9 +54,3 @@ def test_a_certified_fit_is_verified_on_the_command_line(spark: Any, tmp_path: P
     done = _verify(run, "--intervals", 1, "--key", public, *given)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "does not hold: training again gives other weights." in done.stdout
-
-
-def _networks() -> Any:
-    import certified_network
-
-    return certified_network

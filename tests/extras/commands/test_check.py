@@ -1,13 +1,12 @@
 """Output of `ringspark check` for ready and for broken sessions."""
 
-import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_ringspark
 from standalone import SPARK, spark_environment, standalone_cluster
 
 from ringspark.extras.commands.check import _Answer, _check_packages, _Findings, _versions
@@ -17,15 +16,10 @@ COMMAND = Path(__file__).parent.parent.parent / "jobs" / "command.py"
 
 def check(*options: str, **variables: str) -> tuple[int, dict[str, str], str]:
     """Runs the command; returns its exit code, subject -> line, and its last line."""
-    done = ringspark("check", *options, **variables)
+    done = run_ringspark("check", *options, **variables)
     # Spark's log goes to stderr as well.
     end = done.stderr if done.returncode else done.stdout
     return done.returncode, lines_of(done.stdout), end.strip().rpartition("\n")[2]
-
-
-def ringspark(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ringspark.jobs.command", *words]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
 
 
 def lines_of(text: str) -> dict[str, str]:
@@ -64,7 +58,7 @@ def test_java_is_missing(tmp_path: Path) -> None:
     assert code == 2
     assert f"JAVA_HOME ({tmp_path}) has no bin/java: install Java 17 or 21" in found["session"]
     assert len(found) == 1
-    done = ringspark("demo", JAVA_HOME=str(tmp_path))
+    done = run_ringspark("demo", JAVA_HOME=str(tmp_path))
     assert done.returncode == 2
     assert "error: Spark did not start: [JAVA_" in done.stderr.splitlines()[-1]
 

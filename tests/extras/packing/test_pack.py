@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from command_line import run_ringspark
 from namespaces import Network, refusal
 from spark_hosts import HERE, SPARK, SparkHosts
 from standalone import spark_environment
@@ -149,8 +150,7 @@ def test_equal_files_make_equal_archives(tmp_path: Path) -> None:
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("archive")
     file = requirements(folder, "")
-    command = [sys.executable, "-m", "ringspark.jobs.command", "pack", "--requirement", str(file)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = run_ringspark("pack", "--requirement", file, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "it trained one rank with Python 3." in done.stdout
     assert "libstdc++, tar and gzip; they need no Python" in done.stdout

@@ -1,12 +1,11 @@
 """`ringspark score` with a model that a fit has registered under an alias."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_ringspark
 
 from ringspark.estimators import TorchRegressor
 from ringspark.models import ModelSpec
@@ -32,10 +31,8 @@ def test_an_alias_names_the_model_that_scores(spark: Any, tmp_path: Path) -> Non
     client.set_registered_model_alias("m", "before", "1")
 
     def score(model: str, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ringspark.jobs.command", "score", "--model", model, *options]
         places = ["--parquet", str(tmp_path / "rows"), "--output", str(tmp_path / "out"), "--overwrite"]
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": uri}
-        return subprocess.run([*command, *places], capture_output=True, text=True, env=environment)
+        return run_ringspark("score", "--model", model, *options, *places, MLFLOW_TRACKING_URI=uri)
 
     other = tmp_path / "out.model"
     other.mkdir()  # of the user
