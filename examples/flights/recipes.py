@@ -1,7 +1,7 @@
 """Hyperparameters of the flights example, for two networks and for gradient boosting as the baseline.
 
-All were chosen by the score on the validation month. tests/benchmarks/flights_tuning.py searches for
-`NetworkRecipe` and for `BoostingRecipe`, in equal time.
+All were chosen by the score on the validation month: `NetworkRecipe` and `BoostingRecipe` by random searches
+of about equal time.
 """
 
 from __future__ import annotations

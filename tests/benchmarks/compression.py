@@ -1,31 +1,28 @@
-"""Gradient compression: loss, traffic, and step time over a slow link.
+"""Gradient compression: metrics and traffic of a training, and the time of a step over a slow link.
 
-First, 2 workers train flights and digits with every compressor and `--repeats` seeds. The table compares the
-validation metrics with uncompressed gradients, and gives the ratio of the bytes that the ranks sent in an
-epoch. All messages count, also uncompressed ones. The optimizer is SGD with momentum, because error feedback
-is not sound with Adam's variance.
+First, 2 workers train flights with every compressor and `--repeats` seeds. The table compares the metrics of
+the validation rows with uncompressed gradients, and gives the ratio of the bytes that the ranks sent. The
+optimizer is SGD with momentum, because error feedback is not sound with Adam's variance.
 
-Then two hosts train a network of 5 million parameters over a link of 100 Mbit/s and of 1 Gbit/s. The table
-has the step times, measured in interleaved rounds in one gang. The link is shaped inside network namespaces
-of this machine.
+Then two hosts train a network of 5 million parameters over a link of 100 Mbit/s and of 1 Gbit/s, which is
+shaped inside network namespaces of this machine. The rounds are interleaved in one gang.
 
-    OMP_NUM_THREADS=1 make bench ARGS="compression --chart docs/compression.png"
+    OMP_NUM_THREADS=1 make bench ARGS="compression --only links"
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import harness
-import precision
+import numpy as np
 import torch
 from links import link_refusal, shaped_hosts, wire_bytes
 from small_training import train_gang
@@ -36,10 +33,13 @@ from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
+from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.jobs import cli
 from ringspark.models import ModelSpec
+from ringspark.pipelines import ShardManifest, open_reader
 
 COMPRESSIONS: dict[str, Any] = {
     "none": "none",
@@ -53,7 +53,6 @@ COMPRESSIONS: dict[str, Any] = {
     "sparsify, 10 %": {"name": "sparsify", "ratio": 0.1},
     "gradiveq": {"name": "gradiveq", "slice": 64, "components": 8, "samples": 5, "refresh": 100},
 }
-NUM_WORKERS = 2
 GANGS = ("torch", "horovod")
 WIDTH = 1024
 SPEC = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH] * 5, "out_features": 1})
@@ -70,40 +69,93 @@ def momentum(rate: float, decay: float) -> Any:
     return make
 
 
-def convergence(
-    job: precision.Job, make: Any, names: list[str], num_seeds: int, folder: str
-) -> list[list[str]]:
-    """Returns a line per compressor: metrics as means over the seeds, and the ratio of the bytes."""
-    found: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
-    sent: dict[str, list[float]] = {name: [] for name in names}
-    for seed in range(num_seeds):
-        for name in names:
-            config: TrainConfig = replace(
-                job.config,
-                run_uri=str(Path(folder) / f"{job.title}-{seed}-{names.index(name)}"),
-                seed=seed,
-                num_workers=NUM_WORKERS,
-                collective="torch",
-                sync=AllReduce(compression=Compression.of(COMPRESSIONS[name])),
-            )
-            result = train_gang(config, UserObjects(optimizer=make))
-            logits, labels = precision.predict(job, result)
-            found[name].append({metric: score(logits, labels) for metric, score in job.metrics.items()})
-            cost = [record.cost for record in result.history]
-            sent[name].append(sum(c.bytes_sent or 0 for c in cost if c is not None) / result.steps)
-            print(
-                f"{job.title}, seed {seed}, {name}: {json.dumps(found[name][-1])}, "
-                f"{sent[name][-1]:,.0f} bytes a step, {result.seconds:.0f} s",
-                flush=True,
-            )
-    lines = []
-    for name in names:
-        cells = [f"{mean(sent['none']) / mean(sent[name]):.1f}x"]
-        for metric in job.metrics:
-            value, base = (mean(run[metric] for run in found[which]) for which in (name, "none"))
-            cells.append(f"{value:.4f} ({value / base - 1:+.2%})")
-        lines.append([f"{job.title}, {name}", ", ".join(cells[1:]), cells[0]])
-    return lines
+def flights_config(options: Namespace, **changes: Any) -> TrainConfig:
+    """Returns a training of embeddings and an MLP on the encoded flights by 2 workers."""
+    from pyspark.ml import PipelineModel
+
+    import flights
+
+    root, recipe = harness.flights_root(options), replace(recipes.NETWORK, epochs=options.epochs, **changes)
+    with cli.spark("ringspark bench flights", harness.MASTER):
+        sizes = flights.feature_sizes(PipelineModel.load(str(root / "features")))
+    return TrainConfig(
+        shards_uri=str(root / "shards"),
+        run_uri="",
+        task="classification",
+        model=recipe.spec(1, *sizes).to_json(),
+        losses=("bce_with_logits_per_member",),
+        input_columns=("categorical", "numeric"),
+        label_columns=("label",),
+        epochs=recipe.epochs,
+        batch_size=1024,
+        lr_schedule="one_cycle",
+        num_workers=harness.NUM_WORKERS,
+        collective="torch",
+        reader="arrow",
+    )
+
+
+def judge(config: TrainConfig, result: TrainResult) -> dict[str, float]:
+    """Returns metrics of the validation rows and the bytes that all ranks sent per step."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    assert config.model is not None
+    module = ModelSpec.from_json(config.model).build()
+    load_checkpoint(result.checkpoint_uri, module)
+    manifest = ShardManifest.load(config.shards_uri).select("validation")
+    names = [*config.input_columns, *config.label_columns]
+    logits, labels = [], []
+    with torch.no_grad():
+        for batch in open_reader(manifest, columns=names, batch_size=8192, engine="arrow").batches(0):
+            inputs = [torch.from_numpy(np.array(batch[name])) for name in config.input_columns]
+            logits.append(module.eval()(*inputs).reshape(-1).numpy())
+            labels.append(batch["label"])
+    found, label = np.concatenate(logits), np.concatenate(labels)
+    costs = [record.cost for record in result.history if record.cost is not None]
+    return {
+        "ROC AUC": float(roc_auc_score(label, found)),
+        "average precision": float(average_precision_score(label, found)),
+        "log loss": float(np.logaddexp(0, -np.where(label > 0, 1, -1) * found).mean()),
+        "bytes": sum(cost.bytes_sent or 0 for cost in costs) / result.steps,
+    }
+
+
+def train_cases(
+    config: TrainConfig, syncs: Mapping[str, Any], optimizer: Any, num_seeds: int
+) -> dict[str, dict[str, float]]:
+    """Returns the means over the seeds of what `judge` finds, by case."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in syncs}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(num_seeds):
+            for number, (name, sync) in enumerate(syncs.items()):
+                run = str(Path(folder) / f"{seed}-{number}")
+                result = train_gang(
+                    replace(config, run_uri=run, seed=seed, sync=sync), UserObjects(optimizer=optimizer)
+                )
+                found[name].append(judge(config, result))
+                print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
+    return {name: {key: mean(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
+
+
+def print_losses(options: Namespace, names: list[str]) -> None:
+    """Prints the metrics with every compressor."""
+    config = flights_config(options, hidden=(1024, 512))
+    syncs = {name: AllReduce(compression=Compression.of(COMPRESSIONS[name])) for name in names}
+    found = train_cases(config, syncs, momentum(0.1, 1e-4), options.repeats)
+    base = found["none"]
+    harness.print_table(
+        f"compression: flights, validation rows, means over {options.repeats} seeds, change in parentheses; "
+        f"{harness.NUM_WORKERS} workers",
+        ["", "ROC AUC", "average precision", "bytes, 1 /"],
+        [
+            [
+                name,
+                *(f"{own[key]:.4f} ({own[key] / base[key] - 1:+.2%})" for key in list(base)[:2]),
+                f"{base['bytes'] / own['bytes']:.1f}",
+            ]
+            for name, own in found.items()
+        ],
+    )
 
 
 class Training:
@@ -128,13 +180,11 @@ class Training:
         self.sync.step(self.scaler)
 
 
-def steps_of(
-    collective: Collective, compressions: Mapping[str, Any], repeats: int, rows: int
-) -> dict[str, Any]:
+def steps_of(collective: Collective, names: list[str], repeats: int, rows: int) -> dict[str, Any]:
     """Returns the seconds of each step and the bytes over the cable, by compression."""
-    trainings = {name: Training(value, collective, rows) for name, value in compressions.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in compressions}
-    sent: dict[str, list[int]] = {name: [] for name in compressions}
+    trainings = {name: Training(COMPRESSIONS[name], collective, rows) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[int]] = {name: [] for name in names}
     for turn in range(WARM_UPS + repeats):
         for name, training in trainings.items():
             collective.barrier()
@@ -147,90 +197,39 @@ def steps_of(
     return {"seconds": seconds, "sent": sent}
 
 
-def step_times(
-    compressions: Mapping[str, Any], options: Namespace, rates: Sequence[int] = (100, 1000), ranks: int = 1
-) -> list[list[str]]:
-    """Returns a line per collective, rate and compression, with `ranks` workers on each of two hosts."""
-    lines = []
-    for megabits in rates:
-        with shaped_hosts(2, mbit=megabits) as hosts:
-            for collective in GANGS[: options.gangs]:
-                results = hosts.run(
-                    steps_of,
-                    compressions,
-                    options.steps,
-                    options.rows,
-                    collective=collective,
-                    ranks_per_host=ranks,
-                )
-                told = results[0]
-                seconds, sent = told["seconds"], told["sent"]
-                for name in compressions:
-                    lines.append(
-                        [
-                            f"{collective}, {megabits} Mbit/s, {name}",
-                            f"{1000 * median(seconds[name]):,.0f}",
-                            f"{1 / harness.median_ratio(seconds[name], seconds['none']):.1f}x",
-                            f"{median(sent[name]):,.0f}",
-                            f"{median(sent['none']) / median(sent[name]):.1f}x",
-                        ]
-                    )
-                    print(*lines[-1], flush=True)
-    return lines
-
-
-def print_losses(options: Namespace, names: list[str]) -> None:
-    """Prints the metrics of two data sets with every compressor."""
-    root = harness.flights_root(options)
-    with tempfile.TemporaryDirectory() as folder:
-        with cli.spark("ringspark compression", harness.MASTER) as spark:
-            recipe = replace(recipes.NETWORK, epochs=options.epochs, hidden=(1024, 512))
-            jobs = [
-                (precision.flights_job(root, precision.feature_sizes(root), recipe, 1), momentum(0.1, 1e-4)),
-                (
-                    precision.digits_job(
-                        spark, str(Path(folder) / "digits"), options.digits_epochs, [512, 256]
-                    ),
-                    momentum(0.05, 1e-4),
-                ),
-            ]
-        lines = [
-            line for job, make in jobs for line in convergence(job, make, names, options.repeats, folder)
-        ]
-    harness.print_table(
-        f"compression: validation rows after the last epoch, means over {options.repeats} seeds, change "
-        f"in parentheses; {NUM_WORKERS} workers; reduction of bytes per step",
-        ["", "metrics", "bytes"],
-        lines,
-    )
-
-
 def print_links(options: Namespace, names: list[str]) -> None:
     """Prints the step times over slow links."""
     if reason := link_refusal():
         print(f"compression: skipped, no shaped links: {reason}")
         return
+    lines = []
+    for megabits in (100, 1000):
+        with shaped_hosts(2, mbit=megabits) as hosts:
+            for collective in GANGS[: options.gangs]:
+                told, *_ = hosts.run(steps_of, names, options.steps, options.rows, collective=collective)
+                seconds, sent = told["seconds"], told["sent"]
+                lines += [
+                    [
+                        f"{collective}, {megabits} Mbit/s, {name}",
+                        f"{1000 * median(seconds[name]):,.0f}",
+                        f"{1 / harness.median_ratio(seconds[name], seconds['none']):.1f}",
+                        f"{median(sent['none']) / median(sent[name]):.1f}",
+                    ]
+                    for name in names
+                ]
     size = sum(p.numel() for p in SPEC.build().parameters())
     harness.print_table(
         f"compression: a step of {size:,} parameters by a worker on each of two hosts, {options.rows} rows "
         f"each, median of {options.steps}; bytes of the network interface",
-        ["", "ms", "speedup", "bytes sent", "bytes, 1 /"],
-        step_times({name: COMPRESSIONS[name] for name in names}, options),
+        ["", "ms", "speedup", "bytes, 1 /"],
+        lines,
     )
 
 
 def main() -> None:
     """Prints both tables."""
-    made = harness.parser(
-        __doc__,
-        repeats=(3, 1),
-        epochs=(3, 1),
-        digits_epochs=(40, 1),
-        compressors=(len(COMPRESSIONS), 2),
-        steps=(5, 1),
-        gangs=(2, 1),
-        rows=(64, 2),
-    )
+    sizes = {"compressors": (len(COMPRESSIONS), 2), "steps": (5, 1), "gangs": (2, 1)}
+    made = harness.parser(__doc__, repeats=(3, 1), epochs=(3, 1), rows=(64, 2), **sizes)
     made.add_argument("--only", choices=("losses", "links"), help="one of the tables")
     options = made.parse_args()
     names = list(COMPRESSIONS)[: options.compressors]

@@ -59,7 +59,7 @@ def main() -> int:
         "--only", nargs="+", metavar="NAME", help="rows, cells as 'row/column', columns, or meshes"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="for faults.json, which is gone on with, and faults.png"
+        "--output", type=Path, metavar="DIR", help="of faults.json, to which moments are added"
     )
     args = parser.parse_args()
     # All child processes end with this process.
@@ -85,8 +85,6 @@ def main() -> int:
                 print(*(line_of(moment, fault) for moment in hits), sep="\n", flush=True)
                 save(args.output, cells)
     report(cells, skipped, lab.problems)
-    if args.output is not None:
-        draw(cells, args.output / "faults.png")
     wrong = [problem for moments in cells.values() for m in moments for problem in m.problems]
     return 1 if wrong or lab.problems else 0
 
@@ -213,36 +211,6 @@ def save(folder: Path | None, cells: Cells) -> None:
     fresh = folder / "faults.json.new"
     fresh.write_text("[\n" + ",\n".join(moments) + "\n]\n")
     fresh.replace(folder / "faults.json")
-
-
-def draw(cells: Cells, path: Path) -> None:
-    """Draws the matrix: the color is the share of good moments, the text the median pause."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [target for target in TARGETS if any(key[0] == target for key in cells)]
-    shares = [
-        [
-            sum(not m.problems for m in moments) / len(moments)
-            if (moments := cells.get((target, kind), []))
-            else float("nan")
-            for kind in KINDS
-        ]
-        for target in rows
-    ]
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
-    axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.6)
-    axes.set_xticks(range(len(KINDS)), KINDS)
-    axes.set_yticks(range(len(rows)), rows)
-    for y, target in enumerate(rows):
-        for x, kind in enumerate(KINDS):
-            moments = cells.get((target, kind), [])
-            text = f"{outcome(moments)}\n{seconds(moments)}" if moments else "-"
-            axes.text(x, y, text, ha="center", va="center", fontsize=8)
-    axes.set_title("survived + resumed, and seconds until training again (median, worst)", fontsize=10)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

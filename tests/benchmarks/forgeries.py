@@ -1,7 +1,7 @@
 """Forges certified runs, and counts how many are found by how many replays; honest runs must hold.
 
-    python tests/benchmarks/forgeries.py                 # 200 forgeries in five kinds
-    python tests/benchmarks/forgeries.py --honest        # honest runs of many settings
+    make bench ARGS="forgeries"                 # 200 forgeries in five kinds
+    make bench ARGS="forgeries --honest"        # honest runs of many settings
 
 Every forger makes the hash chain consistent and trains on from the forged state, so all checks without a
 replay hold. "expected" is the sum of the stated probabilities.
@@ -9,11 +9,9 @@ replay hold. "expected" is the sum of the stated probabilities.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -21,9 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from forged_runs import FORGERS, ROWS, draw_rows, load_run, train_honest
 from small_training import train_gang
 
@@ -56,32 +53,35 @@ def count_replays(folder: Path, draw: random.Random) -> int:
 
 
 def show_forgeries(number: int, seed: int) -> None:
-    print("| forgery | runs | forged intervals of 20 | " + " | ".join(f"m={m}" for m in REPLAYS) + " |")
-    print("| --- | --- | --- |" + " --- |" * len(REPLAYS))
-    total: list[tuple[int, int]] = []
+    """Prints how many forgeries of each kind are found by how many replays."""
+    found: dict[str, list[tuple[int, int]]] = {}
     for kind, forge in FORGERS.items():
-        found = []
+        found[kind] = []
         draw = random.Random(f"{seed} {kind}")
         for repetition in range(number):
             with tempfile.TemporaryDirectory() as scratch:
                 folder, rows = Path(scratch), draw_rows(repetition)
                 honest = train_honest(folder / "honest", rows, seed=repetition, **SIZES)
                 forged = forge(honest, folder / "forged", rows, draw)
-                found.append((count_replays(folder / "forged", draw), forged))
-        _print_row(kind, found)
-        total += found
-    _print_row("all", total)
+                found[kind].append((count_replays(folder / "forged", draw), forged))
+    found["all"] = [run for runs in found.values() for run in runs]
+    harness.print_table(
+        f"forgeries of {ROWS} rows in {INTERVALS} intervals",
+        ["forgery", "runs", "forged intervals", *(f"m={m}" for m in REPLAYS)],
+        [line_of(kind, runs) for kind, runs in found.items()],
+    )
 
 
-def _print_row(kind: str, found: Sequence[tuple[int, int]]) -> None:
+def line_of(kind: str, runs: Sequence[tuple[int, int]]) -> list[str]:
+    """Returns the row of a kind; each run has the replay that found it, and its forged intervals."""
     cells = []
     for m in REPLAYS:
-        hits = sum(0 < at <= m for at, _ in found)
-        expected = sum(find_probability(INTERVALS, forged, m) for _, forged in found)
+        hits = sum(0 < at <= m for at, _ in runs)
+        expected = sum(find_probability(INTERVALS, forged, m) for _, forged in runs)
         cells.append(f"{hits} (expected {expected:.1f})")
-    forged = sorted({forged for _, forged in found})
-    words = str(forged[0]) if len(forged) == 1 else f"{forged[0]} to {forged[-1]}"
-    print(f"| {kind} | {len(found)} | {words} | " + " | ".join(cells) + " |", flush=True)
+    forged = [number for _, number in runs]
+    words = str(forged[0]) if len(set(forged)) == 1 else f"{min(forged)} to {max(forged)}"
+    return [kind, str(len(runs)), words, *cells]
 
 
 class KilledOnce(Callback):
@@ -126,17 +126,17 @@ HONEST: dict[str, dict[str, Any]] = {
 }
 
 
-def show_honest() -> None:
-    print(
-        "| honest run | checkpoints | replays | equal to the bit | result |\n| --- | --- | --- | --- | --- |"
-    )
-    for name, changes in HONEST.items():
+def show_honest(names: Sequence[str]) -> None:
+    """Prints what the verification of honest runs finds."""
+    lines = []
+    for name in names:
         with tempfile.TemporaryDirectory() as scratch:
-            found = verify_honest(name, changes, Path(scratch))
+            found = verify_honest(name, HONEST[name], Path(scratch))
         result = "holds" if found.holds else " ".join(found.problems)
         equal = sum(check.note == "equal to the bit" for check in found.replays)
-        numbers = f"{found.num_intervals + 1} | {len(found.replays)} | {equal}"
-        print(f"| {name} | {numbers} | {result} |", flush=True)
+        lines.append([name, *map(str, (found.num_intervals + 1, len(found.replays), equal)), result])
+    header = ["honest run", "checkpoints", "replays", "equal to the bit", "result"]
+    harness.print_table(f"honest runs of {ROWS} rows", header, lines)
 
 
 def verify_honest(name: str, changes: dict[str, Any], folder: Path) -> Any:
@@ -150,35 +150,31 @@ def verify_honest(name: str, changes: dict[str, Any], folder: Path) -> Any:
         changes = {"collective": "torch", "checkpoint_every_steps": 8, **changes}
 
     def train(config: Any) -> None:
-        if "killed" not in name:
-            train_gang(replace(config, collective="torch"), objects)
-            return
-        try:
-            train_gang(replace(config, collective="torch"), objects)
-        except WorkerError:
-            train_gang(replace(config, collective="torch"), objects)
-        else:
-            raise AssertionError("the worker was not killed")
+        config = replace(config, collective="torch")
+        if "killed" in name:
+            try:
+                train_gang(config, objects)
+            except WorkerError:
+                pass
+            else:
+                raise AssertionError("the worker was not killed")
+        train_gang(config, objects)
 
     run = train_honest(folder, draw_rows(len(name)), seed=len(name), train=train, **(SIZES | changes))
     return verify_run(run, objects, intervals=None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--forgeries", type=int, default=40, help="forgeries of each kind")
+    parser = harness.parser(__doc__, forgeries=(40, 1), settings=(len(HONEST), 2))
     parser.add_argument("--seed", type=int, default=0, help="seed of the forgeries and of the draws")
     parser.add_argument("--honest", action="store_true", help="train honest runs instead")
-    args = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print(f"{ROWS} rows, {INTERVALS} intervals")
-    if args.honest:
-        show_honest()
+    if options.honest:
+        show_honest(list(HONEST)[: options.settings])
     else:
-        show_forgeries(args.forgeries, args.seed)
+        show_forgeries(options.forgeries, options.seed)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import harness
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from check.part import Setup
 from check.shards import read_batches, train
 from check.workloads import Batch, Workload, plain_rate
-from read_rate import write
+from written_shards import written
 
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -40,7 +39,7 @@ DEVICE = "cuda:0"
 def write_tokens(folder: Path, rows: int) -> ShardManifest:
     """Writes random sequences, `ids` (SEQ_LEN,), and the `next` token at each position."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, size=(rows, SEQ_LEN + 1), dtype=np.int64)
-    return write({"ids": tokens[:, :-1], "next": tokens[:, 1:]}, folder)
+    return written(folder, {"ids": tokens[:, :-1], "next": tokens[:, 1:]}, row_group_rows=None, num_files=4)
 
 
 def worker_rate(manifest: ShardManifest, setup: Setup, precision: str, checkpointing: str) -> float:
@@ -76,21 +75,19 @@ def main() -> None:
         cases: dict[str, Callable[[], float]] = {}
         for case in CASES:
             for key, call in (
-                (f"bare {case}", partial(bare_rate, batches)),
-                (f"{case}", partial(worker_rate, manifest, setup)),
+                (f"bare {', '.join(case)}", partial(bare_rate, batches)),
+                (", ".join(case), partial(worker_rate, manifest, setup)),
             ):
                 cases[key] = partial(with_peak, peaks.setdefault(key, []), call, *case)
         rates = harness.measure_in_turns(cases, options.repeats)
     rows = []
     for case in CASES:
-        own, bare = rates[f"{case}"], rates[f"bare {case}"]
-        figures = [f"{median(values):,.0f}" for values in (own, bare)]
-        figures.append(f"{harness.median_ratio(own, bare):.2f}")
-        figures += [f"{max(peaks[key]) / 2**30:.2f}" for key in (f"{case}", f"bare {case}")]
-        rows.append([", ".join(case), *figures])
+        names = [f"bare {', '.join(case)}", ", ".join(case)]
+        lines = harness.rate_rows({name: rates[name] for name in names}, names[0])
+        rows += [[*line, f"{max(peaks[name]) / 2**30:.2f}"] for name, line in zip(names, lines, strict=True)]
     harness.print_table(
         f"gpu_transformer: {torch.cuda.get_device_name()}, {SPEC.kwargs}, batch {BATCH}",
-        ["precision, checkpointing", "tokens/s", "bare", "ratio", "peak GiB", "bare"],
+        ["precision, checkpointing", "tokens/s", "lowest", "highest", "ratio", "peak GiB"],
         rows,
     )
 

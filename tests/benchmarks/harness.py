@@ -64,7 +64,6 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
     made.add_argument(
         "--root", default=root, metavar="DIR", help="results of examples/flights/etl.py; made if missing"
     )
-    made.add_argument("--chart", metavar="PNG", help="file to draw to, for those that draw; needs matplotlib")
     return made
 
 

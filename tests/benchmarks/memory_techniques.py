@@ -6,7 +6,7 @@ optimizer's state. `held` is the memory between a micro-batch's forward and back
 network. The largest depth is measured, too: it is the deepest network whose peak is within the peak of the
 plain network with 4 blocks.
 
-    python tests/benchmarks/memory_techniques.py --chart docs/memory_techniques.png
+    make bench ARGS="memory_techniques"
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import harness
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.precision import autocast
 from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.models import ModelSpec, apply_activation_checkpoint
@@ -57,11 +56,7 @@ TECHNIQUES = {
     "compression bits": Technique(compression="bits"),
     "compression int8": Technique(compression="int8"),
     "compression fp8": Technique(compression="fp8"),
-    **{
-        f"optimizer {name}": Technique(optimizer=name)
-        for name in ("adafactor", "sm3", "adam8bit", "lamb")
-        if name in OPTIMIZERS
-    },
+    **{f"optimizer {name}": Technique(optimizer=name) for name in ("adafactor", "sm3", "adam8bit", "lamb")},
     "all together": Technique(
         precision="bf16",
         checkpointing="all",
@@ -176,99 +171,33 @@ def largest_depth(peak_at: Callable[[int], int], budget: int, most: int) -> int:
     return low
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    peak: int
-    held: int
-    state: int
-    seconds: float
-    time_ratio: float
-    depth: int
-
-
-def measure(rows: int, repeats: int, most_blocks: int) -> list[Row]:
-    """Measures every technique. Times come from interleaved rounds, so that load affects all of them."""
-    budget = peak(TECHNIQUES["plain"], rows, DEPTH)
-    trainings = {name: Training(technique, rows) for name, technique in TECHNIQUES.items()}
+def main() -> None:
+    """Measures and prints the table. Times come from interleaved rounds."""
+    options = harness.parse(__doc__, rows=(16, 1), most_blocks=(128, 5))
+    budget = peak(TECHNIQUES["plain"], options.rows, DEPTH)
+    trainings = {name: Training(technique, options.rows) for name, technique in TECHNIQUES.items()}
     times = harness.measure_in_turns(
-        {name: partial(seconds_of_step, training) for name, training in trainings.items()}, repeats
+        {name: partial(seconds_of_step, training) for name, training in trainings.items()}, options.repeats
     )
     trainings.clear()
-    result = []
+    lines = []
     for name, technique in TECHNIQUES.items():
-        held, state = held_and_state(technique, rows)
-        result.append(
-            Row(
-                name=name,
-                peak=peak(technique, rows, DEPTH),
-                held=held,
-                state=state,
-                seconds=median(times[name]),
-                time_ratio=harness.median_ratio(times[name], times["plain"]),
-                depth=largest_depth(partial(peak, technique, rows), budget, most_blocks),
-            )
+        sizes = (peak(technique, options.rows, DEPTH), *held_and_state(technique, options.rows))
+        depth = largest_depth(partial(peak, technique, options.rows), budget, options.most_blocks)
+        lines.append(
+            [
+                name,
+                *(f"{size / MIB:.2f}" for size in sizes),
+                f"{harness.median_ratio(times[name], times['plain']):.2f}",
+                f"{depth}" + ("+" if depth == options.most_blocks else ""),
+            ]
         )
-        print(f"measured: {name}, depth {result[-1].depth}", flush=True)
-    return result
-
-
-def draw(rows: list[Row], picture: str) -> None:
-    """Draws four bar charts side by side, with a line of bars per technique."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    panels: list[tuple[str, list[float], str]] = [
-        ("peak of a step, MiB", [row.peak / MIB for row in rows], "{:.0f}"),
-        ("held for backward, MiB", [row.held / MIB for row in rows], "{:.1f}"),
-        ("optimizer state, MiB", [row.state / MIB for row in rows], "{:.2f}"),
-        ("time of a step / plain", [row.time_ratio for row in rows], "{:.2f}"),
-        (f"blocks that fit in {rows[0].peak / MIB:.0f} MiB", [row.depth for row in rows], "{:.0f}"),
-    ]
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(17, 0.36 * len(rows) + 1.2), sharey=True)
-    names = [row.name for row in rows]
-    for axes, (title, values, form) in zip(all_axes, panels, strict=True):
-        colours = [
-            "#888888" if n == "plain" else "#c44e52" if n == "all together" else "#4c72b0" for n in names
-        ]
-        bars = axes.barh(names, values, color=colours)
-        axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
-        axes.set_title(title, fontsize=10)
-        axes.margins(x=0.18)
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
-
-
-def main() -> None:
-    """Measures and prints the table. Draws a chart if a path is given."""
-    options = harness.parse(__doc__, rows=(16, 1), most_blocks=(128, 5))
-    rows = measure(options.rows, options.repeats, options.most_blocks)
-    plain = rows[0]
     harness.print_table(
         f"memory techniques on {DEVICE.type}: transformer of {DEPTH} blocks, dim {DIM}, "
-        f"{options.rows} rows of {SEQ} tokens, adamw; depth within {plain.peak / MIB:.1f} MiB",
-        ["", "peak MiB", "held MiB", "state MiB", "s/step", "time ratio", "depth", "x plain"],
-        [
-            [
-                row.name,
-                *(f"{size / MIB:.2f}" for size in (row.peak, row.held, row.state)),
-                f"{row.seconds:.3f}",
-                f"{row.time_ratio:.2f}",
-                f"{row.depth}" + ("+" if row.depth == options.most_blocks else ""),
-                f"{row.depth / plain.depth:.2f}",
-            ]
-            for row in rows
-        ],
+        f"{options.rows} rows of {SEQ} tokens, adamw; depth within {budget / MIB:.1f} MiB",
+        ["", "peak MiB", "held MiB", "state MiB", "time ratio", "depth"],
+        lines,
     )
-    if options.chart:
-        draw(rows, options.chart)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The flights demo over `--repeats` seeds: the network against gradient boosting, with mean and deviation.
 
 Each seed trains with flights/train.py. flights/score.py evaluates it on the test months, which chose neither
-recipe (see flights_tuning.py). The benchmark reads the table that score prints. `--root` is the folder of the
+recipe. The benchmark reads the table that score prints. `--root` is the folder of the
 results of examples/flights/etl.py, which runs once if they are missing. Models and reports go to a temporary
 folder that links to its data, so the folder is not changed otherwise.
 """
@@ -62,7 +62,7 @@ def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
 
 
 def main() -> None:
-    """Runs the seeds one after another, then prints them, their mean and deviation."""
+    """Runs the seeds one after another, then prints their mean and deviation."""
     options = harness.parse(__doc__, repeats=(5, 1), epochs=(recipes.EPOCHS, 1))
     root = harness.flights_root(options)
     scores = []
@@ -71,23 +71,11 @@ def main() -> None:
         print(f"seed {seed}: {scores[-1]}", flush=True)
     lines = []
     for model in scores[0]:
-        values = [score[model] for score in scores]
-        lines += [
-            [f"{model}, seed {seed}", *(f"{value:.4f}" for value in of_seed)]
-            for seed, of_seed in enumerate(values)
-        ]
-        metrics = list(zip(*values, strict=True))
-        lines.append([f"{model}, mean", *(f"{mean(metric):.4f}" for metric in metrics)])
-        if options.repeats > 1:
-            lines.append([f"{model}, deviation", *(f"{stdev(metric):.4f}" for metric in metrics)])
-    first, *others = (model for model in scores[0])
-    for other in others:
-        ratios = [
-            mean(score[first][i] for score in scores) / mean(score[other][i] for score in scores)
-            for i in range(len(METRICS))
-        ]
-        lines.append([f"{first} / {other}", *(f"{ratio:.4f}" for ratio in ratios)])
-    harness.print_table("seeds: test months of the flights demo", ["", *METRICS], lines)
+        metrics = list(zip(*(score[model] for score in scores), strict=True))
+        deviations = [f" ({stdev(metric):.4f})" if len(metric) > 1 else "" for metric in metrics]
+        cells = (f"{mean(metric):.4f}{more}" for metric, more in zip(metrics, deviations, strict=True))
+        lines.append([model, *cells])
+    harness.print_table("seeds: test months of the flights, mean (deviation)", ["", *METRICS], lines)
 
 
 if __name__ == "__main__":

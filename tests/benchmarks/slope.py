@@ -4,9 +4,6 @@ The plain loops are two processes without communication, DDP, one flat all-reduc
 tensor, in one group, and flat. "from memory" is this package's training on batches that its reader read once,
 which excludes reading. "from shards" is the whole training. Steady state means the epochs after the first,
 from the history. Every process has one thread.
-
-`--sweep` measures from which network width on buckets that overlap with the backward pass are faster than one
-flat all-reduce, for each collective.
 """
 
 from __future__ import annotations
@@ -21,37 +18,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import harness
 import torch
-from step_calls import StepCalls, calls_of, operations_of, waiting_operations
 from torch import nn
 from torch.nn import functional
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
-from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
-from ringspark.estimators.parallel.data.gradient_buckets import BUCKET_BYTES
 from ringspark.estimators.training import worker
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.jobs import cli
-from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
 
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 10
-SWEEP_WIDTHS = (256, 512, 1024, 2048, 3072)
-SWEEP_ROWS = 128
 DDP, FLAT, BARE = "DDP", "one flat all-reduce", "no exchange"
 HOROVOD = {"Horovod, a tensor at a time": 0, "Horovod, one group": 1, "Horovod, flat": None}
 OURS = {"torch + arrow": ("torch", "arrow"), "Horovod + petastorm": ("horovod", "petastorm")}
@@ -140,68 +128,6 @@ def loop_rate(name: str, rank_rows: int, rows: int) -> float:
     return steps * rank_rows * harness.NUM_WORKERS / max(map(json.loads, texts))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepLoop:
-    """Steps of a network of some width with this package's all-reduce. The text is the seconds per step."""
-
-    width: int
-    is_flat: bool
-    steps: int
-
-    def __call__(self, collective: Collective, device: str, status: Status) -> str:
-        torch.manual_seed(0)
-        module = wide(self.width)
-        bucket_bytes = None if self.is_flat else BUCKET_BYTES
-        optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-        sync = GradientAllReduce(module, optimizer, collective, bucket_bytes=bucket_bytes)
-        scaler = LossScaler("fp32", torch.device("cpu"))
-        rows = torch.rand(SWEEP_ROWS, harness.DIM)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with sync.micro_batch(last=True):
-                sync.module(rows).square().mean().backward()  # type: ignore[no-untyped-call]
-            sync.reduce()
-            sync.step(scaler)
-
-        step()
-        collective.barrier()
-        return json.dumps(harness.seconds_of(lambda: [step() for _ in range(self.steps)]) / self.steps)
-
-
-def wide(width: int) -> nn.Module:
-    """Returns a network of 8 layers with large gradients relative to its arithmetic."""
-    return ModelSpec("mlp", {"in_features": harness.DIM, "hidden": [width] * 8, "out_features": 1}).build()
-
-
-def sweep(options: argparse.Namespace) -> None:
-    """Prints the seconds of a step with one all-reduce and with buckets, by network size."""
-    lines = []
-    for width in SWEEP_WIDTHS[: 1 if options.tiny else None]:
-        gradient_bytes = num_bytes(wide(width).parameters())
-        for library in ("torch", "horovod"):
-
-            def seconds(is_flat: bool, library: str = library, width: int = width) -> float:
-                steps = max(2, 10 * SWEEP_WIDTHS[0] // width)
-                loop = SweepLoop(width=width, is_flat=is_flat, steps=steps)
-                return max(json.loads(text) for text in run_spawned(harness.NUM_WORKERS, library, loop))
-
-            cases = {name: partial(seconds, name == "flat") for name in ("flat", "buckets")}
-            times = harness.measure_in_turns(cases, options.repeats, warm_ups=0)
-            flat, buckets = (1000 * median(times[name]) for name in cases)
-            ratio = harness.median_ratio(times["buckets"], times["flat"])
-            size = f"{gradient_bytes / 2**20:.1f}"
-            lines.append(
-                [f"{library}, {size} MiB of gradients", f"{flat:.1f}", f"{buckets:.1f}", f"{ratio:.2f}"]
-            )
-    harness.print_table(
-        f"slope --sweep: ms per step, {harness.NUM_WORKERS} ranks, {SWEEP_ROWS} rows each, "
-        f"{options.repeats} rounds",
-        ["", "one all-reduce", "buckets", "ratio"],
-        lines,
-    )
-
-
 class KeptReader:
     """A reader that reads its first epoch from the shards, and returns the same batches in all epochs."""
 
@@ -225,9 +151,9 @@ def from_memory(task: TrainTask, collective: Collective, device: str, status: St
     return task(collective, device, status)
 
 
-def training_rate(config: TrainConfig, in_memory: bool, objects: UserObjects | None = None) -> float:
+def training_rate(config: TrainConfig, in_memory: bool) -> float:
     """Returns rows/s of this package's training on 2 ranks, in the epochs after the first."""
-    objects = objects or UserObjects()
+    objects = UserObjects()
     config = check_training(config, objects, ShardManifest.load(config.shards_uri)).config
     task = TrainTask(config=config, objects=user_code.dumps(objects))
     work = partial(from_memory, task) if in_memory else task
@@ -295,25 +221,6 @@ def measure(options: argparse.Namespace, shards_uri: str, folder: Path, rank_row
     )
 
 
-def count_operations(config: TrainConfig, folder: Path) -> list[str]:
-    """Returns a line with the operations of one step of a rank, and of the plain loop."""
-    path = folder / f"{uuid.uuid4().hex}.json"
-    training_rate(config, True, UserObjects(callbacks=(StepCalls(path),)))
-    operations, waits = calls_of(path)
-    waits += waiting_operations(operations)
-    return [f"ringspark, {config.collective}", str(len(operations)), str(len(waits))]
-
-
-def count(options: argparse.Namespace, shards_uri: str, folder: Path) -> None:
-    """Prints the number of operations that a step dispatches, and of calls that wait for a device."""
-    rows, label = torch.rand(64, harness.DIM), torch.rand(64)
-    bare = operations_of(partial(make_step(BARE, harness.MLP.build()), rows, label))
-    lines = [["bare loop", str(len(bare)), str(len(waiting_operations(bare)))]]
-    rank_rows = options.rows // 20  # a few steps per epoch
-    lines += [count_operations(config_of(shards_uri, folder, rank_rows, 2, name), folder) for name in OURS]
-    harness.print_table("slope: one step of a rank", ["", "operations", "device synchronizations"], lines)
-
-
 def main() -> None:
     """Writes the shards once, then measures each batch size in interleaved rounds."""
     parser = harness.parser(__doc__, rows=(1_000_000, 4_096), epochs=(3, 2))
@@ -323,11 +230,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="measure DDP and the cases that contain this"
     )
-    parser.add_argument("--sweep", action="store_true", help="measure sizes of the network instead")
     options = parser.parse_args()
-    if options.sweep:
-        sweep(options)
-        return
     rank_rows = options.rank_rows or ([256] if options.tiny else [1_024, 8_192])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -335,8 +238,6 @@ def main() -> None:
             manifest = write_shards(harness.random_frame(spark, options.rows), str(folder / "shards"))
         for size in rank_rows:
             measure(options, manifest.uri, folder, size)
-        if not options.only:
-            count(options, manifest.uri, folder)
 
 
 if __name__ == "__main__":

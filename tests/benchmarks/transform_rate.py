@@ -3,11 +3,9 @@
 The functions by hand do what any program must do there, and no more: copy a batch's numbers, run the network
 in passes of 2,048 rows, and build the result columns from NumPy's arrays. The classification by hand returns
 the three columns of `transform`: raw predictions and probabilities as vectors, and the class. "Constant"
-reads the array column and returns one number per row; "identity" returns all 32 numbers. Other engines than
-eager torch run in the same function. All read the same cached frame. Results go to Spark's "noop" sink,
-which evaluates every column and stores none.
-
-The second table has the differences of the predictions from fp32.
+reads the array column and returns one number per row. Other engines than eager torch run in the same
+function. All read the same cached frame. Results go to Spark's "noop" sink, which evaluates every column and
+stores none.
 """
 
 from __future__ import annotations
@@ -40,11 +38,6 @@ def constant(batches: Iterable[Any]) -> Iterable[Any]:
     """Yields a zero for every input row. Runs in a Spark task."""
     for batch in batches:
         yield pa.RecordBatch.from_arrays([pa.repeat(0.0, batch.num_rows)], ["prediction"])
-
-
-def identity(batches: Iterable[Any]) -> Iterable[Any]:
-    """Yields its input. Runs in a Spark task."""
-    return batches
 
 
 def load_engine(
@@ -191,7 +184,6 @@ def main() -> None:
             }
             | {
                 CONSTANT: arrays.mapInArrow(constant, "prediction double"),
-                "mapInArrow identity": arrays.mapInArrow(identity, arrays.schema),
                 "regression, vector column": regression.transform(dense),
             }
             | {f"regression, {p}": in_precision(regression, p) for p in ("fp32", "bf16", "int8")},
@@ -209,13 +201,6 @@ def main() -> None:
             for name, frame in group.items()
         }
         rates = harness.measure_in_turns(cases, options.repeats)
-        differences = []
-        for name, model in (("regression", regression), ("classification", classification)):
-            for precision in ("bf16", "int8"):
-                found = model.copy().setInferencePrecision(precision).comparePrecision(arrays)
-                changed = "" if found.changed_classes is None else f"{found.changed_classes:.3%}"
-                line = [f"{name}, {precision}", f"{found.largest:.2g}", f"{found.mean:.2g}", changed]
-                differences.append(line)
     lines = [
         line
         for reference, group in groups.items()
@@ -226,11 +211,6 @@ def main() -> None:
         f"{harness.MASTER}, {options.repeats} rounds",
         ["", "median", "min", "max", "ratio to the network by hand"],
         lines,
-    )
-    harness.print_table(
-        f"differences from fp32, {options.rows:,} rows (classification: of the probabilities)",
-        ["", "largest", "mean", "other class"],
-        differences,
     )
 
 

@@ -1,20 +1,28 @@
-"""Shuffle quality: the benchmark's measures, compared with the statistics of a full permutation.
+"""Shuffle quality: the order of an epoch, compared with the statistics of a full permutation.
+
+The rows are sorted in the files, which is the hardest case, because any remaining order is visible.
+
+- rank correlation: Spearman's, between the position in the files and the position in the epoch;
+- neighbours: share of rows adjacent in the files that are adjacent in the epoch, in either order;
+- same batch: share of rows adjacent in the files that are in one batch;
+- spread: standard deviation of the batches' mean value, which is the position in the files, divided
+  by the standard deviation for independent samples. A batch takes rows from one row group per stream. So with
+  many row groups and sorted data, the spread is sqrt(batch / 48) times the spread of a full permutation. It
+  is equal if the row groups are alike.
 
 Seeds are fixed, so runs do not differ. Limits of five standard deviations do not need a lucky seed.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from ringspark.pipelines import plan_epoch
+from ringspark.pipelines import EpochPlan, plan_epoch
 from ringspark.pipelines.shuffle import NUM_STREAMS, permutation
+
+Order = npt.NDArray[np.int64]
 
 BATCH_SIZE = 512
 NUM_EPOCHS = 3
@@ -26,11 +34,59 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def quality() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-        yield importlib.import_module("shuffle_quality")
+def order_of(plan: EpochPlan) -> Order:
+    """Returns each row's position in the files, in the order of the epoch."""
+    order = np.full(plan.num_rows, -1, dtype=np.int64)
+    first_rows = np.cumsum(plan.row_groups) - plan.row_groups
+    for shard in range(plan.num_shards):
+        part = plan.shard(shard)
+        for read in part.reads():
+            for span, rows in zip(read.slices, part.rows(read), strict=True):
+                stream = part.deal.streams[span.stream]
+                positions = stream.position + part.deal.rows(span.stream, span.start, span.stop) * stream.step
+                order[positions] = first_rows[read.row_group] + rows
+    return order
+
+
+def group_order_only(plan: EpochPlan) -> Order:
+    """Returns row groups in the epoch's order, with rows in the files' order: no streams."""
+    stops = np.cumsum(plan.row_groups)
+    groups = plan.group_order.tolist()
+    return np.concatenate([np.arange(stops[g] - plan.row_groups[g], stops[g]) for g in groups])
+
+
+def rank_correlation(order: Order) -> float:
+    """Returns Spearman's rank correlation of the positions before and after, which are ranks already."""
+    return float(np.corrcoef(order, np.arange(len(order)))[0, 1])
+
+
+def neighbours(order: Order) -> float:
+    """Returns the share of adjacent pairs that stay adjacent. The mean of a full permutation is 2 / rows."""
+    return float(np.mean(np.abs(np.diff(order)) == 1))
+
+
+def same_batch(order: Order, batch_size: int) -> float:
+    """Returns the share of adjacent pairs that are in one batch afterwards."""
+    batch = np.empty(len(order), dtype=np.int64)
+    batch[order] = np.arange(len(order)) // batch_size
+    return float(np.mean(batch[1:] == batch[:-1]))
+
+
+def spread(order: Order, batch_size: int) -> float:
+    """Returns the deviation of the full batches' means, divided by the deviation for independent samples."""
+    means = order[: len(order) // batch_size * batch_size].reshape(-1, batch_size).mean(axis=1)
+    return float(means.std() / (order.std() / np.sqrt(batch_size)))
+
+
+def orders_of(row_groups: list[int], epoch: int) -> dict[str, Order]:
+    """Returns the compared orders of one epoch."""
+    plan = plan_epoch(row_groups, num_shards=1, batch_size=BATCH_SIZE, epoch=epoch, seed=0)
+    return {
+        "no shuffle": np.arange(plan.num_rows),
+        "row-group order only": group_order_only(plan),
+        "ringspark": order_of(plan),
+        "full permutation": permutation(plan.num_rows, 1, epoch),
+    }
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -39,9 +95,9 @@ def row_groups(request: pytest.FixtureRequest) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def orders(row_groups: list[int], quality: ModuleType) -> list[dict[str, np.ndarray]]:
-    """The orders of the benchmark's table, for a few epochs; all shapes have the same number of rows."""
-    return [quality.orders(row_groups, epoch) for epoch in range(NUM_EPOCHS)]
+def orders(row_groups: list[int]) -> list[dict[str, np.ndarray]]:
+    """The orders of a few epochs; all shapes have the same number of rows."""
+    return [orders_of(row_groups, epoch) for epoch in range(NUM_EPOCHS)]
 
 
 def full_rank_correlation(length: int) -> float:
@@ -50,30 +106,28 @@ def full_rank_correlation(length: int) -> float:
 
 
 def test_the_order_has_no_rank_correlation_with_the_files(
-    orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
+    orders: list[dict[str, np.ndarray]], row_groups: list[int]
 ) -> None:
     # With at most one row group per stream, each row group spreads over the whole epoch. With more, the row
     # groups are permuted as units, so their number limits the correlation.
     length = len(row_groups) if len(row_groups) > NUM_STREAMS else sum(row_groups)
     for order in orders:
-        assert abs(quality.rank_correlation(order["ringspark"])) < full_rank_correlation(length)
-        assert abs(quality.rank_correlation(order["full permutation"])) < full_rank_correlation(
-            sum(row_groups)
-        )
-        assert quality.rank_correlation(order["no shuffle"]) == pytest.approx(1)
+        assert abs(rank_correlation(order["ringspark"])) < full_rank_correlation(length)
+        assert abs(rank_correlation(order["full permutation"])) < full_rank_correlation(sum(row_groups))
+        assert rank_correlation(order["no shuffle"]) == pytest.approx(1)
 
 
-def test_neighbours_in_the_files_are_parted(orders: list[dict[str, np.ndarray]], quality: ModuleType) -> None:
+def test_neighbours_in_the_files_are_parted(orders: list[dict[str, np.ndarray]]) -> None:
     for order in orders:
         pairs = len(order["ringspark"]) - 1
         # A full permutation keeps 2 pairs on average (Poisson); 12 or more occur once in a million.
-        assert quality.neighbours(order["ringspark"]) * pairs < 12
-        assert quality.neighbours(order["full permutation"]) * pairs < 12
-        assert quality.neighbours(order["row-group order only"]) > 0.9
+        assert neighbours(order["ringspark"]) * pairs < 12
+        assert neighbours(order["full permutation"]) * pairs < 12
+        assert neighbours(order["row-group order only"]) > 0.9
 
 
 def test_a_batch_holds_few_neighbours_of_the_files(
-    orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
+    orders: list[dict[str, np.ndarray]], row_groups: list[int]
 ) -> None:
     rows_per_group, num_rows = row_groups[0], sum(row_groups)
     # Neighbours lie anywhere within their row group's range of the epoch: NUM_STREAMS positions per row, at
@@ -82,13 +136,13 @@ def test_a_batch_holds_few_neighbours_of_the_files(
     limit = expected + 5 * np.sqrt(expected / num_rows)
     full = BATCH_SIZE / num_rows
     for order in orders:
-        assert quality.same_batch(order["ringspark"], BATCH_SIZE) < limit
-        assert quality.same_batch(order["full permutation"], BATCH_SIZE) < full + 5 * np.sqrt(full / num_rows)
-        assert quality.same_batch(order["row-group order only"], BATCH_SIZE) > limit
+        assert same_batch(order["ringspark"], BATCH_SIZE) < limit
+        assert same_batch(order["full permutation"], BATCH_SIZE) < full + 5 * np.sqrt(full / num_rows)
+        assert same_batch(order["row-group order only"], BATCH_SIZE) > limit
 
 
 def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_per_stream(
-    orders: list[dict[str, np.ndarray]], row_groups: list[int], quality: ModuleType
+    orders: list[dict[str, np.ndarray]], row_groups: list[int]
 ) -> None:
     num_batches = sum(row_groups) // BATCH_SIZE
     # With more row groups than streams, a stream contributes rows of one row group to a batch. In sorted
@@ -100,34 +154,34 @@ def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_per_stream(
     for order in orders:
         # A standard deviation estimated from n values has a relative standard deviation of 1 / sqrt(2 n).
         limit = np.sqrt(BATCH_SIZE / draws) * (1 + 5 / np.sqrt(2 * independent))
-        assert quality.spread(order["ringspark"], BATCH_SIZE) < limit
-        assert abs(quality.spread(order["full permutation"], BATCH_SIZE) - 1) < 5 / np.sqrt(2 * num_batches)
-        assert quality.spread(order["no shuffle"], BATCH_SIZE) > limit
+        assert spread(order["ringspark"], BATCH_SIZE) < limit
+        assert abs(spread(order["full permutation"], BATCH_SIZE) - 1) < 5 / np.sqrt(2 * num_batches)
+        assert spread(order["no shuffle"], BATCH_SIZE) > limit
 
 
 @pytest.mark.parametrize("num_shards", [3, 48, 64])
-def test_the_quality_does_not_depend_on_the_number_of_shards(quality: ModuleType, num_shards: int) -> None:
+def test_the_quality_does_not_depend_on_the_number_of_shards(num_shards: int) -> None:
     row_groups = [500, 0, 41, 3, 900] * 20
     alone, shared = (
         plan_epoch(row_groups, num_shards=n, batch_size=BATCH_SIZE, epoch=1, seed=4) for n in (1, num_shards)
     )
-    assert quality.order_of(shared).tolist() == quality.order_of(alone).tolist()
+    assert order_of(shared).tolist() == order_of(alone).tolist()
 
 
-def test_epochs_are_as_unlike_each_other_as_permutations(quality: ModuleType) -> None:
+def test_epochs_are_as_unlike_each_other_as_permutations() -> None:
     row_groups = [2_000] * NUM_STREAMS
-    first, second = (quality.orders(row_groups, epoch)["ringspark"] for epoch in (0, 1))
+    first, second = (orders_of(row_groups, epoch)["ringspark"] for epoch in (0, 1))
     position = np.empty(len(first), dtype=np.int64)
     position[first] = np.arange(len(first))
     # The second epoch's rows by their position in the first epoch.
-    assert abs(quality.rank_correlation(position[second])) < full_rank_correlation(NUM_STREAMS)
+    assert abs(rank_correlation(position[second])) < full_rank_correlation(NUM_STREAMS)
 
 
-def test_the_measures_know_a_sequence_from_a_permutation(quality: ModuleType) -> None:
+def test_the_measures_know_a_sequence_from_a_permutation() -> None:
     straight = np.arange(10_000)
-    assert quality.rank_correlation(straight) == pytest.approx(1)
-    assert quality.rank_correlation(straight[::-1]) == pytest.approx(-1)
-    assert quality.neighbours(straight) == quality.neighbours(straight[::-1]) == 1
-    assert quality.same_batch(straight, 100) == pytest.approx(0.99, abs=1e-4)
-    assert quality.spread(straight, 100) == pytest.approx(10, rel=1e-3)
-    assert quality.neighbours(permutation(10_000, 3)) < 12 / 10_000
+    assert rank_correlation(straight) == pytest.approx(1)
+    assert rank_correlation(straight[::-1]) == pytest.approx(-1)
+    assert neighbours(straight) == neighbours(straight[::-1]) == 1
+    assert same_batch(straight, 100) == pytest.approx(0.99, abs=1e-4)
+    assert spread(straight, 100) == pytest.approx(10, rel=1e-3)
+    assert neighbours(permutation(10_000, 3)) < 12 / 10_000

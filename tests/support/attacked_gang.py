@@ -1,4 +1,4 @@
-"""Trains on two ranks while attackers connect to their ports. Used by a test and a benchmark."""
+"""Trains on two ranks while attackers connect to their ports."""
 
 from __future__ import annotations
 

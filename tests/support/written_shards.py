@@ -19,18 +19,18 @@ from ringspark.pipelines.writing.task_reports import join_reports
 
 
 def nested(values: np.ndarray) -> Any:
-    """Returns the Arrow type of one row of `values`: nested lists, one level per dimension."""
-    data_type = pa.from_numpy_dtype(values.dtype)
-    for _ in range(values.ndim - 1):
-        data_type = pa.list_(data_type)
-    return data_type
+    """Returns the rows as Arrow lists, one level per dimension after the first."""
+    made = pa.array(values.ravel())
+    for size in reversed(values.shape[1:]):
+        made = pa.ListArray.from_arrays(np.arange(0, len(made) + 1, size, dtype=np.int32), made)
+    return made
 
 
 def written(
     folder: Path,
     columns: dict[str, np.ndarray],
     *,
-    row_group_rows: int = 64,
+    row_group_rows: int | None = 64,
     num_files: int = 2,
     validation: np.ndarray | None = None,
 ) -> ShardManifest:
@@ -47,10 +47,7 @@ def written(
         splits=validation is not None,
         row_group_rows=row_group_rows,
     )
-    data = {
-        key: pa.array(value.tolist(), nested(value)) if value.ndim > 1 else pa.array(value)
-        for key, value in columns.items()
-    }
+    data = {key: nested(value) for key, value in columns.items()}
     if validation is not None:
         data["is_validation"] = pa.array(validation)
     table = pa.table(data)

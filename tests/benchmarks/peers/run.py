@@ -1,7 +1,6 @@
 """Compares ringspark with other libraries on the same rows, network and epochs, in one run.
 
     make bench-peers
-    make bench-peers ARGS="--chart docs/peers.png"
     make bench-peers ARGS="--tiny"
     make bench-peers ARGS="--only horovod.spark,TorchDistributor --repeats 1 --keep"
 
@@ -203,8 +202,6 @@ def main() -> None:
     found = [json.loads(line) for line in results.read_text().splitlines()]
     order = [(one.job, one.name) for one in CONTESTANTS]
     tables.print_all(tables.by_contestant(found, order))
-    if args.chart:
-        tables.draw(args.chart, tables.by_contestant(found, order))
 
 
 if __name__ == "__main__":

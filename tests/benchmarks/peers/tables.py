@@ -1,4 +1,4 @@
-"""Prints a table per job from the contestants' results, and draws a chart."""
+"""Prints a table per job from the contestants' results."""
 
 from __future__ import annotations
 
@@ -114,42 +114,3 @@ def line(results: Results, job: str, name: str, ours: Sequence[str]) -> list[str
     ]
     note = "" if name in ours or not ours else ", ".join(better) or "nothing"
     return [*cells, f"{note} ({reason})" if reason else note]
-
-
-def draw(path: str, results: Results) -> None:
-    """Draws bars of whole fits, slopes and reading, and of the ROC AUC for the flights."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(2, 2, figsize=(13, 7.5), layout="constrained")
-    flat = panels.ravel()
-    bars(flat[0], results, "network", "first_fit", "seconds of a first fit, 3 epochs")
-    bars(flat[1], results, "network", "slope", "rows/s of training, the slope")
-    bars(flat[2], results, "reading", "rate", "rows/s of reading")
-    title = "flights: seconds of a first fit, ROC AUC"
-    bars(flat[3], results, "flights", "fit", title, beside="auc")
-    figure.savefig(path, dpi=130)
-    print(f"chart: {path}")
-
-
-def bars(axes: Any, results: Results, job: str, figure: str, title: str, beside: str = "") -> None:
-    """Draws a bar per contestant, labeled with its median and the median of the figure `beside`."""
-    names = [name for of, name in results if of == job and results[of, name][0]]
-    medians = [median(values(results, job, name, figure)) for name in names]
-    axes.barh(names, medians, color=[color(name) for name in names])
-    for row, (name, value) in enumerate(zip(names, medians, strict=True)):
-        shown = [figure, beside] if beside else [figure]
-        written = [FIGURES[job][one][1].format(median(values(results, job, name, one))) for one in shown]
-        axes.annotate(", ".join(written), (value, row), (5, 0), textcoords="offset points", va="center")
-    axes.set(title=title, xlim=(0, 1.4 * max(medians, default=1.0)))
-    axes.locator_params(axis="x", nbins=4)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.invert_yaxis()
-
-
-def color(name: str) -> str:
-    """Returns the color; blue for ringspark."""
-    return "tab:blue" if "ringspark" in name else "0.6"

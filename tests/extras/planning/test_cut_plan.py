@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_step import Rounds, make_networks
 from simulation import count_live
 from torch import nn
 
@@ -136,12 +137,12 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("hidden", [[128] * 4, [2048] * 5], ids=["one exchange", "buckets"])
-def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int], benchmark_meshes: Any) -> None:
+def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int]) -> None:
     """In the backward pass of a large network, a gradient's memory is free after its copy to a bucket."""
-    few_rows = benchmark_meshes.networks(32, tiny=True)[1]
+    few_rows = make_networks(32, tiny=True)[1]
     spec = ModelSpec("mlp", {"in_features": 256, "hidden": hidden, "out_features": 1})
     network = replace(few_rows, spec=spec)
-    steps = benchmark_meshes.Rounds(network, [network.config({"data": 2}, 1, 2)], 0, 0)
+    steps = Rounds(network, [network.config({"data": 2}, 1, 2)], 0, 0)
     texts = run_spawned(2, "torch", steps, timeout_seconds=120)
     measured = max(json.loads(text)[1][0] for text in texts)
     batch = [((network.rows // 2, *shape), dtype) for (_, *shape), dtype in network.batch]

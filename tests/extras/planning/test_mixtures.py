@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_step import Rounds, make_networks
 
 from ringspark.estimators import plan_memory
 from ringspark.estimators.launch.local import run_spawned
@@ -49,15 +50,15 @@ def test_experts_cost_the_operations_of_the_perceptron_they_replace(experts: dic
 @pytest.mark.distributed
 @pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
 def test_the_plan_of_ranks_with_other_experts_is_within_a_tenth_of_the_fullest_ones_peak(
-    mesh: dict[str, int], benchmark_meshes: Any
+    mesh: dict[str, int],
 ) -> None:
     """The plan assumes an even load without dropped tokens, but the router may be uneven.
 
     There are 256 tokens per rank and 8 experts.
     """
     workers = prod(mesh.values())
-    network = benchmark_meshes.networks(4 * workers, tiny=True)[-1]
-    rounds = benchmark_meshes.Rounds(network, [network.config(mesh, 1, workers)], 0, 0)
+    network = make_networks(4 * workers, tiny=True)[-1]
+    rounds = Rounds(network, [network.config(mesh, 1, workers)], 0, 0)
     texts = run_spawned(workers, "torch", rounds, timeout_seconds=120)
     measured = max(json.loads(text)[1][0] for text in texts)
     inputs, labels = (((network.rows // workers, *shape), dtype) for (_, *shape), dtype in network.batch)

@@ -3,9 +3,11 @@
 import resource
 from typing import Any
 
+import measured_step
 import numpy as np
 import pytest
 import torch
+from measured_step import compare
 from torch import nn
 
 from ringspark.estimators import MemoryPlan, plan_memory
@@ -222,7 +224,6 @@ def test_the_table_names_every_part_and_the_peak() -> None:
         assert words in text
 
 
-# Networks from the benchmark `plan_memory`, which has a longer table.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("MLP", {}),
     ("MLP", {"optimizer": "adafactor"}),
@@ -242,10 +243,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("network", "settings"), CASES, ids=str)
-def test_the_plan_is_within_a_tenth_of_the_trainers_measured_peak(
-    network: str, settings: Any, benchmark_step: Any
-) -> None:
-    case = benchmark_step.Case(model=getattr(benchmark_step, network), settings=settings)
-    plan, measured = benchmark_step.compare(case, 8)
+def test_the_plan_is_within_a_tenth_of_the_trainers_measured_peak(network: str, settings: Any) -> None:
+    plan, measured = compare(getattr(measured_step, network), 8, **settings)
     assert isinstance(plan, MemoryPlan)
     assert 0.9 < plan.peak / measured < 1.1

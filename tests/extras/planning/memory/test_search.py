@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_step import TRANSFORMER, compare, draw_columns
 from torch import nn
 
 from ringspark.estimators import plan_memory
@@ -36,18 +37,15 @@ def test_every_suggestion_fits_the_budget() -> None:
 
 
 @pytest.mark.slow
-def test_the_suggestion_fits_when_it_is_measured(benchmark_step: Any) -> None:
+def test_the_suggestion_fits_when_it_is_measured() -> None:
     rows = 16
-    plain = benchmark_step.Case(model=benchmark_step.TRANSFORMER)
-    _, measured = benchmark_step.compare(plain, rows)
+    _, measured = compare(TRANSFORMER, rows)
     torch.manual_seed(0)
-    plan = plan_memory(benchmark_step.TRANSFORMER, plain.columns(rows), budget=measured * 2 // 3)
+    plan = plan_memory(TRANSFORMER, draw_columns(TRANSFORMER, rows), budget=measured * 2 // 3)
     keys = ("precision", "gradientCheckpointing", "gradientAccumulation", "activationCompression")
     first = plan.suggest[0]
-    changed = benchmark_step.Case(
-        model=benchmark_step.TRANSFORMER, settings={key: first.settings[key] for key in keys}
-    )
-    assert benchmark_step.compare(changed, rows)[1] <= measured * 2 // 3
+    changed = {key: first.settings[key] for key in keys}
+    assert compare(TRANSFORMER, rows, **changed)[1] <= measured * 2 // 3
 
 
 def test_a_plan_that_fits_suggests_nothing() -> None:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import read_rate
 import torch
+from written_shards import written
 
 from check.part import Part, SkippedError, Value
 from check.shards import train
@@ -73,7 +73,8 @@ class Memory(Part):
             **settings,
         )
         columns = {"x": inputs.repeat(_STEPS, 1).numpy(), "y": labels.repeat(_STEPS).numpy()}
-        manifest = read_rate.write(columns, setup.folder / re.sub(r"\W+", "-", case))
+        folder = setup.folder / re.sub(r"\W+", "-", case)
+        manifest = written(folder, columns, row_group_rows=None, num_files=4)
         peak = Peak(setup.device)
         given = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in settings.items()}
         train(manifest, work, setup, peak, epochs=1, **given)

@@ -7,8 +7,8 @@ from functools import partial
 from statistics import median
 
 import harness
-import read_rate
 import torch
+from written_shards import written
 
 from check.part import Part, Value
 from check.shards import train
@@ -36,7 +36,8 @@ class Training(Part):
         work = workload(name, self.setup)
         batches = self._batches(work, self._steps(work, precision))
         inputs, labels = (torch.cat(parts).numpy() for parts in zip(*batches, strict=True))
-        manifest = read_rate.write({"x": inputs, "y": labels}, self.setup.folder / case.replace(", ", "-"))
+        folder = self.setup.folder / case.replace(", ", "-")
+        manifest = written(folder, {"x": inputs, "y": labels}, row_group_rows=None, num_files=4)
         losses: list[float] = []
 
         def own() -> float:
