@@ -6,26 +6,26 @@ training; its `run_uri` is one of the runs, and the others are beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from failing_callback import Fails
-from small_training import train_gang, weights_of, workers_of
+from small_training import state_of, train_gang, weights_of, workers_of
 from torch import nn
 
-from ringspark.estimators import WorkerError
+from ringspark.estimators import user_code
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 
 # Settings of several workers.
 SPREADING = ("parallelism", "num_workers", "sync", "collective")
-# What `train_gang` returned: the first training and the one to compare with it.
+Train = Callable[[TrainConfig, UserObjects | None], TrainResult]
+# What the trainings returned: the first training and the one to compare with it.
 Pair = tuple[TrainResult, TrainResult]
 
 
@@ -36,8 +36,24 @@ def difference(first: TrainResult, second: TrainResult, network: nn.Module | Tra
         network: A module of the trained kind, or the config that names it.
     """
     spec = network.model if isinstance(network, TrainConfig) else None
-    module = deepcopy(network) if isinstance(network, nn.Module) else ModelSpec.from_json(spec or "").build()
+    is_module = isinstance(network, nn.Module)
+    module = user_code.copy(network) if is_module else ModelSpec.from_json(spec or "").build()
     return float((weights_of(first, module) - weights_of(second, module)).abs().max())
+
+
+def assert_equal_states(first: TrainResult, second: TrainResult, bound: float = 0.0) -> None:
+    """Compares all tensors of the networks, buffers too."""
+    one, other = state_of(first), state_of(second)
+    assert one.keys() == other.keys()
+    off = {
+        name: float((one[name] - other[name]).abs().max()) for name in one if not one[name].equal(other[name])
+    }
+    assert not any(not distance <= bound for distance in off.values()), off
+
+
+def records_of(result: TrainResult) -> list[dict[str, Any]]:
+    """Returns the history without seconds and measured costs."""
+    return [asdict(replace(record, seconds=0.0, cost=None)) for record in result.history]
 
 
 def assert_equal_histories(first: TrainResult, second: TrainResult, bound: float = 1e-5) -> None:
@@ -50,17 +66,25 @@ def assert_equal_histories(first: TrainResult, second: TrainResult, bound: float
 
 
 def equal_to_one_worker(
-    config: TrainConfig, objects: UserObjects | None = None, *, bound: float = 1e-5, **spread: Any
+    config: TrainConfig,
+    objects: UserObjects | None = None,
+    *,
+    bound: float = 1e-5,
+    alone: Train = train_gang,
+    **spread: Any,
 ) -> Pair:
     """Trains `config` on one worker and with the settings `spread`, and compares weights and histories.
 
     The one worker has those of `spread` that do not spread a training, such as `gradient_accumulation`.
     `num_workers` follows from `parallelism` if `spread` has only this.
+
+    Args:
+        alone: Trains the one worker, such as `train_here`.
     """
     if "parallelism" in spread:
         spread = {"num_workers": workers_of(spread["parallelism"]), **spread}
-    alone = {name: value for name, value in spread.items() if name not in SPREADING}
-    one = train_gang(_beside(config, "one-worker", **alone, num_workers=1), objects)
+    common = {name: value for name, value in spread.items() if name not in SPREADING}
+    one = alone(_beside(config, "one-worker", **common, num_workers=1), objects)
     many = train_gang(_beside(config, "workers", **spread), objects)
     assert one.steps == many.steps
     assert difference(one, many, _network(config, objects)) < bound
@@ -76,6 +100,7 @@ def equal_to_undisturbed(
     first: Mapping[str, Any] | None = None,
     then: Mapping[str, Any] | None = None,
     bound: float = 0.0,
+    train: Train = train_gang,
 ) -> Pair:
     """Trains without and with a failure after `step`; resumes, and compares weights and rows per epoch.
 
@@ -83,15 +108,16 @@ def equal_to_undisturbed(
         first: Settings until the failure, and of the undisturbed training.
         then: Settings of the resumed training; the same if None.
         bound: Largest difference of the weights; 0 for equal bits.
+        train: Trains, such as `train_here`.
     """
     first = first or {}
     objects = objects or UserObjects()
-    straight = train_gang(_beside(config, "undisturbed", **first), objects)
+    straight = train(_beside(config, "undisturbed", **first), objects)
     mark = Path(config.run_uri).with_name(f"{Path(config.run_uri).name}-failed")
     failing = replace(objects, callbacks=(*objects.callbacks, Fails(mark, step=step)))
-    with pytest.raises(WorkerError, match=f"step {step}"):
-        train_gang(replace(config, **first), failing)
-    resumed = train_gang(replace(config, **(first if then is None else then)), failing)
+    with pytest.raises(RuntimeError, match=f"step {step}"):
+        train(replace(config, **first), failing)
+    resumed = train(replace(config, **(first if then is None else then)), failing)
     assert resumed.resumed_steps, "the training started again instead of resuming"
     assert 0 < resumed.resumed_steps[0] <= step
     found = difference(straight, resumed, _network(config, objects))

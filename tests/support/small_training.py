@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.collectives.in_process import run_in_turns
+from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, load_checkpoint
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -102,11 +106,74 @@ def train_in_turn(
     return {name: TrainResult.from_json(text) for name, text in results.items()}
 
 
+def train_in_threads(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
+    """Checks and trains on `config.num_workers` threads in turns; returns the result of rank 0."""
+    pickled = user_code.dumps(objects or UserObjects())
+    manifest = ShardManifest.load(config.shards_uri)
+    config = check_training(config, user_code.loads(pickled), manifest).config
+    return run_in_turns(
+        config.num_workers, lambda world: train_worker(config, world, user_code.loads(pickled))
+    )[0]
+
+
+class Runs:
+    """Trainings below one folder, each in a run folder of its own.
+
+    `data` is a manifest, columns, or a number of rows of `columns_of`; the same `data` are the same shards.
+    `settings` are the defaults of all configs.
+    """
+
+    def __init__(
+        self, make_shards: Callable[..., ShardManifest], folder: Path, settings: Mapping[str, Any]
+    ) -> None:
+        self.folder, self._make_shards, self._settings = folder, make_shards, settings
+        self._written: dict[Any, tuple[Any, ShardManifest]] = {}
+        self._numbers = count()
+
+    def shards(self, data: Any, **options: Any) -> ShardManifest:
+        """Writes columns, or a number of rows of `columns_of`, with the options of `make_shards`."""
+        columns = columns_of(data) if isinstance(data, int) else data
+        return self._make_shards(columns, name=f"shards-{next(self._numbers)}", **options)
+
+    def manifest(self, data: Any) -> ShardManifest:
+        """Returns the shards of `data`."""
+        if isinstance(data, ShardManifest):
+            return data
+        # Keeps the columns too, so that no other columns get their id.
+        key = data if isinstance(data, int) else id(data)
+        if key not in self._written:
+            self._written[key] = data, self.shards(data)
+        return self._written[key][1]
+
+    def config(self, data: Any, run: str = "", **changes: Any) -> TrainConfig:
+        """Returns the config of a new run, in the folder `run` if given."""
+        folder = self.folder / (run or f"run-{next(self._numbers)}")
+        return config_of(self.manifest(data), folder, **{**self._settings, **changes})
+
+    def check(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainConfig:
+        """Checks a training on the driver; returns its config."""
+        config, manifest = self.config(data, **changes), self.manifest(data)
+        return check_training(config, objects or UserObjects(), manifest).config
+
+    def here(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
+        """Trains one worker in this process."""
+        return train_here(self.config(data, **changes), objects)
+
+    def gang(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
+        """Trains on spawned ranks: two over torch, if `changes` do not say otherwise."""
+        return train_gang(self.config(data, **{"num_workers": 2, "collective": "torch", **changes}), objects)
+
+
 def _train_each(configs: dict[str, TrainConfig], objects: bytes, collective: Collective) -> dict[str, str]:
     return {
         name: train_worker(config, collective, user_code.loads(objects)[name]).to_json()
         for name, config in configs.items()
     }
+
+
+def state_of(result: TrainResult) -> dict[str, torch.Tensor]:
+    """Reads all tensors of the trained network, buffers too."""
+    return load_file(f"{result.checkpoint_uri}/{WEIGHTS}")
 
 
 def weights_of(result: TrainResult, module: nn.Module) -> torch.Tensor:
