@@ -7,16 +7,16 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import small_training
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parity import assert_equal_states, records_of
 from ranks import run_ranks
+from small_training import Runs, columns_of, weights_of
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -27,7 +27,6 @@ from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.batch_sizes import BatchSizes, Steps
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.history import TrainingProgress, read_progress
 from ringspark.estimators.training.optimizers.rate_scaling import RULES, RateScaling
 from ringspark.estimators.training.optimizers.schedules import make_rates
@@ -37,12 +36,18 @@ from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, open_reader
 
-MakeShards = Callable[..., ShardManifest]
 ROWS = 90
 # Steps per epoch for 90 rows: 6, 6, 4, 4 and 2.
 SCHEDULE = ((3, 24), (5, 50))
 STEPS = [6, 6, 4, 4, 2]
 SIZES = [16, 16, 24, 24, 50]
+SETTINGS = {
+    "batch_size": 16,
+    "batch_size_schedule": SCHEDULE,
+    "epochs": 5,
+    "learning_rate": 0.004,
+    "optimizer": "momentum",
+}
 LINEAR = ScaleLearningRate(base_batch_size=8, warmup_epochs=1.5)
 SQRT = ScaleLearningRate(base_batch_size=64, rule="sqrt")
 
@@ -55,27 +60,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-config_of = partial(
-    small_training.config_of,
-    batch_size=16,
-    batch_size_schedule=SCHEDULE,
-    epochs=5,
-    learning_rate=0.004,
-    optimizer="momentum",
-)
-
-
-def columns() -> dict[str, Any]:
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-    return {"x": x, "y": x.sum(1), "id": np.arange(ROWS, dtype=np.float32)}
-
-
-def data(make_shards: MakeShards) -> ShardManifest:
+def data(runs: Runs) -> ShardManifest:
     """Writes one file, because several files would have random names and thus a random order."""
-    return make_shards(columns(), row_group_rows=20, num_files=1)
-
-
-# ------------------------------------------------------------------------------- arithmetic
+    return runs.shards(ROWS, row_group_rows=20, num_files=1)
 
 
 @given(
@@ -108,9 +95,6 @@ def test_steps_are_those_that_one_counts(
     # Every size occurs, and twice if it has at least two epochs.
     assert {sizes[epoch] for epoch in twice} == set(sizes)
     assert len(twice) == len(set(twice)) >= min(2, epochs)
-
-
-# ------------------------------------------------------------------------------------- rates
 
 
 def _rate_factors(scaling: ScaleLearningRate, course: Callable[[int, int], float]) -> list[float]:
@@ -166,10 +150,12 @@ def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: ScaleLearni
         assert found == pytest.approx([0.5 * expected[step], 0.02 * expected[step]])
 
 
+STEADY = Steps(BatchSizes.of(32, (), 3), 160)
+
+
 def test_the_first_steps_rise_from_the_rate_itself_to_the_scaled_one() -> None:
     """Goyal et al. 2017: rises linearly from the rate of the small batch."""
-    steps = Steps(BatchSizes.of(32, (), 3), 160)
-    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.6), steps)
+    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.6), STEADY)
     assert scaling is not None
     assert [scaling.factor(step) for step in range(5)] == pytest.approx([1, 2, 3, 4, 4])
     assert str(scaling) == (
@@ -180,28 +166,16 @@ def test_the_first_steps_rise_from_the_rate_itself_to_the_scaled_one() -> None:
 
 def test_warmup_steps_rise_from_zero_to_the_scaled_rate() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = Steps(BatchSizes.of(32, (), 3), 160)
-    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.0), steps)
-    rates, seen = make_rates("constant", optimizer, steps.total, 3, scaling), []
+    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.0), STEADY)
+    rates, seen = make_rates("constant", optimizer, STEADY.total, 3, scaling), []
     for step in range(5):
         rates.set(step)
         seen.append(optimizer.param_groups[0]["lr"])
     assert seen == pytest.approx([1, 2, 3, 4, 4])
 
 
-def test_a_rise_that_leaves_no_step_is_refused() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = Steps(BatchSizes.of(50, (), 1), 100)
-    scaling = RateScaling.of(ScaleLearningRate(base_batch_size=8, warmup_epochs=0.9), steps)
-    with pytest.raises(ValueError, match=r"warmup_epochs must end before .* steps \(2\), got 2 steps; lower"):
-        make_rates("constant", optimizer, steps.total, 0, scaling)
-
-
 def test_every_rule_leaves_the_rate_of_its_own_batch_alone() -> None:
     assert [rule(1.0) for rule in RULES.values()] == [1.0] * len(RULES)
-
-
-# --------------------------------------------------------------------------------- trainings
 
 
 class Watches(Callback):
@@ -221,148 +195,113 @@ class Watches(Callback):
             raise RuntimeError("stopped")
 
 
-def by_hand(
-    scaling: ScaleLearningRate | None, course: Callable[[int, int], float], accumulation: int = 1
-) -> torch.Tensor:
-    """Trains in a plain loop over the rows in order; returns the weights."""
-    table = columns()
-    x, y = torch.from_numpy(table["x"]), torch.from_numpy(table["y"])
-    network = net()
-    first = [*network[0].parameters()]  # type: ignore[index]
-    rest = [*network[2].parameters()]  # type: ignore[index]
-    optimizer = torch.optim.SGD(
-        [{"params": first, "lr": 0.002}, {"params": rest, "lr": 0.004}], lr=1.0, momentum=0.9
-    )
-    bases = [0.002, 0.004]
-    total = sum(STEPS)
-    plain = [course(step, total) for step in range(total)]
-    factors = iter(plain if scaling is None else _rate_factors(scaling, course))
+def by_hand(factors: list[float]) -> torch.Tensor:
+    """Trains in a plain loop over the rows in order, a factor on the rates per step; returns the weights."""
+    x, y = map(torch.from_numpy, columns_of(ROWS).values())
+    network, bases, steps = net(), [0.002, 0.004], iter(factors)
+    groups = [{"params": network[i].parameters()} for i in (0, 2)]  # type: ignore[index]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
     for size in SIZES:
         for rows, labels in zip(x.split(size), y.split(size), strict=True):
-            factor = next(factors)
+            factor = next(steps)
             for group, base in zip(optimizer.param_groups, bases, strict=True):
                 group["lr"] = base * factor
             optimizer.zero_grad()
             nn.functional.mse_loss(network(rows).squeeze(1), labels).backward()
             optimizer.step()
-    assert next(factors, None) is None
+    assert next(steps, None) is None
     return torch.cat([p.detach().flatten() for p in network.parameters()])
 
 
 @pytest.mark.parametrize("scaling", [None, LINEAR, SQRT], ids=["unscaled", "linear", "sqrt"])
 @pytest.mark.parametrize("name", COURSES)
-def test_a_training_is_the_loop_by_hand(
-    make_shards: MakeShards, tmp_path: Path, name: str, scaling: ScaleLearningRate | None
-) -> None:
+def test_a_training_is_the_loop_by_hand(runs: Runs, name: str, scaling: ScaleLearningRate | None) -> None:
     spec, course = COURSES[name]
-    watches = Watches()
-    config = config_of(
-        data(make_shards),
-        tmp_path / "run",
+    is_named, watches, total = isinstance(spec, str), Watches(), sum(STEPS)
+    result = runs.here(
+        data(runs),
+        UserObjects(module=net(), lr_schedule=None if is_named else spec, callbacks=(watches,)),
         shuffle=False,
         parameter_groups=({"params": ["0.*"], "learningRate": 0.002},),
         gradient_accumulation=3,
-        lr_schedule=spec if isinstance(spec, str) else "constant",
+        lr_schedule=spec if is_named else "constant",
         scale_learning_rate=scaling,
     )
-    objects = UserObjects(
-        module=net(), lr_schedule=None if isinstance(spec, str) else spec, callbacks=(watches,)
-    )
-    result = train_here(config, objects)
-    weights = small_training.weights_of(result, net())
-    factors = (
-        _rate_factors(scaling, course) if scaling else [course(s, sum(STEPS)) for s in range(sum(STEPS))]
-    )
+    weights = weights_of(result, net())
+    plain = [course(step, total) for step in range(total)]
+    factors = _rate_factors(scaling, course) if scaling else plain
     assert watches.rates == [pytest.approx([0.002 * f, 0.004 * f]) for f in factors]
-    torch.testing.assert_close(weights, by_hand(scaling, course), rtol=0, atol=1e-6)
-    assert not torch.allclose(weights, by_hand(None, _constant), atol=1e-5) or name == "constant"
+    torch.testing.assert_close(weights, by_hand(factors), rtol=0, atol=1e-6)
+    assert not torch.allclose(weights, by_hand([1.0] * total), atol=1e-5) or name == "constant"
     # The history reports the sizes and steps that were used.
     assert [record.batch_size for record in result.history] == SIZES
     assert [record.steps for record in result.history] == STEPS
     assert [record.rows for record in result.history] == [ROWS] * 5
-    assert (result.steps, result.rows, watches.num_steps) == (sum(STEPS), 5 * ROWS, sum(STEPS))
+    assert (result.steps, result.rows, watches.num_steps) == (total, 5 * ROWS, total)
     last_steps = np.cumsum(STEPS) - 1
     assert [r.learning_rate for r in result.history] == [watches.rates[step][0] for step in last_steps]
-    progress = read_progress(str(tmp_path / "run"))
+    progress = read_progress(result.run_uri)
     assert progress == TrainingProgress(**vars(progress))
-    assert progress.num_steps == sum(STEPS)
+    assert progress.num_steps == total
 
 
-def test_an_own_optimizer_has_the_rates_of_its_groups_scaled(make_shards: MakeShards, tmp_path: Path) -> None:
-    watches = Watches()
-    config = config_of(data(make_shards), tmp_path / "run", scale_learning_rate=LINEAR)
-    train_here(
-        config,
-        UserObjects(
-            module=net(),
-            optimizer=lambda parameters: torch.optim.SGD(
-                [{"params": parameters[:2], "lr": 0.001}, {"params": parameters[2:], "lr": 0.003}]
-            ),
-            callbacks=(watches,),
-        ),
-    )
+def test_an_own_optimizer_has_the_rates_of_its_groups_scaled(runs: Runs) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[:2], "lr": 0.001}, {"params": parameters[2:], "lr": 0.003}]
+        return torch.optim.SGD(groups)
+
+    objects = UserObjects(module=net(), optimizer=optimizer, callbacks=(watches := Watches(),))
+    runs.here(data(runs), objects, scale_learning_rate=LINEAR)
     expected = _rate_factors(LINEAR, _constant)
     assert watches.rates == [pytest.approx([0.001 * f, 0.003 * f]) for f in expected]
 
 
+def _objects(at: int | None = None) -> UserObjects:
+    return UserObjects(module=net(), callbacks=(Watches(at),))
+
+
 def _stopped(config: TrainConfig, at: int) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
-        train_here(config, UserObjects(module=net(), callbacks=(Watches(at),)))
+        train_here(config, _objects(at))
 
 
-def _objects() -> UserObjects:
-    return UserObjects(module=net(), callbacks=(Watches(),))
+def _assert_same(result: TrainResult, expected: TrainResult) -> None:
+    assert_equal_states(result, expected)
+    assert records_of(result) == records_of(expected)
+    assert result.steps == expected.steps
 
 
-def _is_same(result: TrainResult, expected: TrainResult) -> bool:
-    first, second = (small_training.weights_of(r, net()) for r in (result, expected))
-    histories = [
-        [replace(record, seconds=0.0, cost=None) for record in r.history] for r in (result, expected)
-    ]
-    return first.equal(second) and histories[0] == histories[1] and result.steps == expected.steps
-
-
-def test_a_run_goes_on_from_any_step_of_any_size(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-    changes: dict[str, Any] = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine", "optimizer": "adamw"}
-    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), _objects())
+def test_a_run_goes_on_from_any_step_of_any_size(runs: Runs) -> None:
+    changes = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine", "optimizer": "adamw"}
+    expected = runs.here(manifest := data(runs), _objects(), **changes)
     # Failures in the first size; in its last step; at the end of its last epoch; in the second; in the third.
-    for at, last in ((5, 4), (11, 10), (13, 12), (15, 14), (22, 20)):
-        config = config_of(
-            manifest,
-            tmp_path / f"at-{at}",
-            checkpoint_every_steps=2,
-            checkpoint_every_epochs=1,
-            **changes,
-        )
-        _stopped(config, at)
+    # In the last run, every attempt resumes where the last one ended.
+    every = {5: 4, 11: 10, 13: 12, 15: 14, 22: 20}
+    for steps, attempts in (
+        *((2, {at: last}) for at, last in every.items()),
+        (1, {4: 3, 12: 11, 14: 13, 21: 20}),
+    ):
+        each = {"checkpoint_every_steps": steps, "checkpoint_every_epochs": 1}
+        config = runs.config(manifest, **each, **changes)
+        for at in attempts:
+            _stopped(config, at)
         result = train_here(config, _objects())
-        assert result.resumed_steps == (last,)
-        assert _is_same(result, expected), at
-    # Every attempt resumes where the last one ended.
-    config = config_of(manifest, tmp_path / "often", checkpoint_every_steps=1, **changes)
-    for at in (4, 12, 14, 21):
-        _stopped(config, at)
-    result = train_here(config, _objects())
-    assert result.resumed_steps == (3, 11, 13, 20)
-    assert _is_same(result, expected)
+        assert result.resumed_steps == tuple(attempts.values())
+        _assert_same(result, expected)
 
 
-def test_pauses_where_the_size_changes_are_one_training(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_pauses_where_the_size_changes_are_one_training(runs: Runs) -> None:
     """Population-based training pauses this way: each round ends with a checkpoint."""
-    manifest = data(make_shards)
-    changes: dict[str, Any] = {"scale_learning_rate": SQRT, "lr_schedule": "linear"}
-    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), _objects())
+    changes = {"scale_learning_rate": SQRT, "lr_schedule": "linear"}
+    expected = runs.here(manifest := data(runs), _objects(), **changes)
     for pause in (2, 4, None):
-        config = config_of(manifest, tmp_path / "paused", pause_after=pause, collective="local", **changes)
+        config = runs.config(manifest, run="paused", pause_after=pause, collective="local", **changes)
         result = train_worker(config, LocalCollective(), _objects())
     assert result.resumed_steps == (12, 20)
-    assert _is_same(result, expected)
+    _assert_same(result, expected)
 
 
-def test_a_bad_step_of_a_later_size_is_rolled_back(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-
+def test_a_bad_step_of_a_later_size_is_rolled_back(runs: Runs) -> None:
     class Spoils(Callback):
         """Makes the next step infinite, once, in the third epoch."""
 
@@ -374,25 +313,22 @@ def test_a_bad_step_of_a_later_size_is_rolled_back(make_shards: MakeShards, tmp_
                 with torch.no_grad():
                     next(state.module.parameters()).fill_(math.inf)
 
-    config = config_of(
-        manifest, tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=4, learning_rate=0.001
-    )
-    result = train_here(config, UserObjects(module=net(), callbacks=(Spoils(),)))
+    changes = {"on_non_finite": "rollback", "checkpoint_every_steps": 4, "learning_rate": 0.001}
+    result = runs.here(data(runs), UserObjects(module=net(), callbacks=(Spoils(),)), **changes)
     assert [found.action for found in result.non_finite] == ["rolled back"]
     assert (result.steps, [record.batch_size for record in result.history]) == (sum(STEPS), SIZES)
 
 
-def test_a_checkpoint_of_another_schedule_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1)
+def test_a_checkpoint_of_another_schedule_is_refused(runs: Runs) -> None:
+    config = runs.config(data(runs), checkpoint_every_steps=1)
     _stopped(config, 14)
-    with pytest.raises(ValueError, match=r"with 4 steps per epoch, this training has 3; give the same data"):
-        train_here(replace(config, batch_size_schedule=((3, 30),)), _objects())
-    # This epoch keeps its number of steps; an earlier epoch does not.
-    with pytest.raises(
-        ValueError, match=r"12 steps before epoch 3, this training has 10; give the same batchS"
+    for schedule, message in (
+        ((3, 30), "with 4 steps per epoch, this training has 3; give the same data"),
+        # This epoch keeps its number of steps; an earlier epoch does not.
+        ((2, 24), "12 steps before epoch 3, this training has 10; give the same batchS"),
     ):
-        train_here(replace(config, batch_size_schedule=((2, 24),)), _objects())
+        with pytest.raises(ValueError, match=message):
+            train_here(replace(config, batch_size_schedule=(schedule,)), _objects())
     # Later changes do not affect finished steps; only the run's identity checks them.
     assert train_here(replace(config, batch_size_schedule=((3, 24), (5, 90))), _objects()).steps == 21
 
@@ -409,66 +345,46 @@ def _gang(
         for name, config in configs.items()
     }
     found["begun"] = train_worker(begun, collective, _objects()).to_json()
-    stops = UserObjects(module=net(), callbacks=(Watches(15),))
     with pytest.raises(RuntimeError, match="stopped"):
-        train_worker(to_begin, collective, stops)
+        train_worker(to_begin, collective, _objects(15))
     return found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["torch", pytest.param("horovod", marks=pytest.mark.slow)])
-def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    manifest = data(make_shards)
-    gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
+def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(runs: Runs, collective: str) -> None:
+    manifest, gang = data(runs), {"num_workers": 2, "collective": collective}
     cases: dict[str, dict[str, Any]] = {
         "shuffled": {},
         "in order": {"shuffle": False, "cache": "memory"},
         "accumulated": {"gradient_accumulation": 3, "noise_scale": True},
         "zero": {"sync": Zero(stage=2)},
     }
-    shared: dict[str, Any] = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine"}
-    alone = {
-        name: train_here(config_of(manifest, tmp_path / f"{name}-1", **shared, **changes), _objects())
-        for name, changes in cases.items()
-    }
+    shared = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine"}
+    alone = {name: runs.here(manifest, _objects(), **shared, **case) for name, case in cases.items()}
     configs = {
-        name: _checked(config_of(manifest, tmp_path / f"{name}-2", **shared, **gang, **changes))
-        for name, changes in cases.items()
+        name: runs.check(manifest, _objects(), **shared, **gang, **case) for name, case in cases.items()
     }
     # Stops in the third epoch, the first one with the second batch size.
-    begun = config_of(manifest, tmp_path / "begun", checkpoint_every_steps=2, **shared)
+    every = {"checkpoint_every_steps": 2}
+    begun, to_begin = (runs.check(manifest, _objects(), **every, **shared, **gang) for _ in range(2))
     _stopped(begun, 15)
-    to_begin = replace(begun, run_uri=str(tmp_path / "to_begin"))
-    work = partial(_gang, configs, _checked(replace(begun, **gang)), _checked(replace(to_begin, **gang)))
-    texts = run_ranks(2, collective, work)[0]
+    texts = run_ranks(2, collective, partial(_gang, configs, begun, to_begin))[0]
     results = {name: TrainResult.from_json(text) for name, text in texts.items()}
     results["to begin"] = train_here(to_begin, _objects())
     assert results["begun"].resumed_steps == results["to begin"].resumed_steps == (14,)
     for name, result in results.items():
-        expected = small_training.weights_of(alone.get(name, alone["shuffled"]), net())
-        found = small_training.weights_of(result, net())
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=name)
+        assert_equal_states(result, alone.get(name, alone["shuffled"]), bound=1e-6)
         assert [record.batch_size for record in result.history] == SIZES
-    noise = [record.noise for record in results["accumulated"].history]
-    assert all(found is not None for found in noise)
-
-
-def _checked(config: TrainConfig) -> TrainConfig:
-    return check_training(config, _objects(), ShardManifest.load(config.shards_uri)).config
-
-
-# ------------------------------------------------------------------------ reading and memory
+    assert all(record.noise is not None for record in results["accumulated"].history)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_kept_row_groups_are_those_that_a_shard_reads_twice(
-    make_shards: MakeShards, tmp_path: Path, shuffle: bool
-) -> None:
+def test_kept_row_groups_are_those_that_a_shard_reads_twice(runs: Runs, shuffle: bool) -> None:
     """Without shuffling, the rows of a shard depend on the batch size, and so do its row groups."""
-    manifest = make_shards(columns(), row_group_rows=4, num_files=1)
-    config = config_of(manifest, tmp_path, shuffle=shuffle, batch_size_schedule=((2, 40), (4, 80)))
+    manifest = runs.shards(ROWS, row_group_rows=4, num_files=1)
+    config = runs.config(manifest, shuffle=shuffle, batch_size_schedule=((2, 40), (4, 80)))
+    constant = replace(config, batch_size_schedule=())
     for rank in range(3):
         reader = open_reader(
             manifest, ["x"], rank, 3, config.batch_sizes.size, shuffle=shuffle, engine="arrow"
@@ -480,24 +396,21 @@ def test_kept_row_groups_are_those_that_a_shard_reads_twice(
         assert find_cached_rows(config, manifest, "train", rank, 3).row_groups == expected
         assert expected
         if not shuffle:
-            constant = replace(config, batch_size_schedule=())
             assert find_cached_rows(constant, manifest, "train", rank, 3).row_groups != expected
 
 
 @pytest.mark.extras
-def test_a_budget_counts_the_largest_batch(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_budget_counts_the_largest_batch(runs: Runs) -> None:
     from ringspark.extras.planning.memory.budget import check_budget
 
-    manifest = data(make_shards)
-    model = ModelSpec("mlp", {"in_features": 4, "hidden": [64] * 4, "out_features": 1}).to_json()
+    manifest = data(runs)
+    model = ModelSpec("mlp", {"in_features": 4, "hidden": [64] * 4, "out_features": 1})
 
-    def budgeted(**changes: Any) -> None:
-        config = config_of(manifest, tmp_path, model=model, **changes)
-        config = check_training(config, UserObjects(), manifest).config
-        check_budget(config, UserObjects(), manifest, 1 << 20)
+    def check(**changes: Any) -> None:
+        check_budget(runs.check(manifest, model=model, **changes), UserObjects(), manifest, 1 << 20)
 
-    budgeted()
+    check()
     with pytest.raises(ValueError, match=r"training needs .* memoryBudget is 1.0 MiB; gradientAccumulation="):
-        budgeted(batch_size_schedule=((5, 4096),))
+        check(batch_size_schedule=((5, 4096),))
     # The schedule never reaches that epoch.
-    budgeted(batch_size_schedule=((6, 4096),))
+    check(batch_size_schedule=((6, 4096),))

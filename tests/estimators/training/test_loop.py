@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from parity import equal_to_one_worker
 from ranks import TORCH_AND_SLOW_OTHERS
 from sklearn import metrics as reference
-from small_training import config_of, train_ranks
+from small_training import Runs, train_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -29,49 +29,57 @@ from ringspark.estimators.options.sync import (
     Sync,
     Zero,
 )
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.check.schema import check_network, find_monitor
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.make_heads import make_heads, set_outputs
-from ringspark.estimators.training.selection import BestEpoch
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})
-MakeShards = Callable[..., ShardManifest]
-_config = partial(
-    config_of,
-    task="classification",
-    model=SPEC.to_json(),
-    losses=("auto",),
-    label_columns=("kind",),
-)
+SETTINGS = {"task": "classification", "model": SPEC, "losses": ("auto",), "label_columns": ("kind",)}
+ROWS = 301
+HELD_OUT = np.arange(ROWS) % 4 == 0
+# 33 rows in batches of 32: the second batch is one row.
+IDS = {"x": np.arange(33) % 9, "kind": np.arange(33) % 2}
 
 
-@pytest.fixture
-def columns() -> dict[str, np.ndarray]:
+def _columns() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    x = rng.normal(size=(301, 4)).astype(np.float32)
-    noise = rng.normal(size=301)
-    return {
-        "x": x,
-        "kind": (x[:, 0] + noise > 0).astype(np.int64),
-        "size": (x[:, 1] - x[:, 2]).astype(np.float32),
-        "w": rng.integers(0, 3, size=301).astype(np.float64),
-    }
+    x = rng.normal(size=(ROWS, 4)).astype(np.float32)
+    kind = (x[:, 0] + rng.normal(size=ROWS) > 0).astype(np.int64)
+    return {"x": x, "kind": kind, "size": (x[:, 1] - x[:, 2]).astype(np.float32)}
 
 
-def _gang(config: TrainConfig, objects: UserObjects | None = None, workers: int = 2) -> list[TrainResult]:
-    return train_ranks(replace(config, num_workers=workers), objects)
+def _tensors(*names: str, rows: Any = slice(None)) -> list[torch.Tensor]:
+    return [torch.from_numpy(_columns()[name][rows]) for name in names]
 
 
 def _module(result: TrainResult, module: nn.Module | None = None) -> nn.Module:
     module = module or SPEC.build()
     load_checkpoint(result.checkpoint_uri, module)
     return module.eval()
+
+
+def _loss(result: TrainResult, module: nn.Module | None = None) -> float:
+    """Returns the loss of the saved network over the held-out rows."""
+    x, kind = _tensors("x", "kind", rows=HELD_OUT)
+    return functional.cross_entropy(_module(result, module)(x), kind).item()
+
+
+def _step_by_hand(
+    module: nn.Module, rate: float, loss: Callable[[torch.Tensor, int], torch.Tensor], result: TrainResult
+) -> None:
+    """Trains `module` by SGD on `loss` (rows, epoch), over the rows in order; compares the weights."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+    for epoch in range(2):
+        for rows in torch.arange(ROWS).split(32):
+            optimizer.zero_grad()
+            loss(rows, epoch).backward()
+            optimizer.step()
+    trained = _module(result, type(module)() if isinstance(module, TwoHeads) else None)
+    for ours, theirs in zip(trained.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 class TwoHeads(nn.Module):
@@ -88,15 +96,11 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_several_labels_train_like_the_loop_one_would_write(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
-) -> None:
-    manifest = make_shards(columns, num_files=1)
-    torch.manual_seed(0)
+def test_several_labels_train_like_the_loop_one_would_write(runs: Runs, collective: str) -> None:
     module = TwoHeads()
-    config = _config(
-        manifest,
-        tmp_path / "run",
+    result = runs.gang(
+        runs.shards(_columns(), num_files=1),
+        UserObjects(module=module),
         task="any",
         model=None,
         label_columns=("kind", "size"),
@@ -107,30 +111,20 @@ def test_several_labels_train_like_the_loop_one_would_write(
         shuffle=False,
         collective=collective,
     )
-    with pytest.raises(ValueError, match="loss must be one for all labels or a list"):
-        replace(config, losses=("mse",))
-    result = _gang(config, UserObjects(module=module))[0]
-
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    x, kind, size = (torch.from_numpy(columns[name]) for name in ("x", "kind", "size"))
+    x, kind, size = _tensors("x", "kind", "size")
     sums = torch.zeros(2)
-    for epoch in range(2):
-        for rows in torch.arange(301).split(32):
-            kinds, sizes = module(x[rows])
-            first = functional.cross_entropy(kinds, kind[rows])
-            second = functional.mse_loss(sizes[:, 0], size[rows])
-            optimizer.zero_grad()
-            (first + 0.25 * second).backward()
-            optimizer.step()
-            if epoch:
-                sums += torch.stack([first, second]).detach() * len(rows)
-    trained = _module(result, TwoHeads())
-    for ours, theirs in zip(trained.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    record = result.history[-1]
-    assert record.metrics["train_loss_kind"] == pytest.approx(sums[0].item() / 301, rel=1e-5)
-    assert record.metrics["train_loss_size"] == pytest.approx(sums[1].item() / 301, rel=1e-5)
-    assert record.train_loss == pytest.approx((sums[0] + 0.25 * sums[1]).item() / 301, rel=1e-5)
+
+    def loss(rows: torch.Tensor, epoch: int) -> torch.Tensor:
+        kinds, sizes = module(x[rows])
+        losses = functional.cross_entropy(kinds, kind[rows]), functional.mse_loss(sizes[:, 0], size[rows])
+        sums.add_(torch.stack(losses).detach() * len(rows) * epoch)  # of the second epoch
+        return losses[0] + 0.25 * losses[1]
+
+    _step_by_hand(module, 0.01, loss, result)
+    record, means = result.history[-1], (sums / ROWS).tolist()
+    assert record.metrics["train_loss_kind"] == pytest.approx(means[0], rel=1e-5)
+    assert record.metrics["train_loss_size"] == pytest.approx(means[1], rel=1e-5)
+    assert record.train_loss == pytest.approx(means[0] + 0.25 * means[1], rel=1e-5)
     # Each label has the metrics of its type.
     names = {"train_loss_kind", "train_loss_size", "train_accuracy_kind", "train_mae_size"}
     assert set(record.metrics) == names
@@ -138,46 +132,34 @@ def test_several_labels_train_like_the_loop_one_would_write(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_class_weights_and_row_weights_train_like_torchs_own_mean(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
-) -> None:
+def test_class_weights_train_like_torchs_own_mean(runs: Runs, collective: str) -> None:
     """`CrossEntropyLoss(weight=w)` divides by the label weights of the batch, over all ranks."""
-    weight = torch.tensor([1.0, 5.0])
-    torch.manual_seed(0)
-    module = SPEC.build()
-    changes: dict[str, Any] = {"model": None, "optimizer": "sgd", "learning_rate": 0.1, "shuffle": False}
-    config = _config(make_shards(columns, num_files=1), tmp_path / "run", collective=collective, **changes)
+    weight, module = torch.tensor([1.0, 5.0]), SPEC.build()
+    changes = {"model": None, "optimizer": "sgd", "learning_rate": 0.1, "shuffle": False}
     objects = UserObjects(module=module, losses=(nn.CrossEntropyLoss(weight=weight),))
-    result = _gang(config, objects)[0]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    x, kind = torch.from_numpy(columns["x"]), torch.from_numpy(columns["kind"])
-    for _ in range(2):
-        for rows in torch.arange(301).split(32):
-            loss = functional.cross_entropy(module(x[rows]), kind[rows], weight=weight)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    for ours, theirs in zip(_module(result).parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    result = runs.gang(runs.shards(_columns(), num_files=1), objects, collective=collective, **changes)
+    x, kind = _tensors("x", "kind")
+
+    def loss(rows: torch.Tensor, epoch: int) -> torch.Tensor:
+        return functional.cross_entropy(module(x[rows]), kind[rows], weight=weight)
+
+    _step_by_hand(module, 0.1, loss, result)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_metrics_are_those_of_all_rows_of_all_workers(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
-) -> None:
+def test_metrics_are_those_of_all_rows_of_all_workers(runs: Runs, collective: str) -> None:
     """66 held-out rows in batches of 32: in the last step, one of three ranks has no row."""
-    held_out = np.arange(301) >= 235
-    manifest = make_shards(columns, validation=held_out)
-    config = _config(
-        manifest, tmp_path / "run", metrics=("accuracy", "auroc", "f1"), collective=collective, epochs=1
-    )
-    results = _gang(config, workers=3)
-    assert results[0].history[0].metrics == results[1].history[0].metrics == results[2].history[0].metrics
+    held_out = np.arange(ROWS) >= 235
+    manifest, names = runs.shards(_columns(), validation=held_out), ("accuracy", "auroc", "f1")
+    config = runs.config(manifest, metrics=names, collective=collective, epochs=1, num_workers=3)
+    results = train_ranks(config)
     metrics = results[0].history[0].metrics
+    assert [result.history[0].metrics for result in results] == [metrics] * 3
+    x, kind = _tensors("x", "kind", rows=held_out)
     with torch.no_grad():
-        logits = _module(results[0])(torch.from_numpy(columns["x"][held_out]))
-    labels, scores = columns["kind"][held_out], logits.softmax(1)[:, 1].numpy()
+        scores = _module(results[0])(x).softmax(1)[:, 1].numpy()
+    labels = kind.numpy()
     assert metrics["validation_accuracy"] == pytest.approx(reference.accuracy_score(labels, scores > 0.5))
     assert metrics["validation_auroc"] == pytest.approx(reference.roc_auc_score(labels, scores))
     assert metrics["validation_f1"] == pytest.approx(reference.f1_score(labels, scores > 0.5))
@@ -212,20 +194,20 @@ class Diary(Callback):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
-) -> None:
-    config = _config(make_shards(columns), tmp_path / "run", epochs=9, batch_size=200, collective=collective)
-    diary = Diary(str(tmp_path / "diary"), stop_rank=1, stop_epoch=2)
-    results = _gang(config, UserObjects(callbacks=(diary,)))
-    common = ["start, 18 steps, 2 ranks"]
-    common += ["step 1 of epoch 1", "step 2 of epoch 1", "epoch 1"]
-    common += ["step 3 of epoch 2", "step 4 of epoch 2", "epoch 2"]
-    assert (tmp_path / "diary-0").read_text().splitlines() == [*common, "end, enough"]
-    assert (tmp_path / "diary-1").read_text().splitlines() == [*common, "end, enough"]
-    assert [len(result.history) for result in results] == [2, 2]
-    assert results[0].steps == 4
-    assert results[0].rows == 602
+def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(runs: Runs, collective: str) -> None:
+    changes = {"epochs": 9, "batch_size": 200, "collective": collective, "num_workers": 2}
+    diary = Diary(str(runs.folder / "diary"), stop_rank=1, stop_epoch=2)
+    results = train_ranks(runs.config(_columns(), **changes), UserObjects(callbacks=(diary,)))
+    expected = [
+        "start, 18 steps, 2 ranks",
+        *("step 1 of epoch 1", "step 2 of epoch 1", "epoch 1"),
+        *("step 3 of epoch 2", "step 4 of epoch 2", "epoch 2"),
+        "end, enough",
+    ]
+    for rank in (0, 1):
+        assert (runs.folder / f"diary-{rank}").read_text().splitlines() == expected
+        assert len(results[rank].history) == 2
+    assert (results[0].steps, results[0].rows) == (4, 602)
 
 
 def _zigzag(step: int, num_steps: int) -> float:
@@ -235,23 +217,19 @@ def _zigzag(step: int, num_steps: int) -> float:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
-def test_the_best_checkpoint_is_the_best(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
-) -> None:
-    manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
-    config = _config(
-        manifest,
-        tmp_path / "run",
-        epochs=8,
-        batch_size=23,
+def test_the_best_checkpoint_is_the_best(runs: Runs, collective: str) -> None:
+    settings = {"epochs": 8, "batch_size": 23, "optimizer": "sgd", "learning_rate": 0.05}
+    config = runs.config(
+        runs.shards(_columns(), validation=HELD_OUT),
+        run="run",
         keep="best",
         patience=2,
-        optimizer="sgd",
-        learning_rate=0.05,
         collective=collective,
+        num_workers=1 + (collective != "local"),
+        **settings,
     )
     objects = UserObjects(lr_schedule=_zigzag)
-    best = train_here(config, objects) if collective == "local" else _gang(config, objects)[0]
+    best = train_here(config, objects) if collective == "local" else train_ranks(config, objects)[0]
     losses = [record.validation_loss for record in best.history]
     assert best.checkpoint_epoch == 1 + int(np.argmin(losses)) == 3
     assert len(losses) == 5, "two epochs without a better one"
@@ -259,61 +237,25 @@ def test_the_best_checkpoint_is_the_best(
     assert best.stop_reason.startswith("validation_loss did not improve on 0.")
     assert best.stop_reason.endswith("of epoch 3 for 2 epochs")
     # The held-out loss shows that the weights come from that epoch.
-    held_out = np.arange(301) % 4 == 0
-    with torch.no_grad():
-        logits = _module(best)(torch.from_numpy(columns["x"][held_out]))
-    loss = functional.cross_entropy(logits, torch.from_numpy(columns["kind"][held_out])).item()
-    assert loss == pytest.approx(losses[2], rel=1e-5)
-    kept = [
-        path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(("best", "checkpoint"))
-    ]
-    assert kept == ["best-3"]
+    assert _loss(best) == pytest.approx(losses[2], rel=1e-5)
+    kept = [path.name for path in (runs.folder / "run").iterdir()]
+    assert [name for name in kept if name.startswith(("best", "checkpoint"))] == ["best-3"]
 
 
-def test_without_being_asked_for_the_best_the_last_is_kept(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
-) -> None:
-    manifest = make_shards(columns)
-    last = train_here(_config(manifest, tmp_path / "a", epochs=3))
-    assert last.checkpoint_epoch == 3
-    assert last.stop_reason is None
-    assert [path.name for path in (tmp_path / "a").iterdir() if path.is_dir()] == ["checkpoint"]
+def test_without_being_asked_for_the_best_the_last_is_kept(runs: Runs) -> None:
+    last = runs.here(_columns(), run="run", epochs=3)
+    assert (last.checkpoint_epoch, last.stop_reason) == (3, None)
+    assert [path.name for path in (runs.folder / "run").iterdir() if path.is_dir()] == ["checkpoint"]
 
 
-def _record(epoch: int, **metrics: float) -> EpochRecord:
-    values: dict[str, Any] = {"steps": 1, "rows": 1, "seconds": 1.0, "learning_rate": 0.1}
-    return EpochRecord(epoch=epoch, train_loss=1.0, validation_loss=None, metrics=metrics, **values)
-
-
-def test_the_best_of_a_metric_goes_its_way_and_never_to_not_a_number() -> None:
-    columns: dict[str, Any] = {"input_columns": ("x",), "label_columns": ("y",)}
-    config = TrainConfig(shards_uri="", run_uri="", monitor="validation_auroc", metrics=("auroc",), **columns)
-    best = BestEpoch(config, min_delta=0.1)
-    values = [float("nan"), 0.5, 0.55, 0.7, 0.1, float("nan")]
-    improved = [best.update(_record(i + 1, validation_auroc=v)) for i, v in enumerate(values)]
-    assert improved == [False, True, False, True, False, False]
-    assert (best.epoch, best.value) == (4, 0.7)
-    lowest = BestEpoch(replace(config, monitor="train_loss"))
-    assert lowest.update(_record(1))
-    assert not lowest.update(_record(2)), "equal is not better"
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("", "validation_loss"),
-        ("auroc", "validation_auroc"),
-        ("train_auroc", "train_auroc"),
-        ("train_loss", "train_loss"),
-    ],
-)
-def test_monitor_means_the_held_out_rows_where_there_are_any(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], given: str, meant: str
-) -> None:
-    manifest = make_shards(columns, validation=np.arange(301) % 4 == 0)
-    config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given)
+def test_monitor_means_the_held_out_rows_where_there_are_any(runs: Runs) -> None:
+    manifest = runs.shards(_columns(), validation=HELD_OUT)
+    config = runs.config(manifest, metrics=("auroc",))
     heads = make_heads(set_outputs(config, [2]), UserObjects(), manifest)
-    assert find_monitor(config.monitor, heads, ("validation", "train")) == meant
+    for given, meant in {"": "validation_loss", "auroc": "validation_auroc"}.items():
+        assert find_monitor(given, heads, ("validation", "train")) == meant
+    for name in ("train_auroc", "train_loss"):
+        assert find_monitor(name, heads, ("validation", "train")) == name
 
 
 @pytest.mark.parametrize(
@@ -324,30 +266,23 @@ def test_monitor_means_the_held_out_rows_where_there_are_any(
         ("zzz", "give one of"),
     ],
 )
-def test_a_monitor_that_the_history_will_not_have_is_refused(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], given: str, message: str
-) -> None:
-    manifest = make_shards(columns)
-    config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor=given, keep="best")
+def test_a_monitor_that_the_history_will_not_have_is_refused(runs: Runs, given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        train_here(config)
-    assert not (tmp_path / "run").exists()
+        runs.here(_columns(), run="run", metrics=("auroc",), monitor=given, keep="best")
+    assert not (runs.folder / "run").exists()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_bytes_sent_are_those_of_the_ring(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
-) -> None:
-    config = _config(make_shards(columns), tmp_path / "run", collective=collective)
-    two, three = (_gang(replace(config, run_uri=f"{config.run_uri}-{n}"), workers=n)[0] for n in (2, 3))
-    gradients = 4 * sum(p.numel() for p in SPEC.build().parameters())
-    for result, share in ((two, 1.0), (three, 4 / 3)):
+def test_bytes_sent_are_those_of_the_ring(runs: Runs, collective: str) -> None:
+    columns, gradients = _columns(), 4 * sum(p.numel() for p in SPEC.build().parameters())
+    for workers, share in ((2, 1.0), (3, 4 / 3)):
+        result = runs.gang(columns, num_workers=workers, collective=collective)
         assert result.steps == 20
         # In addition to the gradients: the initial weights, and a few all-reduces per epoch.
         extra = result.bytes_sent - 20 * share * gradients
         assert 0 < extra < 4 * gradients + 2_000
-    assert train_here(config).bytes_sent == 0
+    assert runs.here(columns).bytes_sent == 0
 
 
 class Normed(nn.Module):
@@ -364,13 +299,12 @@ class Normed(nn.Module):
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
 def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+    runs: Runs, collective: str
 ) -> None:
     """301 rows in batches of 60: the last batch is one row, on one rank."""
-    torch.manual_seed(0)
-    config = _config(make_shards(columns), tmp_path / "run", model=None, batch_size=60, collective=collective)
+    train = runs.here if collective == "local" else runs.gang
     objects = UserObjects(module=Normed())
-    result = train_here(config, objects) if collective == "local" else _gang(config, objects)[0]
+    result = train(_columns(), objects, model=None, batch_size=60, collective=collective)
     assert result.steps == 12
     trained = Normed()
     trained(torch.zeros(2, 4))
@@ -382,19 +316,13 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], collective: str
+    runs: Runs, collective: str
 ) -> None:
     """Each rank has its own running statistics, and the model has those from one rank."""
-    torch.manual_seed(0)
-    held_out = np.arange(301) % 3 == 0
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.5), nn.ReLU(), nn.Linear(8, 2))
-    manifest = make_shards(columns, validation=held_out)
-    config = _config(manifest, tmp_path / "run", model=None, collective=collective)
-    results = _gang(config, UserObjects(module=module))
-    trained = _module(results[0], module)
-    x, kind = (torch.from_numpy(columns[name][held_out]) for name in ("x", "kind"))
-    loss = functional.cross_entropy(trained(x), kind).item()
-    assert results[0].history[-1].validation_loss == pytest.approx(loss, rel=1e-5)
+    manifest = runs.shards(_columns(), validation=HELD_OUT)
+    result = runs.gang(manifest, UserObjects(module=module), model=None, collective=collective)
+    assert result.history[-1].validation_loss == pytest.approx(_loss(result, module), rel=1e-5)
 
 
 class Memories(nn.Module):
@@ -432,55 +360,60 @@ class Digest(Callback):
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
-    make_shards: MakeShards,
-    tmp_path: Path,
-    columns: dict[str, np.ndarray],
-    collective: str,
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
-    manifest = make_shards(columns, validation=np.arange(301) % 3 == 0)
-    spec = ModelSpec(f"{Memories.__module__}:Memories").to_json()
-    config = _config(manifest, tmp_path / "run", model=spec, epochs=1, collective=collective)
-    _gang(config, UserObjects(callbacks=(Digest(str(tmp_path / "digest")),)))
-    assert (tmp_path / "digest-0").read_text() == (tmp_path / "digest-1").read_text()
+    digest = runs.folder / "digest"
+    runs.gang(
+        runs.shards(_columns(), validation=HELD_OUT),
+        UserObjects(callbacks=(Digest(str(digest)),)),
+        model=ModelSpec(f"{Memories.__module__}:Memories"),
+        epochs=1,
+        collective=collective,
+    )
+    first, second = (Path(f"{digest}-{rank}").read_text() for rank in (0, 1))
+    assert first == second
+
+
+def _lookup(is_sparse: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 4, sparse=is_sparse), nn.Linear(4, 2))
+
+
+DENSE_SYNCS = [
+    *(Zero(stage=stage) for stage in (1, 2, 3)),
+    *(LocalSGD(steps=2), DiLoCo(steps=2), ElasticAveraging(steps=2)),
+    *(ParameterServer(staleness=0), Hogwild()),
+]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_sparse_embeddings_train_where_a_rank_has_no_rows(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    """33 rows in batches of 32: the second batch is one row. Two ranks end like one."""
-    torch.manual_seed(0)
-    rng = np.random.default_rng(0)
-    columns = {"x": rng.integers(0, 9, size=33), "kind": rng.integers(0, 2, size=33)}
-    module = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
-    config = _config(
-        make_shards(columns), tmp_path / "run", model=None, optimizer="sgd", epochs=1, shuffle=False
-    )
-    alone = train_here(config, UserObjects(module=module))
-    two = _gang(
-        replace(config, collective=collective, run_uri=str(tmp_path / "two")), UserObjects(module=module)
-    )
-    expected, found = (
-        _module(result, nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))).state_dict()
-        for result in (alone, two[0])
-    )
-    for name, weights in expected.items():
-        assert torch.allclose(found[name], weights, atol=1e-6), name
+def test_sparse_embeddings_train_where_a_rank_has_no_rows(runs: Runs, collective: str) -> None:
+    _equal_lookups(runs, shuffle=False, collective=collective)
 
 
-def test_one_worker_trains_sparse_embeddings_by_optimizers_of_dense_gradients(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:model Sequential has sparse=True:UserWarning")
+@pytest.mark.parametrize("sync", [DENSE_SYNCS[0], DENSE_SYNCS[2], ParameterServer(staleness=0)], ids=repr)
+def test_dense_gradients_of_sparse_embeddings_train_like_one_worker(runs: Runs, sync: Sync) -> None:
+    _equal_lookups(runs, sync=sync, collective="torch")
+
+
+def _equal_lookups(runs: Runs, **changes: Any) -> None:
+    config = runs.config(IDS, model=None, optimizer="sgd")
+    objects = UserObjects(module=_lookup())
+    equal_to_one_worker(config, objects, alone=train_here, bound=1e-6, num_workers=2, **changes)
+
+
+def test_one_worker_trains_sparse_embeddings_by_optimizers_of_dense_gradients(runs: Runs) -> None:
     weights = []
-    for number, is_sparse in enumerate((False, True)):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Embedding(9, 4, sparse=is_sparse), nn.Linear(4, 2))
-        config = _config(manifest, tmp_path / f"{number}", model=None, optimizer="adamw", epochs=1)
-        weights.append(_module(train_here(config, UserObjects(module=module)), module)[0].weight)
+    for is_sparse in (False, True):
+        module = _lookup(is_sparse)
+        result = runs.here(IDS, UserObjects(module=module), model=None, optimizer="adamw", epochs=1)
+        weights.append(_module(result, module)[0].weight)  # type: ignore[index]
     assert torch.equal(*weights)
 
 
@@ -493,133 +426,76 @@ class OwnLookup(nn.Embedding):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
-    config = _config(manifest, tmp_path / "run", model=None, collective=collective, optimizer="sgd")
+def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(runs: Runs, collective: str) -> None:
     objects = UserObjects(module=nn.Sequential(OwnLookup(9, 4), nn.Linear(4, 2)))
     with pytest.raises(WorkerError, match=r"parameter '0\.weight' got a sparse gradient, .*; leave sparse="):
-        _gang(config, objects)
+        runs.gang(IDS, objects, model=None, collective=collective, optimizer="sgd")
 
 
-def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    """33 rows in batches of 32: the second batch is one row."""
-    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
-    config = _config(manifest, tmp_path / "run", model=None, epochs=1)
+def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(runs: Runs) -> None:
     objects = UserObjects(module=nn.Embedding(9, 2, sparse=True), optimizer=torch.optim.SparseAdam)
-    alone = train_here(config, objects)
-    two = _gang(replace(config, run_uri=str(tmp_path / "two")), objects)
-    expected, found = (_module(result, nn.Embedding(9, 2)).weight for result in (alone, two[0]))
-    assert torch.allclose(found, expected, atol=1e-6)
+    config = runs.config(IDS, model=None, epochs=1, collective="torch")
+    equal_to_one_worker(config, objects, alone=train_here, bound=1e-6, num_workers=2)
     with pytest.raises(ValueError, match=r"SparseAdam takes .* sync=Zero\(stage=1\) .* optimizer='adam'"):
-        _gang(replace(config, sync=Zero(stage=1)), objects)
-
-
-DENSE_SYNCS = [
-    *(Zero(stage=stage) for stage in (1, 2, 3)),
-    *(LocalSGD(steps=2), DiLoCo(steps=2), ElasticAveraging(steps=2)),
-    *(ParameterServer(staleness=0), Hogwild()),
-]
+        runs.gang(IDS, objects, model=None, sync=Zero(stage=1))
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("sync", DENSE_SYNCS, ids=repr)
-def test_a_sync_that_makes_sparse_gradients_dense_says_so(
-    make_shards: MakeShards, tmp_path: Path, sync: Sync
-) -> None:
-    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
-    objects = UserObjects(module=nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
-    config = _config(manifest, tmp_path / "run", model=None, collective="torch", optimizer="sgd", sync=sync)
-    check_training(config, objects, manifest)  # one worker has nothing to synchronize
+def test_a_sync_that_makes_sparse_gradients_dense_says_so(runs: Runs, sync: Sync) -> None:
+    objects = UserObjects(module=_lookup())
+    changes: dict[str, Any] = {"model": None, "collective": "torch", "optimizer": "sgd", "sync": sync}
+    runs.check(IDS, objects, **changes)  # one worker has nothing to synchronize
     with pytest.warns(UserWarning, match=r"sparse=True in the embedding of '0\.weight', but sync=.* dense"):
-        check_training(replace(config, num_workers=2), objects, manifest)
+        runs.check(IDS, objects, num_workers=2, **changes)
 
 
-@pytest.mark.slow
-@pytest.mark.extras
-@pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore:model Sequential has sparse=True:UserWarning")
-@pytest.mark.parametrize("sync", [DENSE_SYNCS[0], DENSE_SYNCS[2], ParameterServer(staleness=0)], ids=repr)
-def test_dense_gradients_of_sparse_embeddings_train_like_one_worker(
-    make_shards: MakeShards, tmp_path: Path, sync: Sync
+MAX_NORM = "layer '1' of model Sequential is an embedding with max_norm"
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.SyncBatchNorm(8), r"layer '1' of model Sequential is a SyncBatchNorm, .*; take BatchNorm"),
+        # Each rank would renormalize the rows of its batch, and the ranks' weights would differ.
+        (nn.Embedding(9, 4, max_norm=1.0), MAX_NORM),
+        (nn.EmbeddingBag(9, 4, max_norm=1.0), MAX_NORM),
+    ],
+)
+def test_layers_that_ranks_cannot_share_are_refused_in_a_gang(
+    runs: Runs, layer: nn.Module, message: str
 ) -> None:
-    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
-    torch.manual_seed(0)
-    objects = UserObjects(module=nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
-    config = _config(manifest, tmp_path / "one", model=None, collective="torch", optimizer="sgd")
-    alone = train_here(config, objects)
-    two = _gang(replace(config, sync=sync, run_uri=str(tmp_path / "two")), objects)
-    plain = (nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)) for _ in range(2))
-    expected, found = (_module(result, next(plain)).state_dict() for result in (alone, two[0]))
-    for name, weights in expected.items():
-        assert torch.allclose(found[name], weights, atol=1e-6), name
-
-
-def test_layers_that_wait_for_every_rank_are_refused_in_a_gang(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
-) -> None:
-    module = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 2))
-    config = _config(make_shards(columns), tmp_path / "run", model=None)
-    with pytest.raises(
-        ValueError, match=r"layer '1' of model Sequential is a SyncBatchNorm, .*; take BatchNorm"
-    ):
-        _gang(config, UserObjects(module=module))
-
-
-def test_embeddings_that_a_forward_pass_changes_are_refused_in_a_gang(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    """Each rank would renormalize the rows of its batch, and the ranks' weights would differ."""
-    manifest = make_shards({"x": np.arange(33) % 9, "kind": np.arange(33) % 2})
-    config = _config(manifest, tmp_path / "run", model=None, num_workers=2)
-    for layer in (nn.Embedding(9, 4, max_norm=1.0), nn.EmbeddingBag(9, 4, max_norm=1.0)):
-        module = nn.Sequential(nn.Linear(4, 2), layer)
-        with pytest.raises(ValueError, match="layer '1' of model Sequential is an embedding with max_norm"):
-            check_network(config, module)
-        check_network(replace(config, num_workers=1), module)
+    module, config = nn.Sequential(nn.Linear(4, 8), layer), runs.config(IDS, model=None)
+    with pytest.raises(ValueError, match=message):
+        check_network(replace(config, num_workers=2), module)
+    check_network(config, module)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_weights_that_leave_nothing_to_average_are_refused(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray], split: str
-) -> None:
-    held_out = np.arange(301) % 4 == 0
-    weights = np.where(held_out == (split == "validation"), 0.0, 1.0)
-    manifest = make_shards(columns | {"w": weights}, validation=held_out)
+def test_weights_that_leave_nothing_to_average_are_refused(runs: Runs, split: str) -> None:
+    weights = np.where((split == "validation") == HELD_OUT, 0.0, 1.0)
+    manifest = runs.shards(_columns() | {"w": weights}, validation=HELD_OUT)
     with pytest.raises(ValueError, match=f"weightCol 'w' is 0 in all {split} rows"):
-        train_here(_config(manifest, tmp_path / "run", weight_column="w"))
+        runs.check(manifest, weight_column="w")
 
 
-def test_a_metric_without_a_value_is_no_best(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
-) -> None:
+def test_a_metric_without_a_value_is_no_best(runs: Runs) -> None:
     """All held-out rows have one class, so AUROC is undefined."""
-    held_out = (np.arange(301) % 4 == 0) & (columns["kind"] == 1)
-    manifest = make_shards(columns, validation=held_out)
-    config = _config(manifest, tmp_path / "run", metrics=("auroc",), monitor="auroc", keep="best", patience=2)
-    result = train_here(replace(config, epochs=5))
+    manifest = runs.shards(_columns(), validation=HELD_OUT & (_columns()["kind"] == 1))
+    changes: dict[str, Any] = {"metrics": ("auroc",), "monitor": "auroc", "keep": "best", "patience": 2}
+    result = runs.here(manifest, epochs=5, **changes)
     assert result.stop_reason == "validation_auroc was not a number in 2 epochs"
     assert result.checkpoint_epoch == 2
 
 
-class Auxiliary(nn.Module):
-    """Network with a second output in training mode only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
+class Auxiliary(nn.Linear):
+    """Has a second output in training mode only."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        output = self.linear(x)
+        output = super().forward(x)
         return (output, output) if self.training else output
 
 
-def test_other_outputs_in_training_than_in_evaluation_are_named(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, np.ndarray]
-) -> None:
-    config = _config(make_shards(columns), tmp_path / "run", model=None)
+def test_other_outputs_in_training_than_in_evaluation_are_named(runs: Runs) -> None:
     with pytest.raises(ValueError, match="model Auxiliary returns 2 tensors in training for the labels"):
-        train_here(config, UserObjects(module=Auxiliary()))
+        runs.check(_columns(), UserObjects(module=Auxiliary(4, 2)), model=None)

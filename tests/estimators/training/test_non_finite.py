@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_training
 import torch
+from parity import assert_equal_histories, assert_equal_states, equal_to_undisturbed
 from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from short_sync import sync_of
+from small_training import Runs, columns_of, state_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -32,7 +29,8 @@ from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
+# 5 steps of 16 rows per epoch.
+SETTINGS = {"batch_size": 16, "metrics": ("mae",), "shuffle": False}
 # Row 37 of 80, in file order: step 3 of 16 rows each, in every epoch.
 BAD_ROW = 37
 POISON = 99.0
@@ -68,23 +66,16 @@ def net(bursts: int = 0) -> Net:
     return Net(bursts)
 
 
-class RootLoss:
+def root_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Is finite at zero, but its gradient is not."""
-
-    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return ((output[:, 0] - label).abs() * (label != 7.0)).sqrt()
+    return ((output[:, 0] - label).abs() * (label != 7.0)).sqrt()
 
 
-def data(make_shards: MakeShards, bad: float | None = POISON, **options: Any) -> ShardManifest:
-    """Returns 5 steps of 16 rows per epoch."""
-    features = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
-    label = features.sum(1)
-    if bad is not None:
-        features[BAD_ROW, 2] = bad
-    return make_shards({"x": features, "y": label}, num_files=1, row_group_rows=16, **options)
-
-
-config_of = partial(small_training.config_of, batch_size=16, metrics=("mae",), shuffle=False)
+def data(runs: Runs, bad: bool = True) -> ShardManifest:
+    columns = columns_of(80)
+    if bad:
+        columns["x"][BAD_ROW, 2] = POISON
+    return runs.shards(columns, num_files=1, row_group_rows=16)
 
 
 def objects(bursts: int = 0, **changes: Any) -> UserObjects:
@@ -92,17 +83,13 @@ def objects(bursts: int = 0, **changes: Any) -> UserObjects:
 
 
 def is_finite(result: TrainResult) -> bool:
-    module = net()
-    load_checkpoint(result.checkpoint_uri, module)
-    return all(bool(t.isfinite().all()) for t in module.state_dict().values())
+    return all(bool(t.isfinite().all()) for t in state_of(result).values())
 
 
-def test_stop_names_epoch_step_and_rank(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = config_of(data(make_shards), tmp_path / "run")
-    with pytest.raises(
-        FloatingPointError, match=r"not finite in epoch 1, step 3 on rank 0; .*onNonFinite='skip'"
-    ):
-        train_here(config, objects())
+def test_stop_names_epoch_step_and_rank(runs: Runs) -> None:
+    message = r"not finite in epoch 1, step 3 on rank 0; .*onNonFinite='skip'"
+    with pytest.raises(FloatingPointError, match=message):
+        runs.here(data(runs), objects())
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["CPU", "as on a GPU"])
@@ -122,9 +109,9 @@ def test_the_first_bad_step_of_all_ranks_is_named() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_skip_leaves_the_step_out(make_shards: MakeShards, tmp_path: Path, precision: str) -> None:
-    changes: dict[str, Any] = {"on_non_finite": "skip", "max_grad_norm": 1.0, "precision": precision}
-    result = train_here(config_of(data(make_shards), tmp_path / "run", **changes), objects())
+def test_skip_leaves_the_step_out(runs: Runs, precision: str) -> None:
+    changes = {"on_non_finite": "skip", "max_grad_norm": 1.0, "precision": precision}
+    result = runs.here(data(runs), objects(), **changes)
     assert result.non_finite == tuple(
         NonFiniteStep(epoch=epoch, step=3, ranks=(0,), action="skipped") for epoch in (1, 2)
     )
@@ -142,65 +129,43 @@ class _Replaces(Net):
         return output
 
 
-def test_skip_takes_back_a_buffer_that_the_pass_replaced(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_skip_takes_back_a_buffer_that_the_pass_replaced(runs: Runs) -> None:
     network = _Replaces()
     network.register_buffer("mean", torch.zeros(()))
-    config = config_of(data(make_shards), tmp_path / "run", on_non_finite="skip")
-    result = train_here(config, UserObjects(module=network))
-    load_checkpoint(result.checkpoint_uri, network)
-    assert network.mean.isfinite()
+    result = runs.here(data(runs), UserObjects(module=network), on_non_finite="skip")
+    assert state_of(result)["mean"].isfinite()
 
 
-class _Stops(Callback):
-    def __init__(self, at: int | None = None) -> None:
-        self._at = at
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self._at:
-            raise RuntimeError("stopped")
+def test_a_resumed_training_names_the_steps_skipped_before(runs: Runs) -> None:
+    config = runs.config(data(runs), on_non_finite="skip", checkpoint_every_steps=1)
+    straight, resumed = equal_to_undisturbed(config, objects(), step=6, train=train_here)
+    assert len(resumed.resumed_steps) == 1
+    assert resumed.non_finite == straight.non_finite
 
 
-def test_a_resumed_training_names_the_steps_skipped_before(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-    changes: dict[str, Any] = {"on_non_finite": "skip", "checkpoint_every_steps": 1}
-    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
-    config = config_of(manifest, tmp_path / "run", **changes)
-    with pytest.raises(RuntimeError, match="stopped"):
-        train_here(config, objects(callbacks=(_Stops(6),)))
-    result = train_here(config, objects(callbacks=(_Stops(),)))
-    assert len(result.resumed_steps) == 1
-    assert result.non_finite == expected.non_finite
+def test_skip_changes_nothing_where_all_is_finite(runs: Runs) -> None:
+    manifest = data(runs, bad=False)
+    results = [
+        runs.here(manifest, objects(), on_non_finite=policy, max_grad_norm=0.5) for policy in ("stop", "skip")
+    ]
+    assert_equal_states(*results)
+    assert [result.non_finite for result in results] == [(), ()]
 
 
-def test_skip_changes_nothing_where_all_is_finite(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards, bad=None)
-    weights = []
-    for policy in ("stop", "skip"):
-        config = config_of(manifest, tmp_path / policy, on_non_finite=policy, max_grad_norm=0.5)
-        result, module = train_here(config, objects()), net()
-        load_checkpoint(result.checkpoint_uri, module)
-        weights.append(module.state_dict())
-        assert result.non_finite == ()
-    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
-
-
-def test_a_gradient_alone_is_enough_to_skip(make_shards: MakeShards, tmp_path: Path) -> None:
-    columns = {"x": np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)}
+def test_a_gradient_alone_is_enough_to_skip(runs: Runs) -> None:
+    columns = columns_of(64)
     columns["y"] = np.where(np.arange(64) == BAD_ROW, 7.0, 1.0).astype(np.float32)
-    manifest = make_shards(columns, num_files=1)
-    config = config_of(manifest, tmp_path / "run", on_non_finite="skip", losses=("custom",), epochs=1)
-    result = train_here(config, objects(losses=(RootLoss(),)))
+    changes = {"on_non_finite": "skip", "losses": ("custom",), "epochs": 1}
+    result = runs.here(runs.shards(columns, num_files=1), objects(losses=(root_loss,)), **changes)
     assert result.non_finite == (NonFiniteStep(epoch=1, step=3, ranks=(), action="skipped"),)
     assert "step 3: the summed gradients are not finite" in str(result.non_finite[0])
     assert is_finite(result)
 
 
-def test_rollback_goes_back_with_half_the_rate(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = config_of(
-        data(make_shards, bad=None), tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=4
-    )
+def test_rollback_goes_back_with_half_the_rate(runs: Runs) -> None:
     # The sixth pass fails, and again in the next attempt.
-    result = train_here(config, objects(bursts=2))
+    changes = {"on_non_finite": "rollback", "checkpoint_every_steps": 4}
+    result = runs.here(data(runs, bad=False), objects(bursts=2), **changes)
     assert [(found.epoch, found.step, found.action) for found in result.non_finite] == [
         (2, 1, "rolled back"),
         (1, 5, "rolled back"),
@@ -213,71 +178,49 @@ def test_rollback_goes_back_with_half_the_rate(make_shards: MakeShards, tmp_path
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
 def test_rollback_to_the_first_weights_takes_the_optimizers_state_back_too(
-    make_shards: MakeShards, tmp_path: Path, optimizer: str
+    runs: Runs, optimizer: str
 ) -> None:
     """Before its first step, an optimizer has no state, or only the state from its constructor."""
-    manifest = data(make_shards, bad=None)
-    settings: dict[str, Any] = {"optimizer": optimizer, "checkpoint_every_steps": 100}
-    config = config_of(manifest, tmp_path / "run", on_non_finite="rollback", **settings)
-    result = train_here(config, objects(bursts=1))
+    settings = {"optimizer": optimizer, "checkpoint_every_steps": 100}
+    manifest = data(runs, bad=False)
+    result = runs.here(manifest, objects(bursts=1), on_non_finite="rollback", **settings)
     assert [found.action for found in result.non_finite] == ["rolled back"]
-    half = config_of(manifest, tmp_path / "half", learning_rate=config.learning_rate / 2, **settings)
-    expected = train_here(half, objects())
-    states = []
-    for each in (result, expected):
-        module = net()
-        load_checkpoint(each.checkpoint_uri, module)
-        states.append(module.state_dict())
-    assert [name for name in states[0] if not states[0][name].equal(states[1][name])] == []
+    assert_equal_states(result, runs.here(manifest, objects(), learning_rate=0.01 / 2, **settings))
 
 
-def test_rollback_ends_where_it_does_not_help(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-    config = config_of(manifest, tmp_path / "run", on_non_finite="rollback", checkpoint_every_steps=2)
-    with pytest.raises(
-        FloatingPointError,
-        match=r"epoch 1, step 3: the loss of rank 0 .* 5 rollbacks to step 2, .* did not help; lower",
-    ):
-        train_here(config, objects())
+def test_rollback_ends_where_it_does_not_help(runs: Runs) -> None:
+    message = r"epoch 1, step 3: the loss of rank 0 .* 5 rollbacks to step 2, .* did not help; lower"
+    with pytest.raises(FloatingPointError, match=message):
+        runs.here(data(runs), objects(), on_non_finite="rollback", checkpoint_every_steps=2)
 
 
-class InfiniteLoss:
+def infinite_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Is infinite at label 7, without a gradient there."""
-
-    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return torch.where(label == 7.0, math.inf, (output[:, 0] - label).square())
+    return torch.where(label == 7.0, math.inf, (output[:, 0] - label).square())
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sharding", ["none", pytest.param("gradients", marks=pytest.mark.slow)])
-def test_ranks_skip_what_one_rank_skips_and_report_its_loss(
-    make_shards: MakeShards, tmp_path: Path, sharding: str
-) -> None:
+def test_ranks_skip_what_one_rank_skips_and_report_its_loss(runs: Runs, sharding: str) -> None:
     """The bad row is its rank's only row in the step."""
-    columns = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
-    columns["y"] = np.where(np.arange(16) == 5, 7.0, columns["x"].sum(1)).astype(np.float32)
-    config = config_of(
-        make_shards(columns, num_files=1),
-        tmp_path / "one",
-        on_non_finite="skip",
-        losses=("custom",),
-        batch_size=2,
-        model=ModelSpec("linear", {"in_features": 4, "out_features": 1}).to_json(),
+    columns = columns_of(16)
+    columns["y"][5] = 7.0
+    own = UserObjects(losses=(infinite_loss,))
+    one, two = (
+        train(
+            runs.shards(columns, num_files=1),
+            own,
+            on_non_finite="skip",
+            losses=("custom",),
+            batch_size=2,
+            model=ModelSpec("linear", {"in_features": 4, "out_features": 1}),
+            sync=sync_of(sharding=sharding),
+        )
+        for train in (runs.here, runs.gang)
     )
-    gang = replace(
-        config,
-        run_uri=str(tmp_path / "two"),
-        num_workers=2,
-        collective="torch",
-        sync=sync_of(sharding=sharding),
-    )
-    own = UserObjects(losses=(InfiniteLoss(),))
-    one, two = train_here(config, own), small_training.train_gang(gang, own)
-    assert [(found.epoch, found.step) for found in two.non_finite] == [(1, 3), (2, 3)]
-    assert [(found.epoch, found.step) for found in one.non_finite] == [(1, 3), (2, 3)]
-    for mine, theirs in zip(one.history, two.history, strict=True):
-        assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
-        assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+    for result in (one, two):
+        assert [(found.epoch, found.step) for found in result.non_finite] == [(1, 3), (2, 3)]
+    assert_equal_histories(one, two)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -302,25 +245,19 @@ def _gang(configs: dict[str, TrainConfig], last: TrainConfig, collective: Collec
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_two_ranks_decide_together(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
-    bad, good = data(make_shards, name="bad"), data(make_shards, bad=None, name="good")
-    gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
+def test_two_ranks_decide_together(runs: Runs, collective: str) -> None:
+    bad, gang = data(runs), {"num_workers": 2, "collective": collective}
     configs = {
-        name: config_of(bad, tmp_path / name, on_non_finite="skip", **gang, **changes)
+        name: runs.check(bad, objects(), on_non_finite="skip", **gang, **changes)
         for name, changes in CASES.items()
         if (name, collective) != ("parameters", "horovod")
     }
-    configs["rollback"] = config_of(
-        good, tmp_path / "rollback", on_non_finite="rollback", checkpoint_every_steps=4, **gang
-    )
-    configs = {
-        name: check_training(config, objects(), ShardManifest.load(config.shards_uri)).config
-        for name, config in configs.items()
-    }
-    last = replace(configs["plain"], run_uri=str(tmp_path / "last"), on_non_finite="stop")
+    rollback = {"on_non_finite": "rollback", "checkpoint_every_steps": 4}
+    configs["rollback"] = runs.check(data(runs, bad=False), objects(), **rollback, **gang)
+    last = replace(configs["plain"], run_uri=str(runs.folder / "last"), on_non_finite="stop")
     with pytest.raises(WorkerError, match=r"not finite in epoch 1, step 3 on rank [01]; lower"):
         run_ranks(2, collective, partial(_gang, configs, last))
-    ranks = [json.loads((tmp_path / "last" / f"{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = [json.loads((runs.folder / "last" / f"{rank}.json").read_text()) for rank in (0, 1)]
     for name in configs:
         first, second = (TrainResult.from_json(results[name]) for results in ranks)
         assert first.non_finite == second.non_finite, name

@@ -6,15 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import GANGS, TORCH_AND_SLOW_OTHERS, run_ranks
-from small_training import config_of, train_ranks, weights_of
+from small_training import Runs, columns_of, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -30,11 +28,11 @@ from ringspark.estimators.training.precision import (
 )
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
-from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.typed_json import record
 
 CPU = torch.device("cpu")
-MakeShards = Callable[..., ShardManifest]
+# The loss is small enough that no gradient overflows at the initial scale, 65536.
+SETTINGS = {"shuffle": False, "loss_weights": (1 / 64,), "precision": "fp16"}
 
 NORM_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(64), (32, 64)),
@@ -217,20 +215,9 @@ class _Net(nn.Module):
 
 
 def _columns(rows: int, bad_rows: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(rows, 4)).astype(np.float32)
-    label = (features.sum(1) + rng.normal(size=rows) * 0.1).astype(np.float32)
-    features[list(bad_rows), 0] = 1000
-    return {"x": features, "y": label}
-
-
-_config = partial(
-    config_of,
-    shuffle=False,
-    # Small enough that no gradient overflows at the initial scale, 65536.
-    loss_weights=(1 / 64,),
-    precision="fp16",
-)
+    columns = columns_of(rows)
+    columns["x"][list(bad_rows), 0] = 1000
+    return columns
 
 
 def _weights(result: TrainResult) -> torch.Tensor:
@@ -273,20 +260,17 @@ BAD_ROW = 2 * 32 + 1
 @pytest.mark.distributed
 @pytest.mark.parametrize(("collective", "accumulation"), [(name, 1 + i) for i, name in enumerate(GANGS)])
 def test_an_overflow_on_one_rank_skips_the_step_on_both(
-    make_shards: MakeShards, tmp_path: Path, collective: str, accumulation: int
+    runs: Runs, collective: str, accumulation: int
 ) -> None:
-    manifest = make_shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=16)
-    config = _config(
-        manifest,
-        tmp_path / "two",
+    config = runs.config(
+        runs.shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=16),
         num_workers=2,
         collective=collective,
         gradient_accumulation=accumulation,
         lr_schedule="linear",
         max_grad_norm=10.0,
     )
-    objects = UserObjects(module=_Net(), callbacks=(_Watch(),))
-    results = train_ranks(config, objects)
+    results = train_ranks(config, UserObjects(module=_Net(), callbacks=(_Watch(),)))
     for result in results:
         assert [record.skipped_steps for record in result.history] == [1, 1]
         assert result.steps == 10
@@ -294,89 +278,71 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(
     first, second = (record.train_loss for record in results[0].history)
     assert math.isfinite(first)
     assert second < first
-    one = train_here(replace(config, run_uri=str(tmp_path / "one")), UserObjects(module=_Net()))
+    one = train_here(replace(config, run_uri=str(runs.folder / "one")), UserObjects(module=_Net()))
     assert [record.skipped_steps for record in one.history] == [1, 1]
     assert (_weights(results[0]) - _weights(one)).abs().max() < 1e-2
 
 
-def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(runs: Runs) -> None:
     """Training with a bad batch equals training without it."""
-    with_bad = make_shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=160, name="a")
-    columns = {name: np.delete(values, np.s_[64:96], axis=0) for name, values in _columns(160).items()}
-    without = make_shards(columns, num_files=1, row_group_rows=160, name="b")
-    changes: dict[str, Any] = {"epochs": 1, "max_grad_norm": 1.0}
-    objects = UserObjects(module=_Net())
-    skipped = train_here(_config(with_bad, tmp_path / "a", **changes), objects)
-    clean = train_here(_config(without, tmp_path / "b", **changes), objects)
+    rest = {name: np.delete(values, np.s_[64:96], axis=0) for name, values in _columns(160).items()}
+    skipped, clean = (
+        runs.here(
+            runs.shards(columns, num_files=1, row_group_rows=160),
+            UserObjects(module=_Net()),
+            epochs=1,
+            max_grad_norm=1.0,
+        )
+        for columns in (_columns(160, (BAD_ROW,)), rest)
+    )
     assert (skipped.steps, clean.steps) == (5, 4)
     assert _weights(skipped).equal(_weights(clean))
     # The mean over 128 rows; the bad batch does not count.
     assert skipped.history[0].train_loss == pytest.approx(clean.history[0].train_loss, rel=1e-6)
 
 
-def test_metrics_leave_out_rows_that_overflowed(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(_columns(160, (BAD_ROW,)), num_files=1)
-    result = train_here(
-        _config(manifest, tmp_path / "a", metrics=("mse",), learning_rate=1e-7, epochs=1),
-        UserObjects(module=_Net()),
-    )
-    module, columns = _Net(), _columns(160)
-    kept = np.arange(160) != BAD_ROW
+def test_metrics_leave_out_rows_that_overflowed(runs: Runs) -> None:
+    """The summary and its table count the skipped steps."""
+    manifest = runs.shards(_columns(160, (BAD_ROW,)), num_files=1)
+    module, kept = _Net(), np.arange(160) != BAD_ROW
+    result = runs.here(manifest, UserObjects(module=module), metrics=("mse",), learning_rate=1e-7)
+    x, y = (torch.from_numpy(values[kept]) for values in _columns(160).values())
     with torch.no_grad():
-        output = module(torch.from_numpy(columns["x"][kept]))[:, 0]
-    # Metrics ignore loss weights.
-    expected = (output - torch.from_numpy(columns["y"][kept])).square().mean().item()
+        # Metrics ignore loss weights.
+        expected = (module(x)[:, 0] - y).square().mean().item()
     assert result.history[0].metrics["train_mse"] == pytest.approx(expected, rel=1e-2)
-
-
-def test_skipped_steps_are_in_the_summary_and_its_table(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(_columns(160, (BAD_ROW,)), num_files=1)
-    result = train_here(_config(manifest, tmp_path / "a"), UserObjects(module=_Net()))
     summary = TrainingSummary.of(result)
     assert summary.skipped_steps == 2
     assert summary.history["skipped_steps"].tolist() == [1, 1]
     assert record(TrainingSummary, json.loads(json.dumps(summary.to_json()))) == summary
 
 
-def test_a_training_without_a_step_that_holds_is_an_error(make_shards: MakeShards, tmp_path: Path) -> None:
-    rows = tuple(range(0, 64, 32))
-    manifest = make_shards(_columns(64, rows), num_files=1, row_group_rows=64)
-    objects = UserObjects(module=_Net())
+def test_a_training_without_a_step_that_holds_is_an_error(runs: Runs) -> None:
+    manifest = runs.shards(_columns(64, (0, 32)), num_files=1)
     with pytest.raises(FloatingPointError, match=r"loss is nan .*2 steps were skipped in fp16"):
-        train_here(_config(manifest, tmp_path / "a", epochs=1), objects)
+        runs.here(manifest, UserObjects(module=_Net()), epochs=1)
     # All losses are finite, but the gradients are not.
     columns = _columns(64)
-    manifest = make_shards(columns | {"y": columns["y"] * 1_000}, name="large")
+    large = columns | {"y": columns["y"] * 1_000}
     with pytest.raises(FloatingPointError, match=r"all 4 did, at loss scales .* set precision='bf16'"):
-        train_here(_config(manifest, tmp_path / "b"), objects)
+        runs.here(large, UserObjects(module=_Net()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_16_bits_train_nearly_like_fp32(
-    make_shards: MakeShards, tmp_path: Path, precision: str, accumulation: int
-) -> None:
-    manifest = make_shards(_columns(640))
-    objects = UserObjects(module=_Net())
-    results = [
-        train_here(
-            _config(manifest, tmp_path / name, precision=name, epochs=8, gradient_accumulation=accumulation),
-            objects,
-        )
-        for name in ("fp32", precision)
-    ]
-    start = results[0].history[0].train_loss
-    losses = [result.history[-1].train_loss for result in results]
-    assert losses[0] < 0.1 * start
-    assert losses[1] == pytest.approx(losses[0], rel=0.1)
-    assert not _weights(results[0]).equal(_weights(results[1]))
-    assert _weights(results[1]).dtype == torch.float32
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_16_bits_train_nearly_like_fp32(runs: Runs, precision: str, accumulation: int) -> None:
+    changes = {"epochs": 8, "gradient_accumulation": accumulation}
+    full, half = (
+        runs.here(640, UserObjects(module=_Net()), precision=name, **changes) for name in ("fp32", precision)
+    )
+    loss = full.history[-1].train_loss
+    assert loss < 0.1 * full.history[0].train_loss
+    assert half.history[-1].train_loss == pytest.approx(loss, rel=0.1)
+    assert not _weights(full).equal(_weights(half))
+    assert _weights(half).dtype == torch.float32
 
 
-def test_small_gradients_survive_fp16_by_the_scale(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_small_gradients_survive_fp16_by_the_scale() -> None:
     """At 1e-9 of the loss, an unscaled fp16 gradient would be 0."""
     layer = nn.Linear(4, 1)
     rows = torch.randn(8, 4)

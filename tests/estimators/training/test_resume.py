@@ -9,7 +9,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,33 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-import small_training
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from parity import assert_equal_states, records_of
 from ranks import GANGS, run_ranks
+from small_training import Runs
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.history import EpochRecord, read_history
+from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = {
+    "batch_size": 16,
+    "learning_rate": 0.02,
+    "optimizer": "adamw",
+    "lr_schedule": "one_cycle",
+    "metrics": ("mae", "r2"),
+    "patience": 2,
+    "keep": "best",
+    "epochs": 3,
+}
 
 
 class Net(nn.Module):
@@ -96,94 +102,54 @@ class Stops(Callback):
         self.seen, self.sizes = state["seen"], state["sizes"] + self.sizes
 
 
-def data(make_shards: MakeShards) -> ShardManifest:
+def data(runs: Runs) -> ShardManifest:
     """Returns 5 steps of 16 rows per epoch (the last has 14), and 10 validation rows."""
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(88, 4)).astype(np.float32)
-    columns = {"x": features, "y": features.sum(1)}
-    return make_shards(columns, validation=np.arange(88) >= 78, row_group_rows=20)
-
-
-config_of = partial(
-    small_training.config_of,
-    batch_size=16,
-    learning_rate=0.02,
-    optimizer="adamw",
-    lr_schedule="one_cycle",
-    metrics=("mae", "r2"),
-    patience=2,
-    keep="best",
-    epochs=3,
-)
+    return runs.shards(88, validation=np.arange(88) >= 78, row_group_rows=20)
 
 
 def objects(at: int | None = None, dropout: float = 0.3) -> UserObjects:
     return UserObjects(module=net(dropout), callbacks=(Stops(at),))
 
 
-def stopped(config: TrainConfig, at: int, dropout: float = 0.3) -> None:
+def stopped(config: TrainConfig, at: int, dropout: float = 0.3) -> Path:
+    """Trains until a failure; returns the folder of the checkpoints."""
     with pytest.raises(RuntimeError, match="stopped"):
         train_here(config, objects(at, dropout))
-
-
-def state_of(result: TrainResult) -> dict[str, torch.Tensor]:
-    module = net()
-    if "norm.weight" not in _names(result):
-        module = net(0.0)
-    load_checkpoint(result.checkpoint_uri, module)
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def _names(result: TrainResult) -> str:
-    return (Path(result.checkpoint_uri) / "model.safetensors").read_bytes()[:4096].decode(errors="replace")
-
-
-def plain(history: tuple[EpochRecord, ...]) -> list[dict[str, Any]]:
-    """Returns the history without seconds and without measured costs."""
-    return [asdict(replace(record, seconds=0.0, cost=None)) for record in history]
+    return Path(config.run_uri) / "checkpoints"
 
 
 def assert_same(result: TrainResult, expected: TrainResult) -> None:
-    first, second = state_of(result), state_of(expected)
-    assert [name for name in first if not first[name].equal(second[name])] == []
-    assert plain(result.history) == plain(expected.history)
-    assert plain(tuple(read_history(result.run_uri))) == plain(expected.history)
-    assert (result.steps, result.rows, result.stop_reason, result.checkpoint_epoch) == (
-        expected.steps,
-        expected.rows,
-        expected.stop_reason,
-        expected.checkpoint_epoch,
-    )
+    assert_equal_states(result, expected)
+    assert records_of(result) == records_of(expected)
+    written = replace(result, history=tuple(read_history(result.run_uri)))
+    assert records_of(written) == records_of(expected)
+    for name in ("steps", "rows", "stop_reason", "checkpoint_epoch"):
+        assert getattr(result, name) == getattr(expected, name), name
     # Only the model, the logs and the checkpoints remain; the launcher removes the checkpoints.
     left = {path.name for path in Path(result.run_uri).iterdir()}
     story = {"history.json", "progress.json", "environment.json", "data.json", "config.json", "result.json"}
     assert left - {*story, "checkpoints"} == {Path(result.checkpoint_uri).name}
 
 
-def test_one_rank_goes_on_from_any_step(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-    expected = train_here(config_of(manifest, tmp_path / "plain"), objects())
+def test_one_rank_goes_on_from_any_step(runs: Runs) -> None:
+    manifest = data(runs)
+    expected = runs.here(manifest, objects())
     assert (expected.steps, expected.resumed_steps) == (15, ())
     # Failures within an epoch; after the checkpoint at an epoch's end; before any checkpoint; in the last
     # step.
     for at, last in ((4, 3), (6, 5), (8, 6), (11, 10), (2, None), (15, 12)):
-        config = config_of(
-            manifest, tmp_path / f"at-{at}", checkpoint_every_steps=3, checkpoint_every_epochs=1
-        )
+        config = runs.config(manifest, checkpoint_every_steps=3, checkpoint_every_epochs=1)
         stopped(config, at)
         result = train_here(config, objects())
         assert result.resumed_steps == (() if last is None else (last,))
         assert_same(result, expected)
 
 
-def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    manifest = data(make_shards)
-    changes: dict[str, Any] = {"precision": "fp16", "gradient_accumulation": 2, "max_grad_norm": 0.5}
-    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
+def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(runs: Runs) -> None:
+    changes = {"precision": "fp16", "gradient_accumulation": 2, "max_grad_norm": 0.5}
+    expected = runs.here(manifest := data(runs), objects(), **changes)
     assert sum(record.skipped_steps for record in expected.history) > 0
-    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=1, **changes)
+    config = runs.config(manifest, checkpoint_every_steps=1, **changes)
     # The checkpoint of step 7 is the first one with the halved rate, before any step used it.
     for at in (2, 5, 6, 8, 13):
         stopped(config, at)
@@ -193,18 +159,14 @@ def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(
 
 
 def test_a_clock_that_jumps_and_files_of_other_times_change_nothing(
-    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = data(make_shards)
-    expected = train_here(config_of(manifest, tmp_path / "undisturbed"), objects())
+    expected = runs.here(manifest := data(runs), objects())
     draw = random.Random(0)
     monkeypatch.setattr(time, "time", lambda: draw.uniform(0.0, 4e9))
-    config = config_of(
-        manifest, tmp_path / "jumping", checkpoint_every_steps=3, checkpoint_every_seconds=60.0
-    )
-    stopped(config, 11)
+    config = runs.config(manifest, checkpoint_every_steps=3, checkpoint_every_seconds=60.0)
     # The newest checkpoint has the most steps, whatever its file times are.
-    checkpoints = sorted((tmp_path / "jumping" / "checkpoints").iterdir())
+    checkpoints = sorted(stopped(config, 11).iterdir())
     assert len(checkpoints) == 2
     for age, folder in enumerate(checkpoints):
         for path in (folder, *folder.iterdir()):
@@ -214,13 +176,12 @@ def test_a_clock_that_jumps_and_files_of_other_times_change_nothing(
     assert_same(result, expected)
 
 
-def test_early_stopping_counts_on(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
+def test_early_stopping_counts_on(runs: Runs) -> None:
     # The first epoch is the best, so the training ends after the third.
-    changes: dict[str, Any] = {"patience": 2, "min_delta": 100.0, "epochs": 6}
-    expected = train_here(config_of(manifest, tmp_path / "plain", **changes), objects())
+    changes = {"patience": 2, "min_delta": 100.0, "epochs": 6}
+    expected = runs.here(manifest := data(runs), objects(), **changes)
     assert "did not improve" in str(expected.stop_reason)
-    config = config_of(manifest, tmp_path / "run", checkpoint_every_epochs=1, **changes)
+    config = runs.config(manifest, checkpoint_every_epochs=1, **changes)
     stopped(config, 12)
     assert_same(train_here(config, objects()), expected)
 
@@ -235,24 +196,20 @@ class CountsInGroup(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_optimizers_and_schedulers_keep_in_groups_comes_back(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    manifest = data(make_shards)
-
-    def work(run: str, at: int | None, **changes: Any) -> TrainResult:
-        given = UserObjects(
+def test_what_optimizers_and_schedulers_keep_in_groups_comes_back(runs: Runs) -> None:
+    def given(at: int | None = None) -> UserObjects:
+        return UserObjects(
             module=net(),
             optimizer=lambda parameters: CountsInGroup(parameters, lr=0.01, momentum=0.9),
             lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=15),
             callbacks=(Stops(at),),
         )
-        return train_here(config_of(manifest, tmp_path / run, **changes), given)
 
-    expected = work("plain", None)
+    expected = runs.here(manifest := data(runs), given())
+    config = runs.config(manifest, checkpoint_every_steps=4)
     with pytest.raises(RuntimeError, match="stopped"):
-        work("run", 9, checkpoint_every_steps=4)
-    result = work("run", None, checkpoint_every_steps=4)
+        train_here(config, given(9))
+    result = train_here(config, given())
     assert result.resumed_steps == (8,)
     assert_same(result, expected)
 
@@ -290,31 +247,24 @@ def _gang(
     return results
 
 
-def _checked(config: TrainConfig) -> TrainConfig:
-    return check_training(config, objects(), ShardManifest.load(config.shards_uri)).config
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", GANGS)
 def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
-    make_shards: MakeShards, tmp_path: Path, collective: str
+    runs: Runs, collective: str
 ) -> None:
-    manifest = data(make_shards)
-    gang: dict[str, Any] = {"num_workers": 2, "collective": collective}
+    manifest, gang = data(runs), {"num_workers": 2, "collective": collective}
     configs = {
-        name: _checked(config_of(manifest, tmp_path / name, **gang, **changes))
+        name: runs.check(manifest, objects(), **gang, **changes)
         for name, changes in CASES.items()
         if (name, collective) != ("parameters", "horovod")
     }
     # A small learning rate keeps rounding differences between rank counts small.
-    changes: dict[str, Any] = {"checkpoint_every_steps": 3, "learning_rate": 0.002}
-    whole = train_here(config_of(manifest, tmp_path / "whole", learning_rate=0.002), objects(dropout=0.0))
-    begun = config_of(manifest, tmp_path / "begun", **changes)
+    whole = runs.here(manifest, objects(dropout=0.0), learning_rate=0.002)
+    changes = {"checkpoint_every_steps": 3, "learning_rate": 0.002}
+    begun, to_begin = (runs.check(manifest, objects(), **changes, **gang) for _ in range(2))
     stopped(begun, 8, dropout=0.0)
-    to_begin = config_of(manifest, tmp_path / "to_begin", **changes)
-    work = partial(_gang, configs, _checked(replace(begun, **gang)), _checked(replace(to_begin, **gang)))
-    texts = run_ranks(2, collective, work)
+    texts = run_ranks(2, collective, partial(_gang, configs, begun, to_begin))
     for name in configs:
         expected, result = (TrainResult.from_json(text) for text in texts[0][name])
         assert result.resumed_steps == (3, 10), name
@@ -322,8 +272,7 @@ def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
     ended_here = train_here(to_begin, objects(dropout=0.0))
     for result in (TrainResult.from_json(texts[0]["begun"][0]), ended_here):
         assert result.resumed_steps == (6,)
-        first, second = state_of(result), state_of(whole)
-        assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+        assert_equal_states(result, whole, bound=1e-5)
         # An epoch that two gangs trained has the losses and metrics of all its rows.
         for mine, theirs in zip(result.history, whole.history, strict=True):
             assert mine.train_loss == pytest.approx(theirs.train_loss, rel=1e-4)
@@ -358,14 +307,12 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
 
 
 def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
-    make_shards: MakeShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manifest = data(make_shards)
-    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=3, keep_checkpoints=2)
-    stopped(config, 10)
-    folders = tmp_path / "run" / "checkpoints"
+    config = runs.config(data(runs), checkpoint_every_steps=3, keep_checkpoints=2)
+    folders = stopped(config, 10)
     assert sorted(path.name for path in folders.iterdir()) == ["step-0000000006", "step-0000000009"]
-    copies = [shutil.copytree(tmp_path / "run", tmp_path / f"copy-{i}") for i in range(len(DAMAGES))]
+    copies = [shutil.copytree(folders.parent, runs.folder / f"copy-{i}") for i in range(len(DAMAGES))]
     expected = train_here(config, objects())
     for copy, (name, damage) in zip(copies, DAMAGES, strict=True):
         damage(copy / "checkpoints" / "step-0000000009" / name)
@@ -382,36 +329,33 @@ def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
         assert_same(result, expected)
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "training.json"])
-def test_a_checkpoint_of_a_later_format_is_refused_and_stays(
-    make_shards: MakeShards, tmp_path: Path, name: str
-) -> None:
-    """A resume that ignored it would start earlier and then remove the newer checkpoint."""
-    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
-    stopped(config, 10)
-    folder = tmp_path / "run" / "checkpoints" / "step-0000000009"
-    text = json.dumps(json.loads((folder / name).read_bytes()) | {"format_version": 2}).encode()
+def rewrite(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Changes the JSON of a checkpoint's file, and the digest of `training.json`."""
+    text = json.dumps(change(json.loads((folder / name).read_bytes()))).encode()
     (folder / name).write_bytes(text)
     if name == "training.json":
-        info = json.loads((folder / "checkpoint.json").read_bytes())
-        info["training_sha256"] = hashlib.sha256(text).hexdigest()
-        (folder / "checkpoint.json").write_text(json.dumps(info))
+        digest = hashlib.sha256(text).hexdigest()
+        rewrite(folder, "checkpoint.json", lambda info: info | {"training_sha256": digest})
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "training.json"])
+def test_a_checkpoint_of_a_later_format_is_refused_and_stays(runs: Runs, name: str) -> None:
+    """A resume that ignored it would start earlier and then remove the newer checkpoint."""
+    config = runs.config(data(runs), checkpoint_every_steps=3)
+    folder = stopped(config, 10) / "step-0000000009"
+    rewrite(folder, name, lambda content: content | {"format_version": 2})
     with pytest.raises(ValueError, match=rf"{name} cannot be read: its format is 2, .*; upgrade ringspark"):
         train_here(config, objects())
     assert folder.exists()
 
 
-def test_the_seconds_are_those_of_all_runs(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
-    stopped(config, 10)
-    folder = tmp_path / "run" / "checkpoints" / "step-0000000009"
-    record = json.loads((folder / "training.json").read_bytes())
-    record["position"]["seconds"] += 5000.0  # simulates a long first run
-    text = json.dumps(record).encode()
-    (folder / "training.json").write_bytes(text)
-    info = json.loads((folder / "checkpoint.json").read_bytes())
-    info["training_sha256"] = hashlib.sha256(text).hexdigest()
-    (folder / "checkpoint.json").write_text(json.dumps(info))
+def test_the_seconds_are_those_of_all_runs(runs: Runs) -> None:
+    def lengthen(record: Any) -> Any:
+        record["position"]["seconds"] += 5000.0  # simulates a long first run
+        return record
+
+    config = runs.config(data(runs), checkpoint_every_steps=3)
+    rewrite(stopped(config, 10) / "step-0000000009", "training.json", lengthen)
     result = train_here(config, objects())
     assert result.resumed_steps == (9,)
     assert 5000.0 < result.seconds < 10000.0
@@ -445,13 +389,13 @@ class SilentDisk(LocalFileSystem):
 
 @pytest.mark.parametrize("about", ["optimizer.safetensors", "checkpoint.json"])
 def test_a_checkpoint_that_the_store_does_not_give_now_is_not_taken_for_a_damaged_one(
-    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, about: str
 ) -> None:
     """Otherwise the training would silently restart before it, and then remove it."""
-    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=3)
+    config = runs.config(data(runs), checkpoint_every_steps=3)
     stopped(config, 10)
     fsspec.register_implementation("silent", SilentDisk, clobber=True)
-    apart = replace(config, run_uri=f"silent://{tmp_path}/run")
+    apart = replace(config, run_uri=f"silent://{config.run_uri}")
     monkeypatch.setattr(SilentDisk, "about", about)
     with pytest.raises(OSError, match=r"step-0000000009 could not be read \(TimeoutError.*resume when"):
         train_here(apart, objects())
@@ -459,13 +403,12 @@ def test_a_checkpoint_that_the_store_does_not_give_now_is_not_taken_for_a_damage
     assert train_here(apart, objects()).resumed_steps == (9,)
 
 
-def test_the_next_writer_removes_what_was_never_finished(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_steps=2, keep_checkpoints=3)
-    unfinished = tmp_path / "run" / "checkpoints" / "step-0000000099"
+def test_the_next_writer_removes_what_was_never_finished(runs: Runs) -> None:
+    config = runs.config(data(runs), checkpoint_every_steps=2, keep_checkpoints=3)
+    unfinished = Path(config.run_uri) / "checkpoints" / "step-0000000099"
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"half of it")
-    stopped(config, 12)
-    names = sorted(path.name for path in unfinished.parent.iterdir())
+    names = sorted(path.name for path in stopped(config, 12).iterdir())
     assert names == [f"step-{step:010d}" for step in (6, 8, 10)]
 
 
@@ -488,21 +431,18 @@ class BlocksTheFolder(Stops):
         super().on_step_end(state)
 
 
-def test_a_store_that_cannot_be_written_costs_checkpoints_and_not_the_training(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    manifest = data(make_shards)
-    expected = train_here(config_of(manifest, tmp_path / "plain"), objects())
+def test_a_store_that_cannot_be_written_costs_checkpoints_and_not_the_training(runs: Runs) -> None:
+    expected = runs.here(manifest := data(runs), objects())
+    config = runs.config(manifest, checkpoint_every_steps=3)
 
     def work(at: int | None) -> TrainResult:
-        callback = BlocksTheFolder(tmp_path / "run" / "checkpoints", at)
-        config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=3)
+        callback = BlocksTheFolder(Path(config.run_uri) / "checkpoints", at)
         return train_here(config, UserObjects(module=net(), callbacks=(callback,)))
 
     result = work(None)
     assert result.checkpoint_errors[0].startswith("the checkpoint of step 3 was not written (")
     assert_same(result, expected)
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(config.run_uri)
     # Checkpoints can be written again from step 9 on.
     with pytest.raises(RuntimeError, match="stopped"):
         work(10)
@@ -511,23 +451,26 @@ def test_a_store_that_cannot_be_written_costs_checkpoints_and_not_the_training(
     assert_same(again, expected)
 
 
-def test_a_checkpoint_of_another_training_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = data(make_shards)
-    config = config_of(manifest, tmp_path / "run", checkpoint_every_steps=3)
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"optimizer": "sgd"}, {}, r"with optimizer AdamW in 1 .* this one has SGD in 1; set the same"),
+        ({"batch_size": 8}, {}, r"with 5 steps per epoch, this training has 10; give the same data"),
+        ({}, {"module": nn.Linear(4, 1)}, "another network|not of this model"),
+        ({}, {"callbacks": ()}, "with 3 callbacks, this one has 2"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(
+    runs: Runs, changes: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    config = runs.config(data(runs), checkpoint_every_steps=3)
     stopped(config, 4)
-    with pytest.raises(ValueError, match=r"with optimizer AdamW in 1 .* this one has SGD in 1; set the same"):
-        train_here(replace(config, optimizer="sgd"), objects())
-    with pytest.raises(ValueError, match=r"with 5 steps per epoch, this training has 10; give the same data"):
-        train_here(replace(config, batch_size=8), objects())
-    with pytest.raises(ValueError, match=r"another network|not of this model"):
-        train_here(config, UserObjects(module=nn.Linear(4, 1), callbacks=(Stops(),)))
-    with pytest.raises(ValueError, match=r"with 3 callbacks, this one has 2"):
-        train_here(config, UserObjects(module=net()))
+    with pytest.raises(ValueError, match=message):
+        train_here(replace(config, **changes), replace(objects(), **given))
 
 
-def test_without_a_wish_nothing_is_written(make_shards: MakeShards, tmp_path: Path) -> None:
-    stopped(config_of(data(make_shards), tmp_path / "run"), 12)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+def test_without_a_wish_nothing_is_written(runs: Runs) -> None:
+    assert not stopped(runs.config(data(runs)), 12).exists()
 
 
 class HoldsNoJson(Callback):
@@ -535,9 +478,7 @@ class HoldsNoJson(Callback):
         return {"weights": torch.zeros(1)}
 
 
-def test_a_callback_whose_state_has_no_json_form_is_named_at_the_start(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    config = config_of(data(make_shards), tmp_path / "run", checkpoint_every_epochs=1)
+def test_a_callback_whose_state_has_no_json_form_is_named_at_the_start(runs: Runs) -> None:
+    own = UserObjects(module=net(), callbacks=(HoldsNoJson(),))
     with pytest.raises(ValueError, match="callback HoldsNoJson must return JSON values"):
-        train_here(config, UserObjects(module=net(), callbacks=(HoldsNoJson(),)))
+        runs.here(data(runs), own, checkpoint_every_epochs=1)

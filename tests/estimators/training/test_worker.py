@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import equal_to_one_worker
 from ranks import GANGS, TORCH_AND_SLOW_OTHERS
-from small_training import config_of, train_gang, weights_of
+from small_training import Runs, columns_of, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
@@ -27,47 +26,30 @@ from ringspark.estimators.training.history import read_history, read_progress
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
-MakeShards = Callable[..., ShardManifest]
-_config = partial(config_of, model=SPEC.to_json())
+SETTINGS = {"model": SPEC}
 _weights = partial(weights_of, module=SPEC.build())
 
 
-def _columns(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    features = rng.normal(size=(rows, 4)).astype(np.float32)
-    label = (features.sum(1) + rng.normal(size=rows) * 0.1).astype(np.float32)
-    return {"x": features, "y": label, "w": rng.integers(0, 3, size=rows).astype(np.float64)}
+def _distance(one: TrainResult, other: TrainResult) -> float:
+    return float((_weights(one) - _weights(other)).abs().max())
+
+
+def _weighted(rows: int) -> dict[str, np.ndarray]:
+    return columns_of(rows) | {"w": np.random.default_rng(1).integers(0, 3, size=rows).astype(np.float64)}
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize(("rows", "workers", "steps"), [(803, 2, 52), (65, 3, 6)])
 def test_two_workers_equal_one_on_the_same_global_batches(
-    make_shards: MakeShards, tmp_path: Path, collective: str
+    runs: Runs, collective: str, rows: int, workers: int, steps: int
 ) -> None:
-    manifest = make_shards(_columns(803))
-    # 26 steps per epoch, 52 in total; the last batch of an epoch is short.
-    one = train_here(_config(manifest, tmp_path / "one"))
-    two = train_gang(_config(manifest, tmp_path / "two", num_workers=2, collective=collective))
-    assert one.steps == two.steps == 52
-    assert (_weights(one) - _weights(two)).abs().max() < 1e-5
-    losses = [[record.train_loss for record in result.history] for result in (one, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
-def test_a_rank_without_rows_in_a_step_does_not_change_the_numbers(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    """65 rows in batches of 32: the third batch has one row, so only one rank has rows."""
-    manifest = make_shards(_columns(65), row_group_rows=40, num_files=1)
-    one = train_here(_config(manifest, tmp_path / "one"))
-    three = train_gang(_config(manifest, tmp_path / "three", num_workers=3, collective=collective))
-    assert one.steps == three.steps == 6
-    assert (_weights(one) - _weights(three)).abs().max() < 1e-5
+    """The last batch of an epoch is short; of 65 rows it has one, so two of three ranks have no rows."""
+    config = runs.config(runs.shards(rows, row_group_rows=40))
+    one, _ = equal_to_one_worker(config, alone=train_here, num_workers=workers, collective=collective)
+    assert one.steps == steps
 
 
 class _Logarithm(nn.Module):
@@ -85,94 +67,48 @@ class _Logarithm(nn.Module):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_a_rank_without_rows_adds_exactly_nothing(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    manifest = make_shards(_columns(33))
-    changes: dict[str, Any] = {"model": None, "epochs": 1}
-    one = train_here(_config(manifest, tmp_path / "a", **changes), UserObjects(module=_seeded()))
-    config = _config(manifest, tmp_path / "b", num_workers=2, collective=collective, **changes)
-    two = train_gang(config, UserObjects(module=_seeded()))
-    assert (weights_of(one, _Logarithm()) - weights_of(two, _Logarithm())).abs().max() < 1e-5
-
-
-def _seeded() -> nn.Module:
-    torch.manual_seed(0)
-    return _Logarithm()
+def test_a_rank_without_rows_adds_exactly_nothing(runs: Runs, collective: str) -> None:
+    config, objects = runs.config(33, model=None, epochs=1), UserObjects(module=_Logarithm())
+    equal_to_one_worker(config, objects, alone=train_here, num_workers=2, collective=collective)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_row_weights_count_over_the_global_batch(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    manifest = make_shards(_columns(200))
-    one = train_here(_config(manifest, tmp_path / "one", weight_column="w"))
-    two = train_gang(
-        _config(manifest, tmp_path / "two", weight_column="w", num_workers=2, collective=collective)
-    )
-    unweighted = train_here(_config(manifest, tmp_path / "plain"))
-    assert (_weights(one) - _weights(two)).abs().max() < 1e-5
-    assert (_weights(one) - _weights(unweighted)).abs().max() > 1e-3
+def test_row_weights_count_over_the_global_batch(runs: Runs, collective: str) -> None:
+    config = runs.config(columns := _weighted(200), weight_column="w")
+    one, _ = equal_to_one_worker(config, alone=train_here, num_workers=2, collective=collective)
+    assert _distance(one, runs.here(columns)) > 1e-3
 
 
-def test_integer_weights_equal_repeated_rows(make_shards: MakeShards, tmp_path: Path) -> None:
-    columns = _columns(100)
+def test_integer_weights_equal_repeated_rows(runs: Runs) -> None:
+    columns = _weighted(100)
     counts = columns["w"].astype(int)
     repeated = {name: np.repeat(values, counts, axis=0) for name, values in columns.items()}
-    changes: dict[str, Any] = {"batch_size": 400, "epochs": 10}
-    weighted = train_here(
-        _config(make_shards(columns, name="a"), tmp_path / "one", weight_column="w", **changes)
-    )
-    plain = train_here(_config(make_shards(repeated, name="b"), tmp_path / "two", **changes))
-    assert (_weights(weighted) - _weights(plain)).abs().max() < 1e-5
+    weighted = runs.here(columns, weight_column="w", batch_size=400, epochs=10)
+    assert _distance(weighted, runs.here(repeated, batch_size=400, epochs=10)) < 1e-5
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_two_runs_with_one_seed_are_bitwise_equal(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
-    manifest = make_shards(_columns(300))
+def test_two_runs_with_one_seed_are_bitwise_equal(runs: Runs, collective: str) -> None:
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.3})
-    config = _config(manifest, tmp_path / "a", num_workers=2, collective=collective, model=spec.to_json())
-    first, second = train_gang(config), train_gang(replace(config, run_uri=str(tmp_path / "b")))
-    other = train_gang(replace(config, run_uri=str(tmp_path / "c"), seed=1))
-    weights = [weights_of(result, spec.build()) for result in (first, second, other)]
-    assert weights[0].equal(weights[1])
-    assert not weights[0].equal(weights[2])
+    results = [runs.gang(300, model=spec, collective=collective, seed=seed) for seed in (0, 0, 1)]
+    first, second, other = (weights_of(result, spec.build()) for result in results)
+    assert first.equal(second)
+    assert not first.equal(other)
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
-def test_micro_batches_give_the_step_of_the_whole_batch(
-    make_shards: MakeShards, tmp_path: Path, accumulation: int
-) -> None:
-    manifest = make_shards(_columns(200))
-    whole = train_here(_config(manifest, tmp_path / "a"))
-    parts = train_here(_config(manifest, tmp_path / "b", gradient_accumulation=accumulation))
-    assert (_weights(whole) - _weights(parts)).abs().max() < 1e-5
+def test_micro_batches_give_the_step_of_the_whole_batch(runs: Runs, accumulation: int) -> None:
+    assert _distance(runs.here(200), runs.here(200, gradient_accumulation=accumulation)) < 1e-5
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_micro_batches_on_two_workers(make_shards: MakeShards, tmp_path: Path, collective: str) -> None:
-    manifest = make_shards(_columns(197))
-    whole = train_here(_config(manifest, tmp_path / "a", max_grad_norm=0.1))
-    config = _config(manifest, tmp_path / "b", gradient_accumulation=2, num_workers=2, max_grad_norm=0.1)
-    assert (_weights(whole) - _weights(train_gang(replace(config, collective=collective)))).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_learns_like_fp32_and_keeps_fp32_weights(
-    make_shards: MakeShards, tmp_path: Path, precision: str
-) -> None:
-    manifest = make_shards(_columns(400))
-    full = train_here(_config(manifest, tmp_path / "a", epochs=5))
-    mixed = train_here(_config(manifest, tmp_path / "b", epochs=5, precision=precision))
-    assert _weights(mixed).dtype == torch.float32
-    assert not _weights(full).equal(_weights(mixed))
-    assert mixed.history[-1].train_loss == pytest.approx(full.history[-1].train_loss, rel=0.2)
-    assert mixed.history[-1].train_loss < 0.5 * mixed.history[0].train_loss
+def test_micro_batches_on_two_workers(runs: Runs, collective: str) -> None:
+    whole = runs.here(197, max_grad_norm=0.1)
+    parts = runs.gang(197, max_grad_norm=0.1, gradient_accumulation=2, collective=collective)
+    assert _distance(whole, parts) < 1e-5
 
 
 class _Recorder(nn.Module):
@@ -190,60 +126,43 @@ class _Recorder(nn.Module):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_shuffle_is_obeyed_and_every_row_is_seen_once(
-    make_shards: MakeShards, tmp_path: Path, shuffle: bool, monkeypatch: Any
-) -> None:
+def test_shuffle_is_obeyed_and_every_row_is_seen_once(runs: Runs, shuffle: bool, monkeypatch: Any) -> None:
     rows = np.arange(100, dtype=np.float32)
-    manifest = make_shards({"x": rows, "y": rows}, row_group_rows=16, num_files=1)
-    recorder = _Recorder()
-    monkeypatch.setattr(
-        "ringspark.estimators.training.rank_network.build_module", lambda config, objects: recorder
-    )
-    config = _config(manifest, tmp_path / "a", model=None, epochs=1, shuffle=shuffle, learning_rate=1e-6)
-    train_here(config, UserObjects(module=recorder))
+    manifest, recorder = runs.shards({"x": rows, "y": rows}, row_group_rows=16, num_files=1), _Recorder()
+    monkeypatch.setattr("ringspark.estimators.training.rank_network.build_module", lambda *_: recorder)
+    objects = UserObjects(module=recorder)
+    runs.here(manifest, objects, model=None, epochs=1, shuffle=shuffle, learning_rate=1e-6)
     assert sorted(recorder.seen) == rows.tolist()
     assert (recorder.seen == rows.tolist()) is not shuffle
 
 
-def test_validation_rows_are_measured_and_never_trained_on(make_shards: MakeShards, tmp_path: Path) -> None:
-    columns = _columns(200)
-    held_out = np.arange(200) % 4 == 0
-    kept = {name: values[~held_out] for name, values in columns.items()}
-    with_split = train_here(
-        _config(make_shards(columns, validation=held_out, name="a"), tmp_path / "a", shuffle=False)
-    )
-    assert with_split.rows == 2 * 150
+def test_validation_rows_are_measured_and_never_trained_on(runs: Runs) -> None:
+    columns, held_out = columns_of(200), np.arange(200) % 4 == 0
+    result = runs.here(runs.shards(columns, validation=held_out), shuffle=False)
+    assert result.rows == 2 * 150
     module = SPEC.build()
-    load_checkpoint(with_split.checkpoint_uri, module)
+    load_checkpoint(result.checkpoint_uri, module)
     with torch.no_grad():
         output = module.eval()(torch.from_numpy(columns["x"][held_out]))[:, 0]
     expected = ((output - torch.from_numpy(columns["y"][held_out])) ** 2).mean().item()
-    assert with_split.history[-1].validation_loss == pytest.approx(expected, rel=1e-5)
-    without = train_here(_config(make_shards(kept, name="b"), tmp_path / "b", shuffle=False))
-    assert without.history[-1].validation_loss is None
+    assert result.history[-1].validation_loss == pytest.approx(expected, rel=1e-5)
+    assert runs.here(150).history[-1].validation_loss is None
 
 
-def test_the_run_directory_tells_the_story(make_shards: MakeShards, tmp_path: Path) -> None:
-    result = train_here(_config(make_shards(_columns(100)), tmp_path / "run"))
-    history = read_history(result.run_uri)
+def test_the_run_directory_tells_the_story(runs: Runs) -> None:
+    result = runs.here(100)
+    history, progress = read_history(result.run_uri), read_progress(result.run_uri)
     assert tuple(history) == result.history
-    assert [record.epoch for record in history] == [1, 2]
-    assert history[0].rows == 100
-    assert history[0].steps == 4
-    progress = read_progress(result.run_uri)
+    assert [(record.epoch, record.rows, record.steps) for record in history] == [(1, 100, 4), (2, 100, 4)]
     assert progress is not None
     assert progress.num_steps == 8
 
 
-def test_training_changes_neither_the_users_module_nor_the_random_state(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_training_changes_neither_the_users_module_nor_the_random_state(runs: Runs) -> None:
     module = SPEC.build()
     before = [p.clone() for p in module.parameters()]
     state, others = torch.get_rng_state(), (random.getstate(), str(np.random.get_state()))
-    result = train_here(
-        _config(make_shards(_columns(100)), tmp_path / "run", model=None), UserObjects(module=module)
-    )
+    result = runs.here(100, UserObjects(module=module), model=None)
     assert torch.get_rng_state().equal(state)
     assert (random.getstate(), str(np.random.get_state())) == others
     assert all(a.equal(b) for a, b in zip(before, module.parameters(), strict=True))
@@ -262,20 +181,13 @@ class _Draws(Callback):
 
 
 @pytest.mark.distributed
-def test_every_rank_draws_from_streams_of_its_own_that_the_seed_decides(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    manifest = make_shards(_columns(65))
-    drawn = {}
-    for name, seed in (("first", 5), ("again", 5), ("other", 6)):
-        folder = tmp_path / name
-        folder.mkdir()
-        config = _config(manifest, folder / "run", epochs=1, num_workers=2, collective="torch", seed=seed)
-        train_gang(config, UserObjects(callbacks=(_Draws(folder),)))
-        drawn[name] = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
-    assert drawn["first"] == drawn["again"]
-    numbers = [number for name in ("first", "other") for rank in drawn[name] for number in rank]
-    assert len(set(numbers)) == 12
+def test_every_rank_draws_from_streams_of_its_own_that_the_seed_decides(runs: Runs) -> None:
+    drawn = []
+    for seed in (5, 5, 6):
+        runs.gang(65, UserObjects(callbacks=(_Draws(runs.folder),)), epochs=1, seed=seed)
+        drawn.append([json.loads((runs.folder / str(rank)).read_text()) for rank in range(2)])
+    assert drawn[0] == drawn[1]
+    assert len({number for ranks in drawn[1:] for rank in ranks for number in rank}) == 12
 
 
 class _BreaksInValidation(nn.Module):
@@ -293,15 +205,13 @@ class _BreaksInValidation(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_an_error_in_a_validation_ends_its_reader(
-    make_shards: MakeShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_validation_ends_its_reader(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     # Many blocks, so that the reader is still running ahead.
     monkeypatch.setattr("ringspark.pipelines.readers.base._BLOCK_ROWS", 32)
-    manifest = make_shards(_columns(1000), validation=np.arange(1000) >= 40)
+    manifest = runs.shards(1000, validation=np.arange(1000) >= 40)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="the held-out rows broke") as raised:
-        train_here(_config(manifest, tmp_path / "run", model=None), UserObjects(module=_BreaksInValidation()))
+        runs.here(manifest, UserObjects(module=_BreaksInValidation()), model=None)
     # The error keeps the frames of the training and everything in them.
     assert raised.value is not None
     assert set(threading.enumerate()) == before
@@ -313,84 +223,62 @@ class _Shared(list[float]):
     belongs_to_rank = True
 
 
-def test_a_users_optimizer_with_two_groups_and_schedule_is_used(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    frozen_rate = _Shared()
+def test_a_users_optimizer_with_two_groups_and_schedule_is_used(runs: Runs) -> None:
+    asked = _Shared()
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         first, *others = list(parameters)
         return torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others, "lr": 0.05}])
 
     def schedule(step: int, num_steps: int) -> float:
-        frozen_rate.append(step / num_steps)
+        asked.append(step / num_steps)
         return 0.5
 
-    result = train_here(
-        _config(make_shards(_columns(100)), tmp_path / "run"),
-        UserObjects(optimizer=optimizer, lr_schedule=schedule),
-    )
-    module = SPEC.build()
-    load_checkpoint(result.checkpoint_uri, module)
+    result = runs.here(100, UserObjects(optimizer=optimizer, lr_schedule=schedule))
     torch.manual_seed(0)
-    start = SPEC.build()
-    first, second = list(module.parameters())[:2], list(start.parameters())[:2]
-    assert first[0].equal(second[0])
-    assert not first[1].equal(second[1])
+    module = SPEC.build()
+    start = [p.detach().clone() for p in module.parameters()]
+    load_checkpoint(result.checkpoint_uri, module)
+    trained = list(module.parameters())
+    assert trained[0].equal(start[0])
+    assert not trained[1].equal(start[1])
     # The driver tries the whole schedule before the training.
-    assert frozen_rate[: result.steps] == frozen_rate[result.steps :]
+    assert asked[: result.steps] == asked[result.steps :]
 
 
 class _FailsAtStep(nn.Module):
-    def __init__(self, step: int) -> None:
+    """Fails on rank 1, in its third step."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.step, self.calls = step, 0
+        self.linear, self.calls = nn.Linear(4, 1), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        distributed = torch.distributed
         if self.training and torch.is_grad_enabled():
             self.calls += 1
-            if (
-                self.calls == self.step
-                and torch.distributed.is_initialized()
-                and torch.distributed.get_rank() == 1
-            ):
+            if self.calls == 3 and distributed.is_initialized() and distributed.get_rank() == 1:
                 raise RuntimeError("the model broke")
         return self.linear(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.distributed
-def test_a_model_that_raises_on_one_rank_is_named_with_its_step(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    config = _config(
-        make_shards(_columns(300)), tmp_path / "run", model=None, num_workers=2, collective="torch"
-    )
-    with pytest.raises(
-        WorkerError, match=r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"
-    ):
-        train_gang(config, UserObjects(module=_FailsAtStep(3)))
+def test_a_model_that_raises_on_one_rank_is_named_with_its_step(runs: Runs) -> None:
+    message = r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"
+    with pytest.raises(WorkerError, match=message):
+        runs.gang(300, UserObjects(module=_FailsAtStep()), model=None)
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("compression", ["none", "int8"])
-def test_a_loss_that_is_not_finite_stops_the_training(
-    make_shards: MakeShards, tmp_path: Path, compression: str
-) -> None:
-    config = _config(
-        make_shards(_columns(100)),
-        tmp_path / "run",
-        optimizer="sgd",
-        learning_rate=1e20,
-        activation_compression=compression,
-    )
+def test_a_loss_that_is_not_finite_stops_the_training(runs: Runs, compression: str) -> None:
     with pytest.raises(FloatingPointError, match=r"the training loss is .* lower learningRate") as raised:
-        train_here(config)
+        runs.here(100, optimizer="sgd", learning_rate=1e20, activation_compression=compression)
     assert ("activationCompression='int8' rounds" in str(raised.value)) == (compression == "int8")
 
 
-def test_the_result_survives_json(make_shards: MakeShards, tmp_path: Path) -> None:
-    result = train_here(_config(make_shards(_columns(50)), tmp_path / "run"))
+def test_the_result_survives_json(runs: Runs) -> None:
+    result = runs.here(50)
     text = result.to_json()
     assert TrainResult.from_json(text) == result
     assert len(json.dumps(text)) < 4096
