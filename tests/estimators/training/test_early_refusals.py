@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from awkward_networks import make_columns
-from small_training import config_of
+from small_training import Runs
 from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators import user_code
-from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.pipelines import ShardManifest
-
-MakeShards = Callable[..., ShardManifest]
 
 
 class _MeanOfClasses(nn.CrossEntropyLoss):
@@ -69,44 +63,36 @@ def _net(outputs: int = 1) -> nn.Module:
         (r"with torch\.enable_grad\(\):", {"module": _DifferentiatesInEvaluation()}),
     ],
 )
-def test_the_driver_refuses_in_a_sentence(
-    make_shards: MakeShards, tmp_path: Path, sentence: str, changes: dict[str, Any]
-) -> None:
+def test_the_driver_refuses_in_a_sentence(runs: Runs, sentence: str, changes: dict[str, Any]) -> None:
     columns = make_columns(83)
     columns["y"] = (columns["y"] > 0).astype("float32")
-    manifest = make_shards(columns)
     with pytest.raises(ValueError, match=sentence):
-        check_training(config_of(manifest, tmp_path / "run", task="any"), UserObjects(**changes), manifest)
+        runs.check(columns, UserObjects(**changes), task="any")
 
 
-def test_a_functional_loss_is_called_per_row(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = config_of(make_shards(make_columns(83)), tmp_path / "run")
-    torch.manual_seed(0)
+def test_a_functional_loss_is_called_per_row(runs: Runs) -> None:
     network = _net()
     losses = [
-        train_here(config, UserObjects(module=network, losses=given)).history[-1].train_loss
+        runs.here(83, UserObjects(module=network, losses=given)).history[-1].train_loss
         for given in ((), (F.mse_loss,))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_cached_function_of_a_script_reaches_the_workers() -> None:
+def test_a_cached_function_and_property_of_a_script_reach_the_workers() -> None:
     @functools.lru_cache(maxsize=7)
     def double(number: int) -> int:
         return 2 * number
 
-    copied = user_code.loads(user_code.dumps(double))
-    assert copied(4) == 8
-    assert copied.cache_parameters()["maxsize"] == 7
-
-
-def test_a_cached_property_of_a_script_reaches_the_workers() -> None:
     class Squares:
         @functools.cached_property
         def four(self) -> int:
             return 4
 
-    copied = user_code.loads(user_code.dumps(Squares))()
+    function, made = user_code.loads(user_code.dumps((double, Squares)))
+    assert function(4) == 8
+    assert function.cache_parameters()["maxsize"] == 7
+    copied = made()
     assert (copied.four, vars(copied)) == (4, {"four": 4})
 
 
@@ -119,11 +105,10 @@ class _Pair(nn.Module):
         return self.lin(torch.stack([left, 2 * right], 1))[:, 0]  # type: ignore[no-any-return]
 
 
-def test_inputs_in_another_order_than_forward_are_named(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_inputs_in_another_order_than_forward_are_named(runs: Runs) -> None:
     columns = {name: make_columns(83)["y"] for name in ("left", "right", "y")}
-    config = config_of(make_shards(columns), tmp_path / "run", input_columns=("right", "left"))
     with pytest.warns(UserWarning, match=r"by position, but forward of _Pair takes \['left', 'right'\]"):
-        check_training(config, UserObjects(module=_Pair()), ShardManifest.load(config.shards_uri))
+        runs.check(columns, UserObjects(module=_Pair()), input_columns=("right", "left"))
 
 
 class _Graph(nn.Module):
@@ -138,20 +123,17 @@ class _Graph(nn.Module):
         return self.lin(torch.sparse.mm(self.edges, x.t()).t())[:, 0]  # type: ignore[no-any-return, arg-type]
 
 
-def test_a_network_with_a_sparse_buffer_trains_or_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(make_columns(83))
-    config = config_of(
-        manifest, tmp_path / "run", checkpoint_every_steps=1, on_non_finite="skip", num_workers=1
-    )
-    result = train_here(config, UserObjects(module=_Graph(persistent=False)))
+def test_a_network_with_a_sparse_buffer_trains_or_is_refused(runs: Runs) -> None:
+    changes = {"checkpoint_every_steps": 1, "on_non_finite": "skip"}
+    result = runs.here(83, UserObjects(module=_Graph(persistent=False)), **changes)
     assert result.checkpoint_errors == ()
     assert result.lost_state == ()
     with pytest.raises(ValueError, match=r"edges.*dense"):
-        check_training(config, UserObjects(module=_Graph(persistent=True)), manifest)
+        runs.check(83, UserObjects(module=_Graph(persistent=True)), **changes)
 
 
 @pytest.mark.parametrize("by", ["identity", "dimensions"])
-def test_groups_that_a_copy_would_lose_are_refused(make_shards: MakeShards, tmp_path: Path, by: str) -> None:
+def test_groups_that_a_copy_would_lose_are_refused(runs: Runs, by: str) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1), nn.Flatten(0))
     head = {id(parameter) for parameter in net[2].parameters()}
 
@@ -161,23 +143,21 @@ def test_groups_that_a_copy_would_lose_are_refused(make_shards: MakeShards, tmp_
             (chosen if (id(p) in head if by == "identity" else p.ndim > 1) else rest).append(p)
         return torch.optim.SGD([{"params": chosen, "lr": 0.05}, {"params": rest, "lr": 0.001}], 0.05)
 
-    manifest = make_shards(make_columns(20))
-    config, objects = config_of(manifest, tmp_path / "run"), UserObjects(module=net, optimizer=optimizer)
+    objects = UserObjects(module=net, optimizer=optimizer)
     if by == "dimensions":
-        check_training(config, objects, manifest)
+        runs.check(20, objects)
         return
     with pytest.raises(ValueError, match=r"differently on the workers, for example \['2.bias', '2.weight'\]"):
-        check_training(config, objects, manifest)
+        runs.check(20, objects)
 
 
-def test_a_buffer_that_is_an_expanded_view_is_checked(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_buffer_that_is_an_expanded_view_is_checked(runs: Runs) -> None:
     net = _net()
     net.register_buffer("mask", torch.ones(1, 6).expand(3, 6))
-    manifest = make_shards(make_columns(20))
-    check_training(config_of(manifest, tmp_path / "run"), UserObjects(module=net), manifest)
+    runs.check(20, UserObjects(module=net))
 
 
-def test_the_check_leaves_no_hook_and_no_moved_value(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_the_check_leaves_no_hook_and_no_moved_value(runs: Runs) -> None:
     class Codebook(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -197,16 +177,12 @@ def test_the_check_leaves_no_hook_and_no_moved_value(make_shards: MakeShards, tm
             parameter.register_hook(lambda gradient: gradient / 2)
         return torch.optim.SGD(parameters, 0.1)
 
-    manifest = make_shards(make_columns(20))
-    config, objects = config_of(manifest, tmp_path / "run"), UserObjects(module=net, optimizer=optimizer)
-    check_training(config, objects, manifest)
+    runs.check(20, UserObjects(module=net, optimizer=optimizer))
     assert not net.lin.weight._backward_hooks
     assert (net.size.item(), net.lin.bias.item()) == (1.0, 0.5)
 
 
-def test_the_result_of_the_checks_keeps_no_copy_of_the_network(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_the_result_of_the_checks_keeps_no_copy_of_the_network(runs: Runs) -> None:
     def networks() -> set[int]:
         gc.collect()
         return {id(each) for each in gc.get_objects() if isinstance(each, _Counted)}
@@ -214,7 +190,7 @@ def test_the_result_of_the_checks_keeps_no_copy_of_the_network(
     class _Counted(nn.Linear):
         """Its objects are counted."""
 
-    manifest, net = make_shards(make_columns(20)), nn.Sequential(_Counted(4, 1), nn.Flatten(0))
-    checked = check_training(config_of(manifest, tmp_path / "run"), UserObjects(module=net), manifest)
+    net = nn.Sequential(_Counted(4, 1), nn.Flatten(0))
+    checked = check_training(runs.config(20), UserObjects(module=net), runs.manifest(20))
     assert networks() == {id(net[0])}
     assert checked.shapes == ((),)

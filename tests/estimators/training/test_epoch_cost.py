@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from short_sync import sync_of
-from small_training import config_of, train_ranks
+from small_training import Runs, train_ranks
 from torch import nn
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.observation.epoch_meter import PEAKS, FlopCount, RaplEnergy, peak_flops
-from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec, apply_activation_checkpoint
-from ringspark.pipelines import ShardManifest
 
 ROWS = 803
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16, 16], "out_features": 1})
+SETTINGS = {"model": SPEC}
 # 2 operations per weight each for the forward pass, the weight gradients and the input gradients. The first
 # layer needs no input gradients.
 FLOPS_A_ROW = 2 * 3 * (4 * 16 + 16 * 16 + 16) - 2 * 4 * 16
-MakeShards = Callable[..., ShardManifest]
-_config = partial(config_of, model=SPEC.to_json())
-
-
-@pytest.fixture
-def manifest(make_shards: MakeShards) -> ShardManifest:
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-    return make_shards({"x": x, "y": x.sum(1)})
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sharding", ["none", pytest.param("parameters", marks=pytest.mark.slow)])
-def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
-    manifest: ShardManifest, tmp_path: Path, sharding: str
-) -> None:
-    config = _config(
-        manifest, tmp_path / "run", num_workers=2, collective="torch", sync=sync_of(sharding=sharding)
-    )
+def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(runs: Runs, sharding: str) -> None:
+    config = runs.config(ROWS, num_workers=2, collective="torch", sync=sync_of(sharding=sharding))
     results = train_ranks(config)
-    costs = [record.cost for record in results[0].history]
-    for record, cost in zip(results[0].history, costs, strict=True):
+    sent = []
+    for record in results[0].history:
+        cost = record.cost
         assert cost is not None
         assert 0 < cost.training_seconds <= record.seconds
         assert cost.flops == ROWS * FLOPS_A_ROW
         assert cost.flops_utilization is None  # the peak rate of a CPU is unknown
+        sent.append(cost.bytes_sent)
     # The total also includes the initial weights and the all-reduces at the end of each epoch.
-    sent = [cost.bytes_sent or 0 for cost in costs if cost is not None]
     assert sent[1] > 26 * 2 * 4 * sum(p.numel() for p in SPEC.build().parameters())
     assert sum(sent) <= sum(result.bytes_sent for result in results)
     row = TrainingSummary.of(results[0]).history.iloc[1]
@@ -61,22 +46,16 @@ def test_a_gang_counts_the_bytes_and_operations_of_all_ranks(
     assert row.flops_per_second == pytest.approx(row.flops / row.training_seconds)
 
 
-def test_an_epoch_that_was_resumed_has_no_bytes(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path / "run", epochs=1, checkpoint_every_steps=10)
-    config = check_training(config, UserObjects(), manifest).config
+def test_an_epoch_that_was_resumed_has_no_bytes(runs: Runs) -> None:
+    config = runs.check(ROWS, epochs=1, checkpoint_every_steps=10)
     # The checkpoint of step 20 stays; only `fit` removes it.
     first, second = (train_worker(config, LocalCollective()) for _ in range(2))
     assert second.resumed_steps == (20,)
     whole, rest = first.history[0].cost, second.history[0].cost
     assert whole is not None
     assert rest is not None
-    assert whole.bytes_sent == 0
-    assert rest.bytes_sent is None
-    assert rest.energy_joules is None
+    assert (whole.bytes_sent, rest.bytes_sent, rest.energy_joules) == (0, None, None)
     assert rest.flops == whole.flops == ROWS * FLOPS_A_ROW
-
-
-# ------------------------------------------------------------------------------ operations
 
 
 def test_what_is_computed_again_is_not_counted_and_nothing_changes() -> None:
@@ -89,31 +68,22 @@ def test_what_is_computed_again_is_not_counted_and_nothing_changes() -> None:
         if recomputes:
             apply_activation_checkpoint(network, "all")
         count = FlopCount()
-        if counts:
-            with count:
-                network(x).square().sum().backward()
-        else:
+        with count if counts else nullcontext():
             network(x).square().sum().backward()
         found.append((count.flops, [p.grad for p in network.parameters()]))
     off, on, again = found
     assert off[0] == 0
     assert on[0] == again[0] > 0
     for other in (on, again):
-        assert all(
-            a is not None and b is not None and a.equal(b) for a, b in zip(off[1], other[1], strict=True)
-        )
+        assert all(map(torch.equal, off[1], other[1]))
 
 
 def test_a_peak_is_known_of_listed_devices_alone() -> None:
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    assert peak_flops("NVIDIA L4", "fp32") == 30.3e12
-    assert peak_flops("NVIDIA L40", "fp32") is None
-    assert peak_flops("Tesla T4", "bf16") is None
-    assert peak_flops("", "fp32") is None
+    known = {("NVIDIA A100-SXM4-80GB", "bf16"): 312e12, ("NVIDIA L4", "fp32"): 30.3e12}
+    unknown = [("NVIDIA L40", "fp32"), ("Tesla T4", "bf16"), ("", "fp32")]
+    for names, peak in {**known, **dict.fromkeys(unknown)}.items():
+        assert peak_flops(*names) == peak
     assert all(single < half for _, single, half in PEAKS)
-
-
-# ------------------------------------------------------------------------------ energy
 
 
 def test_energy_is_that_of_packages_and_their_memory_also_when_a_counter_begins_anew(tmp_path: Path) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_training import config_of, train_ranks
+from small_training import Runs, train_ranks
 from torch import nn
 
-from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.history import GradientNoise
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.pipelines import ShardManifest
 
 ROWS, DIM = 8192, 64
-MakeShards = Callable[..., ShardManifest]
 # A rate so low that the weights and the noise do not change.
-_config = partial(config_of, task="any", optimizer="sgd", learning_rate=1e-12, noise_scale=True)
+SETTINGS = {"task": "any", "optimizer": "sgd", "learning_rate": 1e-12, "noise_scale": True}
 
 
 class Distance(nn.Module):
@@ -42,8 +36,7 @@ def half_square(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 OBJECTS = UserObjects(module=Distance(DIM), losses=(half_square,))
 
 
-@pytest.fixture(scope="module")
-def columns() -> dict[str, Any]:
+def make_columns() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(ROWS, DIM)) * rng.uniform(0.5, 2, DIM) + rng.normal(size=DIM) * 0.2).astype("f4")
     return {"x": x, "y": np.zeros(ROWS, "f4"), "w": rng.integers(1, 4, ROWS).astype(float)}
@@ -70,18 +63,15 @@ def check(noise: GradientNoise | None, answer: GradientNoise) -> None:
         (2, {"batch_size": 64}),
         # Of 62 rows, two ranks get 21 and one gets 20.
         pytest.param(
-            3,
-            {"batch_size": 62, "weight_column": "w", "collective": "horovod"},
-            marks=pytest.mark.slow,
+            3, {"batch_size": 62, "weight_column": "w", "collective": "horovod"}, marks=pytest.mark.slow
         ),
     ],
 )
 def test_a_gang_finds_the_noise_scale_of_a_quadratic(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, Any], workers: int, changes: dict[str, Any]
+    runs: Runs, workers: int, changes: dict[str, Any]
 ) -> None:
-    settings = {"collective": "torch", "epochs": 4} | changes
-    config = _config(make_shards(columns), tmp_path / "run", num_workers=workers, **settings)
-    results = train_ranks(config, OBJECTS)
+    columns, settings = make_columns(), {"collective": "torch", "epochs": 4} | changes
+    results = train_ranks(runs.config(columns, num_workers=workers, **settings), OBJECTS)
     assert results[0].history[-1].noise == results[1].history[-1].noise
     check(results[0].history[-1].noise, expected(columns, "weight_column" in changes))
     row = results[0].history[-1].row()
@@ -89,11 +79,7 @@ def test_a_gang_finds_the_noise_scale_of_a_quadratic(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_one_worker_finds_it_from_its_micro_batches(
-    make_shards: MakeShards, tmp_path: Path, columns: dict[str, Any], precision: str
-) -> None:
+def test_one_worker_finds_it_from_its_micro_batches(runs: Runs, precision: str) -> None:
     """The gradients of fp16 come from a scaled loss."""
-    config = _config(
-        make_shards(columns), tmp_path / "run", gradient_accumulation=4, precision=precision, batch_size=64
-    )
-    check(train_here(config, OBJECTS).history[-1].noise, expected(columns))
+    columns, changes = make_columns(), {"gradient_accumulation": 4, "precision": precision, "batch_size": 64}
+    check(runs.here(columns, OBJECTS, **changes).history[-1].noise, expected(columns))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,17 @@ import numpy as np
 import pytest
 import torch
 from awkward_networks import make_columns
-from failing_callback import Fails
-from small_training import config_of
+from parity import equal_to_undisturbed
+from small_training import Runs, state_of, train_in_threads
 from torch import nn
 
-from ringspark.estimators import user_code
-from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.in_process import RankError, run_in_turns
-from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.optimizer_state import place_value
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.reading import load_training_state
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult, train_worker
-from ringspark.pipelines import ShardManifest
-
-MakeShards = Callable[..., ShardManifest]
+from ringspark.estimators.training.settings.config import UserObjects
 
 
 class Modal(torch.optim.Optimizer):
@@ -107,32 +96,27 @@ def test_state_of_no_parameter_survives_a_resume(tmp_path: Path) -> None:
         assert one.equal(two)
 
 
-def test_an_optimizer_trains_and_is_saved_in_its_modes(make_shards: MakeShards, tmp_path: Path) -> None:
-    columns = make_columns(83)
-    manifest = make_shards(columns, num_files=1)
-    config = config_of(manifest, tmp_path / "run", shuffle=False)
-    result = train_here(config, UserObjects(module=_net(), optimizer=Modal))
-    plain = _net()
+def test_an_optimizer_trains_and_is_saved_in_its_modes(runs: Runs) -> None:
+    columns, plain = make_columns(83), _net()
+    manifest = runs.shards(columns, num_files=1)
+    result = runs.here(manifest, UserObjects(module=_net(), optimizer=Modal), shuffle=False)
     optimizer = Modal(plain.parameters())
     optimizer.train()
     x, y = torch.from_numpy(columns["x"]), torch.from_numpy(columns["y"])
     for _ in range(2):
-        for start in range(0, 83, 32):
+        for rows in torch.arange(83).split(32):
             optimizer.zero_grad()
-            ((plain(x[start : start + 32])[:, 0] - y[start : start + 32]) ** 2).mean().backward()
+            (plain(x[rows])[:, 0] - y[rows]).square().mean().backward()
             optimizer.step()
     optimizer.eval()
-    trained = _net()
-    load_checkpoint(result.checkpoint_uri, trained)
-    assert torch.allclose(trained.weight, plain.weight, atol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(state_of(result)["weight"], plain.weight, atol=1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.extras
-def test_modes_of_a_sharded_optimizer_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(make_columns(83))
-    sharded = config_of(manifest, tmp_path / "run", sync=Zero(stage=1), num_workers=2)
+def test_modes_of_a_sharded_optimizer_are_refused(runs: Runs) -> None:
+    objects = UserObjects(module=_net(), optimizer=Modal)
     with pytest.raises(ValueError, match=r"Modal .* modes"):
-        check_training(sharded, UserObjects(module=_net(), optimizer=Modal), manifest)
+        runs.check(83, objects, sync=Zero(stage=1), num_workers=2)
 
 
 class Scaled(torch.optim.SGD):
@@ -176,37 +160,12 @@ class Counted(torch.optim.SGD):
 
 @pytest.mark.parametrize("make", [Scaled, Counted])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_resumed_run_of_two_workers_is_bitwise_the_same(
-    make_shards: MakeShards, tmp_path: Path, make: Any, stage: int
-) -> None:
-    manifest, found = make_shards(make_columns(83)), []
-    for run in ("whole", "resumed"):
-        config = config_of(
-            manifest,
-            tmp_path / run,
-            num_workers=2,
-            checkpoint_every_steps=1,
-            sync=Zero(stage=stage) if stage else AllReduce(),
-        )
-
-        objects = UserObjects(module=_net(), optimizer=make, callbacks=(Fails(tmp_path / "mark", 5),))
-        config = check_training(config, objects, manifest).config
-        train = partial(_train, config, objects)
-        if run == "resumed":
-            with pytest.raises(RankError, match="step 5"):
-                run_in_turns(2, train)
-        (tmp_path / "mark").touch()
-        result = run_in_turns(2, train)[0]
-        (tmp_path / "mark").unlink()
+def test_a_resumed_run_of_two_workers_is_bitwise_the_same(runs: Runs, make: Any, stage: int) -> None:
+    sync = Zero(stage=stage) if stage else AllReduce()
+    config = runs.config(make_columns(83), num_workers=2, checkpoint_every_steps=1, sync=sync)
+    objects = UserObjects(module=_net(), optimizer=make)
+    for result in equal_to_undisturbed(config, objects, step=5, train=train_in_threads):
         assert result.checkpoint_errors == ()
-        assert len(result.resumed_steps) == (run == "resumed")
-        found.append(_net())
-        load_checkpoint(result.checkpoint_uri, found[-1])
-    assert all(map(torch.equal, found[0].parameters(), found[1].parameters()))
-
-
-def _train(config: TrainConfig, objects: UserObjects, world: Collective) -> TrainResult:
-    return train_worker(config, world, user_code.copy(objects))
 
 
 class Hides(torch.optim.SGD):
@@ -240,6 +199,15 @@ class Joint(torch.optim.SGD):
         super().step()
 
 
+class _Sharpness(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        return super().step(closure)
+
+
+OTHER_STEP = "Hides takes a different step after its state was saved and loaded"
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize(
     ("make", "sentence", "changes", "allowed"),
@@ -247,9 +215,7 @@ class Joint(torch.optim.SGD):
         *(
             (partial(Hides, place=place), words, {}, {"checkpoint_every_seconds": 0.0})
             for place, words in (
-                ("attribute", "Hides takes a different step after its state was saved and loaded"),
-                ("rare", "Hides takes a different step after its state was saved and loaded"),
-                ("array", "Hides takes a different step after its state was saved and loaded"),
+                *((place, OTHER_STEP) for place in ("attribute", "rare", "array")),
                 ("nested", "the optimizer's state 'state:all:history' is a list"),
             )
         ),
@@ -259,32 +225,20 @@ class Joint(torch.optim.SGD):
             {"num_workers": 2, "sync": Zero(stage=1)},
             {"num_workers": 2},
         ),
+        (partial(_Sharpness, lr=0.1), "closure", {}, None),
     ],
 )
 def test_an_optimizer_that_would_resume_or_shard_wrongly_is_refused(
-    make_shards: MakeShards, tmp_path: Path, make: Any, sentence: str, changes: Any, allowed: Any
+    runs: Runs, make: Any, sentence: str, changes: Any, allowed: Any
 ) -> None:
-    manifest, objects = make_shards(make_columns(83)), UserObjects(module=_net(), optimizer=make)
+    objects = UserObjects(module=_net(), optimizer=make)
     with pytest.raises(ValueError, match=sentence):
-        check_training(config_of(manifest, tmp_path / "run", **changes), objects, manifest)
-    check_training(config_of(manifest, tmp_path / "run", **allowed), objects, manifest)
+        runs.check(83, objects, **changes)
+    if allowed is not None:
+        runs.check(83, objects, **allowed)
 
 
 def test_state_of_a_scalar_parameter_lies_on_its_device() -> None:
     temperature, group = nn.Parameter(torch.zeros((), device="meta")), {"fused": None}
     assert place_value(torch.ones(()), temperature, group, "exp_avg").is_meta  # type: ignore[union-attr]
     assert not place_value(torch.ones(()), temperature, group, "step").is_meta  # type: ignore[union-attr]
-
-
-class _Sharpness(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
-        return super().step(closure)
-
-
-@pytest.mark.extras
-def test_an_optimizer_that_needs_a_closure_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(make_columns(83))
-    objects = UserObjects(module=_net(), optimizer=lambda p: _Sharpness(p, 0.1))
-    with pytest.raises(ValueError, match="closure"):
-        check_training(config_of(manifest, tmp_path / "run"), objects, manifest)

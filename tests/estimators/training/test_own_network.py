@@ -32,16 +32,16 @@ from awkward_networks import (
     recipes,
     train_plain,
 )
-from failing_callback import Fails
 from hypothesis import given, reject, settings
+from parity import assert_equal_states, equal_to_undisturbed
 from ranks import run_ranks
-from small_training import config_of
+from small_training import Runs, config_of, state_of, train_in_threads
 from torch import nn
 from written_shards import written
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.collectives.in_process import RankError, run_in_turns
+from ringspark.estimators.collectives.in_process import run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.options.sync import AllReduce, Zero
@@ -51,20 +51,14 @@ from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.estimators.training.worker import train_worker
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
+SETTINGS = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "timeout_seconds": 60}
 # Number of composed networks, 80 per minute; `--hypothesis-seed` takes the seed.
 NUM_RECIPES = int(os.environ.get("RINGSPARK_TEST_NETWORKS", "0"))
-
-
-def _config(manifest: ShardManifest, run: Path, workers: int = 1) -> TrainConfig:
-    return config_of(
-        manifest, run, batch_size=BATCH, epochs=EPOCHS, shuffle=False, num_workers=workers, timeout_seconds=60
-    )
 
 
 def _weights(uri: str) -> dict[str, torch.Tensor]:
@@ -83,13 +77,6 @@ def _difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
     return " ".join(f"{name} is off by {size:.2g}" for name, size in off.items() if not size < 1e-5)
 
 
-def _train_in_turns(config: TrainConfig, pickled: bytes) -> TrainResult:
-    def train(world: Collective) -> TrainResult:
-        return train_worker(config, world, user_code.loads(pickled))
-
-    return run_in_turns(config.num_workers, train)[0]
-
-
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
@@ -103,11 +90,12 @@ def _try(recipe: Recipe, manifest: ShardManifest, columns: dict[str, Any], run: 
         reject()
     before = copy.deepcopy(_tensors(case.module))
     try:
-        config = replace(_config(manifest, run, workers), sync=recipe.sync)
+        config = config_of(manifest, run, num_workers=workers, sync=recipe.sync, **SETTINGS)
         config = check_training(config, case.objects(), manifest).config
     except (ValueError, TypeError) as error:
         return str(error)
-    result = _train_in_turns(config, user_code.dumps(case.objects()))
+    pickled = user_code.dumps(case.objects())
+    result = run_in_turns(workers, lambda world: train_worker(config, world, user_code.loads(pickled)))[0]
     assert _difference(expected, _weights(result.checkpoint_uri)) == ""
     # The network that predicts is a copy without weights, filled from the checkpoint.
     predictor, x = copy_to_meta(case.module), torch.from_numpy(columns["x"])
@@ -123,9 +111,10 @@ def _try(recipe: Recipe, manifest: ShardManifest, columns: dict[str, Any], run: 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", CASES)
-def test_one_worker_equals_plain_pytorch(make_shards: MakeShards, tmp_path: Path, name: str) -> None:
+def test_one_worker_equals_plain_pytorch(runs: Runs, name: str) -> None:
     columns, recipe = make_columns(ROWS[0]), CASES[name]
-    sentence = _try(recipe, make_shards(columns, num_files=1), columns, tmp_path / "run", workers=1)
+    manifest = runs.shards(columns, num_files=1)
+    sentence = _try(recipe, manifest, columns, runs.folder / "run", workers=1)
     assert re.search(recipe.refusal or "^$", sentence)
 
 
@@ -191,21 +180,19 @@ def _step_in_backward(net: Any) -> None:
     ],
 )
 def test_parameters_that_several_workers_cannot_train_are_refused(
-    make_shards: MakeShards, tmp_path: Path, change: Callable[[Any], None], sync: Any, sentence: str
+    runs: Runs, change: Callable[[Any], None], sync: Any, sentence: str
 ) -> None:
-    manifest, net = make_shards(make_columns(83)), Net()
+    net, columns = Net(), make_columns(83)
     change(net)
-    config = replace(_config(manifest, tmp_path / "run"), sync=sync)
-    check_training(config, UserObjects(module=net), manifest)
+    runs.check(columns, UserObjects(module=net), sync=sync)
     with pytest.raises(ValueError, match=sentence):
-        check_training(replace(config, num_workers=2), UserObjects(module=net), manifest)
+        runs.check(columns, UserObjects(module=net), sync=sync, num_workers=2)
 
 
-def test_a_hook_that_sharding_would_drop_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(make_columns(83))
-    config = replace(_config(manifest, tmp_path / "run", workers=2), sync=Zero(stage=3), collective="torch")
+def test_a_hook_that_sharding_would_drop_is_refused(runs: Runs) -> None:
+    changes = {"num_workers": 2, "sync": Zero(stage=3), "collective": "torch"}
     with pytest.raises(ValueError, match="has a hook"):
-        check_training(config, CASES["hook_on_tensor"].make().objects(), manifest)
+        runs.check(make_columns(83), CASES["hook_on_tensor"].make().objects(), **changes)
 
 
 def _train_all(
@@ -223,16 +210,15 @@ def _train_all(
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
-def test_two_workers_equal_plain_pytorch(make_shards: MakeShards, tmp_path: Path, rows: int) -> None:
+def test_two_workers_equal_plain_pytorch(runs: Runs, rows: int) -> None:
     columns = make_columns(rows)
-    manifest = make_shards(columns, num_files=1, row_group_rows=20)
+    manifest = runs.shards(columns, num_files=1, row_group_rows=20)
     configs, pickled = {}, {}
     for name, recipe in CASES.items():
         if recipe.refusal is None and name != "hook_that_clips":  # which needs the whole gradient
-            case = recipe.make()
-            config = _config(manifest, tmp_path / name, workers=2)
-            configs[name] = check_training(config, case.objects(), manifest).config
-            pickled[name] = user_code.dumps(case.objects())
+            objects = recipe.make().objects()
+            configs[name] = runs.check(manifest, objects, run=name, num_workers=2)
+            pickled[name] = user_code.dumps(objects)
     found = run_ranks(2, "torch", partial(_train_all, configs, pickled))[0]
     wrong = {}
     for name, uri in found.items():
@@ -266,11 +252,11 @@ def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None
 
 
 @pytest.mark.extras
-def test_the_memory_of_each_network_can_be_planned(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_the_memory_of_each_network_can_be_planned(runs: Runs) -> None:
     from ringspark.extras.planning.memory.columns import BatchColumn
     from ringspark.extras.planning.memory.planner import Planner
 
-    config = replace(_config(make_shards(make_columns(83)), tmp_path / "run"), output_widths=(1,))
+    config = runs.config(make_columns(83), output_widths=(1,))
     x = BatchColumn(shape=(BATCH, 4), dtype=torch.float32)
     y = BatchColumn(shape=(BATCH,), dtype=torch.float32)
     for name, recipe in CASES.items():
@@ -279,83 +265,58 @@ def test_the_memory_of_each_network_can_be_planned(make_shards: MakeShards, tmp_
             assert plan.peak > 0, name
 
 
-class _ThawsOnce(Callback):
-    """Thaws a layer after the first epoch, and fails in the third."""
+class _Thaws(Callback):
+    """Thaws a layer after the first epoch, or thaws and freezes it in turns."""
 
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
+    def __init__(self, in_turns: bool) -> None:
+        self.in_turns = in_turns
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        if state.epoch == 1:
+        if not self.in_turns and state.epoch == 1:
             state.module.get_submodule("lin").requires_grad_(True)
-        if self.fails and state.epoch == 3:
-            raise RuntimeError("stopped")
-
-
-def test_a_thawed_layer_trains_on_after_a_resume(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(make_columns(83))
-    found = []
-    for run in ("whole", "resumed"):
-        config = replace(
-            _config(manifest, tmp_path / run), epochs=4, checkpoint_every_epochs=1, ema_decay=0.5
-        )
-        objects = replace(CASES["frozen"].make().objects(), callbacks=(_ThawsOnce(run == "resumed"),))
-        if run == "resumed":
-            with pytest.raises(RuntimeError, match="stopped"):
-                train_here(config, objects)
-            objects = replace(objects, callbacks=(_ThawsOnce(False),))
-        found.append(_weights(train_here(config, objects).checkpoint_uri))
-    assert not found[0]["lin.weight"].equal(CASES["frozen"].make().module.state_dict()["lin.weight"])
-    assert all(value.equal(found[1][name]) for name, value in found[0].items())
-
-
-class _Alternates(Callback):
-    """Thaws and freezes a layer in turns, and fails after a step."""
-
-    def __init__(self, fails: int) -> None:
-        self.fails = fails
 
     def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self.fails:
-            raise RuntimeError("stopped")
-        state.module.get_submodule("lin").requires_grad_(state.step in (1, 4))
+        if self.in_turns:
+            state.module.get_submodule("lin").requires_grad_(state.step in (1, 4))
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])
-@pytest.mark.parametrize("fails", [2, 4])
-def test_a_layer_that_is_thawed_and_frozen_in_turns_keeps_its_state(
-    make_shards: MakeShards, tmp_path: Path, fails: int, decay: float | None
+# Fails in the third epoch; right after a step that thaws; while the layer is frozen again.
+@pytest.mark.parametrize(("in_turns", "step"), [(False, 8), (True, 2), (True, 4)])
+def test_a_thawed_layer_trains_on_after_a_resume(
+    runs: Runs, decay: float | None, in_turns: bool, step: int
 ) -> None:
-    """The run fails right after a step that thaws, or while the layer is frozen again."""
-    manifest, found = make_shards(make_columns(83)), []
-    for run in ("whole", "resumed"):
-        config = replace(_config(manifest, tmp_path / run), checkpoint_every_steps=1, ema_decay=decay)
-        objects = replace(CASES["frozen"].make().objects(), optimizer=partial(torch.optim.Adam, lr=0.05))
-        if run == "resumed":
-            with pytest.raises(RuntimeError, match="stopped"):
-                train_here(config, replace(objects, callbacks=(_Alternates(fails),)))
-        result = train_here(config, replace(objects, callbacks=(_Alternates(0),)))
-        found.append(_weights(result.checkpoint_uri))
-    assert all(value.equal(found[1][name]) for name, value in found[0].items())
+    """Adam keeps the state of a layer that is frozen again."""
+    every = {"checkpoint_every_steps": 1} if in_turns else {"checkpoint_every_epochs": 1, "epochs": 4}
+    config, objects = (
+        runs.config(make_columns(83), ema_decay=decay, **every),
+        CASES["frozen"].make().objects(),
+    )
+    if in_turns:
+        objects = replace(objects, optimizer=partial(torch.optim.Adam, lr=0.05))
+    first = objects.module.state_dict()["lin.weight"].clone()
+    objects = replace(objects, callbacks=(_Thaws(in_turns),))
+    straight, resumed = equal_to_undisturbed(config, objects, step=step, train=train_here)
+    assert_equal_states(straight, resumed)
+    assert not state_of(straight)["lin.weight"].equal(first)
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])
 @pytest.mark.parametrize("freezes", [("lin.*", "out.*"), ("out.*", "lin.*")])
 def test_a_fit_from_a_training_state_freezes_its_own_layers(
-    make_shards: MakeShards, tmp_path: Path, freezes: tuple[str, str], decay: float | None
+    runs: Runs, freezes: tuple[str, str], decay: float | None
 ) -> None:
     """The state of the first training names other frozen layers."""
-    manifest, objects = make_shards(make_columns(83)), Recipe().make().objects()
-    config = replace(_config(manifest, tmp_path / "0"), keep_training_state=True, ema_decay=decay)
-    for number, pattern in enumerate(freezes):
-        config = replace(config, freeze=(pattern,), run_uri=str(tmp_path / str(number)))
-        config = check_training(config, objects, manifest).config
-        result = _train_in_turns(config, user_code.dumps(objects))
-        (state,) = (tmp_path / str(number)).rglob("training.json")
+    columns, objects = make_columns(83), Recipe().make().objects()
+    changes: dict[str, Any] = {"keep_training_state": True, "ema_decay": decay}
+    for pattern in freezes:
+        config = runs.config(columns, freeze=(pattern,), **changes)
+        result = train_in_threads(config, objects)
+        (state,) = Path(config.run_uri).rglob("training.json")
         start, start_uri = config.initial_training_state, str(state.parent)
-        config = replace(config, initial_weights=result.checkpoint_uri, initial_training_state=start_uri)
+        changes |= {"initial_weights": result.checkpoint_uri, "initial_training_state": start_uri}
     assert start is not None
-    before, after = _weights(start), _weights(result.checkpoint_uri)
+    before, after = _weights(start), state_of(result)
     moved = {name.partition(".")[0] for name, value in before.items() if not value.equal(after[name])}
     assert moved == {"lin", "mid", "out"} - {freezes[1].partition(".")[0]}
 
@@ -399,22 +360,9 @@ def test_a_generator_that_forward_makes_later_is_not_replaced_by_none() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_plain_attributes_of_a_network_survive_a_resume(
-    make_shards: MakeShards, tmp_path: Path, workers: int
-) -> None:
-    manifest, found = make_shards(make_columns(83)), []
-    for run in ("whole", "resumed"):
-        config = replace(_config(manifest, tmp_path / run, workers), checkpoint_every_steps=1)
-        objects = UserObjects(module=_Remembers(), callbacks=(Fails(tmp_path / "mark", 4),))
-        config = check_training(config, objects, manifest).config
-        pickled = user_code.dumps(objects)
-        if run == "resumed":
-            with pytest.raises(RankError, match="step 4"):
-                _train_in_turns(config, pickled)
-        (tmp_path / "mark").touch()
-        result = _train_in_turns(config, pickled)
-        (tmp_path / "mark").unlink()
-        assert result.resumed_steps == ((3,) if run == "resumed" else ())
-        found.append(_weights(result.checkpoint_uri))
-    assert found[0].keys() == found[1].keys()
-    assert all(value.equal(found[1][name]) for name, value in found[0].items())
+def test_plain_attributes_of_a_network_survive_a_resume(runs: Runs, workers: int) -> None:
+    config = runs.config(make_columns(83), num_workers=workers, checkpoint_every_steps=1)
+    objects = UserObjects(module=_Remembers())
+    straight, resumed = equal_to_undisturbed(config, objects, step=4, train=train_in_threads)
+    assert resumed.resumed_steps == (3,)
+    assert_equal_states(straight, resumed)

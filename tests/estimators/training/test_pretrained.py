@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import assert_equal_states
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from short_sync import sync_of
-from small_training import config_of, train_gang
+from small_training import Runs, state_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.finetuning.pretrained import check_pretrained, load_pretrained
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.rank_network import RankNetwork
@@ -32,9 +30,8 @@ from ringspark.models import ModelSpec
 from ringspark.models.lora import add_lora
 from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
-_config = partial(config_of, model=SPEC.to_json())
+SETTINGS = {"model": SPEC}
 
 
 def _setting(uri: Path | str, *ignore: str, strict: bool = True) -> Pretrained:
@@ -56,9 +53,14 @@ def _as_file(folder: Path) -> Path:
     return folder / "any name.safetensors"
 
 
-def _as_folder(folder: Path) -> Path:
-    save_file(_tensors(_other()), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def _as_folder(folder: Path, name: str = "", link: str = "") -> Path:
+    """Saves in a folder `name`; `link` is a folder with links, as in the cache of Hugging Face."""
+    (folder / name).mkdir(exist_ok=True)
+    save_file(_tensors(_other()), folder / name / "model.safetensors", metadata={"format": "pt"})
+    if link:
+        (folder / link).mkdir()
+        (folder / link / "model.safetensors").symlink_to(f"../{name}/model.safetensors")
+    return folder / link
 
 
 def _as_pieces(folder: Path) -> Path:
@@ -72,22 +74,16 @@ def _as_pieces(folder: Path) -> Path:
     return folder
 
 
-def _as_saved(folder: Path) -> Path:
-    (folder / "weights").mkdir()
-    _as_folder(folder / "weights")
-    return folder
+PLACES = [
+    _as_file,
+    _as_folder,
+    _as_pieces,
+    partial(_as_folder, name="weights"),
+    partial(_as_folder, name="blobs", link="snapshot"),
+]
 
 
-def _as_links(folder: Path) -> Path:
-    """Links files like the Hugging Face download cache."""
-    (folder / "blobs").mkdir()
-    _as_folder(folder / "blobs")
-    (folder / "snapshot").mkdir()
-    (folder / "snapshot" / "model.safetensors").symlink_to("../blobs/model.safetensors")
-    return folder / "snapshot"
-
-
-@pytest.mark.parametrize("place", [_as_file, _as_folder, _as_pieces, _as_saved, _as_links])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_body_is_loaded_from_whatever_a_uri_means(place: Callable[[Path], Path], tmp_path: Path) -> None:
     module = SPEC.build()
     before, ticks = _tensors(module), []
@@ -188,42 +184,31 @@ def test_what_is_no_checkpoint_is_refused(files: dict[str, bytes], words: str, t
         check_pretrained(_setting(tmp_path), SPEC.build())
 
 
-def test_a_training_starts_from_it_and_the_driver_reads_no_tensor(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    _as_folder(tmp_path)
-    rng = np.random.default_rng(0)
-    manifest = make_shards({"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.ones(64, np.float32)})
-    config = _config(
-        manifest, tmp_path / "r", pretrained=_setting(tmp_path, "head.*"), freeze=("trunk.*",), epochs=1
-    )
-    state = load_file(Path(train_here(config).checkpoint_uri) / "model.safetensors")
-    theirs = _other().state_dict()
+def test_a_training_starts_from_it_and_the_driver_reads_no_tensor(runs: Runs) -> None:
+    file = _as_folder(runs.folder) / "model.safetensors"
+    changes = {"pretrained": _setting(runs.folder, "head.*"), "freeze": ("trunk.*",), "epochs": 1}
+    state, theirs = state_of(runs.here(64, **changes)), _other().state_dict()
     for name in state:
         if name.startswith("trunk"):
             assert torch.equal(state[name], theirs[name]), name
-    file = tmp_path / "model.safetensors"
     header = int.from_bytes(file.read_bytes()[:8], "little")
     file.write_bytes(file.read_bytes()[: 8 + header])
-    check_training(config, UserObjects(), manifest)
+    runs.check(64, **changes)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(("collective", "sharding"), [("horovod", "none"), ("torch", "parameters")])
-def test_all_ranks_start_from_what_rank_0_has_read(
-    make_shards: MakeShards, tmp_path: Path, collective: str, sharding: str
-) -> None:
-    _as_folder(tmp_path)
-    rng = np.random.default_rng(0)
-    manifest = make_shards({"x": rng.normal(size=(64, 4)).astype(np.float32), "y": np.ones(64, np.float32)})
-    changes: dict[str, Any] = {"pretrained": _setting(tmp_path, "head.*"), "optimizer": "sgd"}
-    one = train_here(_config(manifest, tmp_path / "one", **changes))
-    changes |= {"num_workers": 2, "collective": collective, "sync": sync_of(sharding=sharding)}
-    two = train_gang(_config(manifest, tmp_path / "two", **changes))
-    first, second = (load_file(Path(r.checkpoint_uri) / "model.safetensors") for r in (one, two))
-    for name in first:
-        assert torch.allclose(first[name], second[name], atol=1e-6), name
+def test_all_ranks_start_from_what_rank_0_has_read(runs: Runs, collective: str, sharding: str) -> None:
+    setting = _setting(_as_folder(runs.folder), "head.*")
+    one, two = (
+        train(64, pretrained=setting, optimizer="sgd", **changes)
+        for train, changes in (
+            (runs.here, {}),
+            (runs.gang, {"collective": collective, "sync": sync_of(sharding=sharding)}),
+        )
+    )
+    assert_equal_states(one, two, bound=1e-6)
 
 
 def _running_means(config: TrainConfig, collective: Collective) -> list[float]:
@@ -236,17 +221,19 @@ def _running_means(config: TrainConfig, collective: Collective) -> list[float]:
 
 @pytest.mark.extras
 @pytest.mark.distributed
-def test_ranks_that_build_only_their_shard_get_the_checkpoints_buffers(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_ranks_that_build_only_their_shard_get_the_checkpoints_buffers(runs: Runs) -> None:
     spec = ModelSpec("resnet", {"in_channels": 1, "out_features": 1, "depths": [1], "width": 4})
     saved = spec.build()
     saved(torch.randn(8, 1, 8, 8))
-    save_file(_tensors(saved), tmp_path / "model.safetensors")
-    manifest = make_shards({"x": np.ones((8, 1, 8, 8), np.float32), "y": np.ones(8, np.float32)})
-    settings = {"pretrained": _setting(tmp_path), "sync": Zero(stage=3)}
-    config = _config(manifest, tmp_path / "run", num_workers=2, collective="torch", **settings)
-    config = replace(config, model=spec.to_json())
+    save_file(_tensors(saved), runs.folder / "model.safetensors")
+    config = runs.config(
+        {"x": np.ones((8, 1, 8, 8), np.float32), "y": np.ones(8, np.float32)},
+        model=spec,
+        num_workers=2,
+        collective="torch",
+        pretrained=_setting(runs.folder),
+        sync=Zero(stage=3),
+    )
     expected = [float(b.sum()) for name, b in saved.named_buffers() if name.endswith("running_mean")]
     assert any(expected)
     assert run_ranks(2, "torch", partial(_running_means, config)) == [pytest.approx(expected)] * 2

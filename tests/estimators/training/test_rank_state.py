@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peak_memory import memory_use
 from ranks import run_ranks
 from short_sync import sync_of
-from small_training import config_of
+from small_training import Runs, columns_of
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import run_in_turns
@@ -26,12 +25,10 @@ from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 WIDTH = 1024
 # Weights and momentum of a rank.
 STATE_BYTES = 2 * WIDTH * WIDTH * 4
-MakeShards = Callable[..., ShardManifest]
 
 
 def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
@@ -53,14 +50,11 @@ def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
 
 @pytest.mark.distributed
 @pytest.mark.extras
-def test_a_rank_holds_the_state_of_one_other_rank_at_most(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_rank_holds_the_state_of_one_other_rank_at_most(runs: Runs) -> None:
     """In addition to its own state, and the copy that rank 0 writes."""
-    rng = np.random.default_rng(0)
-    manifest = make_shards({"x": rng.normal(size=(64, WIDTH)).astype(np.float32), "y": np.zeros(64)})
-    config = config_of(
-        manifest,
-        tmp_path / "run",
-        model=ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH], "out_features": 1}).to_json(),
+    config = runs.config(
+        columns_of(64, WIDTH),
+        model=ModelSpec("mlp", {"in_features": WIDTH, "hidden": [WIDTH], "out_features": 1}),
         optimizer="momentum",
         num_workers=5,
         sync=sync_of(local="training"),

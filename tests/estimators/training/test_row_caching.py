@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_training import config_of, weights_of
+from small_training import Runs, weights_of
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.available import Available
@@ -24,22 +23,19 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.row_caching import find_cached_rows
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest, ShardReader
+from ringspark.pipelines import ShardReader
 from ringspark.pipelines.readers import base
 
 SPEC = ModelSpec("linear", {"in_features": 4, "out_features": 1})
+SETTINGS = {"model": SPEC}
 ROW_BYTES = 4 * 4 + 4
+HELD_OUT = np.arange(300) % 3 == 0
 
 
 class _Fails(Callback):
     def on_epoch_end(self, state: TrainingState) -> None:
         if state.epoch == 2:
             raise KeyError("on purpose")
-
-
-def _shards(make_shards: Callable[..., ShardManifest], **settings: Any) -> ShardManifest:
-    x = np.random.default_rng(0).normal(size=(300, 4)).astype(np.float32)
-    return make_shards({"x": x, "y": x.sum(1)}, row_group_rows=10, **settings)
 
 
 def _open_files(folder: Path) -> list[str]:
@@ -53,20 +49,19 @@ def _open_files(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_every_cache_trains_alike_and_frees_what_it_kept(
-    make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    temporary = tmp_path.resolve() / "temporary"
+    temporary = runs.folder.resolve() / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    manifest = _shards(make_shards, validation=np.arange(300) % 3 == 0)
+    manifest = runs.shards(300, row_group_rows=10, validation=HELD_OUT)
     readers: list[ShardReader] = []
-    kept: list[int] = []
-    open_files: list[int] = []
+    seen: list[tuple[int, int]] = []  # of every epoch: open files and kept bytes
 
     class Counts(Callback):
         def on_epoch_end(self, state: TrainingState) -> None:
-            open_files.append(len(_open_files(temporary)))
-            kept.append(sum(reader.cache.num_bytes for reader in readers if reader.cache is not None))
+            kept = sum(reader.cache.num_bytes for reader in readers if reader.cache is not None)
+            seen.append((len(_open_files(temporary)), kept))
 
     original = worker.open_reader
 
@@ -78,28 +73,24 @@ def test_every_cache_trains_alike_and_frees_what_it_kept(
     weights = []
     for cache in ("none", "memory", "disk"):
         readers.clear()
-        kept.clear()
-        open_files.clear()
-        config = config_of(manifest, tmp_path / cache, model=SPEC.to_json(), epochs=3, cache=cache)
+        seen.clear()
+        config = runs.config(manifest, epochs=3, cache=cache)
         objects = UserObjects(callbacks=(Counts(), *([_Fails()] if fails else [])))
-        if fails:
-            with pytest.raises(KeyError):
-                train_here(config, objects)
-        else:
+        with pytest.raises(KeyError) if fails else nullcontext():
             weights.append(weights_of(train_here(config, objects), SPEC.build()))
         parts = [find_cached_rows(config, manifest, split, 0, 1) for split in ("train", "validation")]
         said = sum(part.num_bytes for part in parts)
         assert said == 300 * ROW_BYTES
-        assert set(kept) == {0 if cache == "none" else said}
+        # One file per reader.
+        assert set(seen) == {(2 if cache == "disk" else 0, 0 if cache == "none" else said)}
         assert all(reader.cache is None for reader in readers)
-        assert set(open_files) == {2 if cache == "disk" else 0}, "one file per reader"
         assert (_open_files(temporary), list(temporary.glob("ringspark-*"))) == ([], [])
     assert all(other.equal(weights[0]) for other in weights)
 
 
-def test_a_rank_counts_only_the_rows_that_it_reads_again(make_shards: Any) -> None:
-    manifest = _shards(make_shards)
-    config = config_of(manifest, Path("run"), epochs=2)
+def test_a_rank_counts_only_the_rows_that_it_reads_again(runs: Runs) -> None:
+    manifest = runs.shards(300, row_group_rows=10)
+    config = runs.config(manifest)
     parts = [find_cached_rows(config, manifest, "train", rank, 3) for rank in range(3)]
     # Two epochs assign row groups to three ranks at random, so a rank gets about a ninth of them twice.
     assert all(0 < part.num_bytes < 300 * ROW_BYTES / 2 for part in parts)
@@ -124,9 +115,9 @@ def test_auto_takes_what_has_twice_the_room(
 
 
 @pytest.mark.extras
-def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
-    manifest = _shards(make_shards)
-    config = config_of(manifest, Path("run"), model=SPEC.to_json(), cache="memory")
+def test_the_memory_check_counts_what_is_kept(runs: Runs) -> None:
+    manifest = runs.shards(300, row_group_rows=10)
+    config = runs.config(manifest, cache="memory")
     needs = worker_needs(config, UserObjects(), manifest)
     assert needs["kept rows"] == 300 * ROW_BYTES
     total = sum(needs.values())
@@ -141,10 +132,9 @@ def test_the_memory_check_counts_what_is_kept(make_shards: Any) -> None:
 
 
 def test_auto_looks_at_the_disk_only_where_memory_does_not_do(
-    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = _shards(make_shards)
-    asked = config_of(manifest, Path("run"), model=SPEC.to_json(), cache="auto")
+    manifest, asked = runs.manifest(300), runs.config(300, cache="auto")
 
     def no_folder() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
@@ -168,11 +158,9 @@ def _refuses(*args: Any, **settings: Any) -> str:
 
 
 def test_no_thread_outlives_a_validation_whose_batch_fails(
-    make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "_BLOCK_ROWS", 2)  # keeps the reader thread from finishing early
-    manifest = _shards(make_shards, validation=np.arange(300) % 3 == 0)
-    config = config_of(manifest, tmp_path, model=SPEC.to_json(), batch_size=2)
     to_batch, made = feed.to_batch, count()
 
     def fails(*args: Any) -> feed.Batch:
@@ -182,7 +170,7 @@ def test_no_thread_outlives_a_validation_whose_batch_fails(
 
     monkeypatch.setattr(feed, "to_batch", fails)
     with pytest.raises(KeyError) as caught:
-        train_here(config)
+        runs.here(runs.shards(300, validation=HELD_OUT), batch_size=2)
     # The error holds its frames, and one of them holds the reader's batches.
     assert caught.value.__traceback__ is not None
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ringspark")] == []

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 from slow_disk import SlowDisk
-from small_training import config_of
+from small_training import Runs
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import rank_zero, writer
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines import storage
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1, "norm": "batch"})
-MakeShards = Callable[..., ShardManifest]
+SETTINGS = {"model": SPEC}
 
 
 def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: str, status: Status) -> str:
@@ -53,18 +50,14 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
     ],
 )
 def test_no_rank_stands_still_while_the_weights_are_written(
-    make_shards: MakeShards, tmp_path: Path, collective: str, changes: dict[str, Any]
+    runs: Runs, collective: str, changes: dict[str, Any]
 ) -> None:
     """Covers the last weights, the best weights, and a checkpoint that is still being written."""
-    features = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    manifest = make_shards({"x": features, "y": features.sum(1)})
-    config = config_of(
-        manifest, tmp_path, model=SPEC.to_json(), num_workers=2, collective=collective, **changes
-    )
-    config = check_training(config, UserObjects(), manifest).config
-    config = TrainConfig(**{**vars(config), "run_uri": f"slow://{tmp_path}/run"})
-    pulse = Pulse(run_uri=str(tmp_path / "beats"), token="t", timeout_seconds=0.4)
-    (tmp_path / "beats" / "heartbeat").mkdir(parents=True)
+    config = runs.check(64, num_workers=2, collective=collective, **changes)
+    config = replace(config, run_uri=f"slow://{runs.folder}/run")
+    beats = runs.folder / "beats"
+    pulse = Pulse(run_uri=str(beats), token="t", timeout_seconds=0.4)
+    (beats / "heartbeat").mkdir(parents=True)
     texts = run_spawned(2, collective, partial(_train, config, pulse), timeout_seconds=600)
     written = TrainResult.from_json(texts[0]).checkpoint_uri
     assert storage.size(f"{written.replace('slow://', '')}/model.safetensors") > 0

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from small_training import config_of, train_gang
+from ranks import GANGS
+from small_training import Runs
 from step_calls import StepCalls, calls_of, operations_of, waiting_operations
 from torch.nn import functional
 
-from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 
 MODEL = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1})
-
-
-@pytest.fixture
-def config(make_shards: Any, tmp_path: Path) -> TrainConfig:
-    generator = np.random.default_rng(0)
-    columns = {"x": generator.normal(size=(320, 4)).astype(np.float32), "y": np.ones(320, np.float32)}
-    return config_of(make_shards(columns), tmp_path / "run", model=MODEL.to_json(), optimizer="sgd")
+SETTINGS = {"model": MODEL, "optimizer": "sgd"}
 
 
 def bare_operations() -> list[str]:
@@ -50,8 +40,8 @@ def check(path: Path, most_more: int) -> None:
     assert len(operations) <= len(bare) + most_more, sorted(set(operations) - set(bare))
 
 
-def test_a_step_of_one_rank_waits_for_no_device(config: TrainConfig, tmp_path: Path) -> None:
-    train_here(config, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)))
+def test_a_step_of_one_rank_waits_for_no_device(runs: Runs, tmp_path: Path) -> None:
+    runs.here(320, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)))
     # The loss over rows and over labels, their division, the epoch totals, and copies of the two columns if
     # they are not aligned in memory.
     check(tmp_path / "calls", 18)
@@ -59,8 +49,7 @@ def test_a_step_of_one_rank_waits_for_no_device(config: TrainConfig, tmp_path: P
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "local"])
-def test_a_step_of_a_gang_waits_for_no_device(config: TrainConfig, tmp_path: Path, collective: str) -> None:
-    config = replace(config, collective=collective, num_workers=2)
-    train_gang(config, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)))
+@pytest.mark.parametrize("collective", GANGS)
+def test_a_step_of_a_gang_waits_for_no_device(runs: Runs, tmp_path: Path, collective: str) -> None:
+    runs.gang(320, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)), collective=collective)
     check(tmp_path / "calls", 28)
