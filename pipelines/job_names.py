@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from pyspark.sql import SparkSession
+from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines.spark_paths import is_remote
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _DESCRIPTION = "spark.job.description"
 

@@ -1,7 +1,7 @@
 """Trainings that must agree: of one worker and several, undisturbed and resumed, saved and loaded.
 
 Each function trains, compares, and returns the results for further comparisons. `config` describes the
-training; its `run_uri` is one of the runs, and the others are beside it.
+training; its `run_uri` is one of the runs, and the others are next to it.
 """
 
 from __future__ import annotations

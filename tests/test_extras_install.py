@@ -1,4 +1,4 @@
-"""Every extra of the package can be installed beside the pinned torch."""
+"""Every extra of the package can be installed together with the pinned torch."""
 
 from __future__ import annotations
 
