@@ -59,7 +59,7 @@ class NetworkPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Copier(NetworkPickler):
-    """Pickles for this process: `persistent_load` returns copies of storages, and shared objects."""
+    """Pickles for this process: `kept` has copies of storages, and shared objects, by persistent id."""
 
     def __init__(
         self,
@@ -70,23 +70,29 @@ class _Copier(NetworkPickler):
     ) -> None:
         super().__init__(file, empty)
         self._take, self._replaced = take, replaced
-        self._kept: dict[int, object] = {}
+        self.kept: dict[int, object] = {}
         self._originals: list[object] = []  # keeps them alive, so that no two have the same `id`
 
     def persistent_id(self, obj: Any) -> int | None:
         key = id(obj)
-        if key in self._kept:
+        if key in self.kept:
             return key
         if key in self._replaced:
-            self._kept[key] = self._replaced[key]
+            self.kept[key] = self._replaced[key]
         elif isinstance(obj, torch.UntypedStorage) and key not in self._empty:
-            self._kept[key] = self._take(obj)
+            self.kept[key] = self._take(obj)
         elif getattr(type(obj), "belongs_to_rank", False):
-            self._kept[key] = obj
+            self.kept[key] = obj
         else:
             return None
         self._originals.append(obj)
         return key
+
+
+class _CopyReader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: Mapping[int, object]) -> None:
+        super().__init__(file)
+        self._kept = kept
 
     def persistent_load(self, key: int) -> object:
         return self._kept[key]
@@ -110,9 +116,7 @@ def copy_by_pickle(
     copier = _Copier(file, empty or {}, take, replaced or {})
     copier.dump(value)
     file.seek(0)
-    unpickler = pickle.Unpickler(file)
-    unpickler.persistent_load = copier.persistent_load  # type: ignore[method-assign]
-    copied: T = unpickler.load()
+    copied: T = _CopyReader(file, copier.kept).load()
     return copied
 
 
