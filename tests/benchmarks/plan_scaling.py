@@ -3,7 +3,8 @@
 The step time is the median of a training after the first epoch. A model fitted to one rank at two batch
 sizes, and to all-reduces of two sizes between two ranks, predicts 2, 3 and 4 ranks. A model fitted to the
 steps of 1 and 2 ranks predicts 3 and 4. If there are fewer cores than ranks, the ranks share them, and the
-prediction accounts for it. `--rows` is the rows per rank and step.
+prediction accounts for it. `--rows` is the rows per rank and step. The last row is torch's `DataParallel`:
+one process with a replica on each of 2 GPUs, relative to the same process on one GPU.
 
     OMP_NUM_THREADS=1 make bench ARGS="plan_scaling"
 """
@@ -21,7 +22,10 @@ from statistics import median
 
 import harness
 import numpy as np
+import torch
 from small_training import train_gang
+from torch import nn
+from torch.nn import functional as F
 from written_shards import written
 
 from ringspark.estimators.training.callbacks import Callback, TrainingState
@@ -74,6 +78,22 @@ def step_seconds(folder: Path, manifest: ShardManifest, rows: int, num_ranks: in
     return float(clock.read_text())
 
 
+def replica_seconds(devices: list[int], rows: int) -> float:
+    """Returns the median step of `nn.DataParallel` over some GPUs, with `rows` for each of them."""
+    module = nn.DataParallel(SPEC.build().to(devices[0]), device_ids=devices)
+    optimizer = torch.optim.AdamW(module.parameters())
+    ids = torch.randint(VOCAB, (rows * len(devices), SEQ_LEN), device=devices[0])
+    taken = []
+    for _ in range(20):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        F.cross_entropy(module(ids), ids[:, 0] % 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return median(taken[10:])
+
+
 def main() -> None:
     """Measures every number of ranks in interleaved rounds, and predicts them."""
     options = harness.parse(__doc__, rows=(32, 8), steps=(24, 8))
@@ -115,6 +135,11 @@ def main() -> None:
                 f"{1e3 * from_two:.1f} ({from_two / measured[n] - 1:+.1%})" if n > 2 else "fitted",
             ]
         )
+    cells = ["needs 2 GPUs", "", ""]
+    if torch.cuda.device_count() >= 2:
+        one, both = (replica_seconds(devices, options.rows) for devices in ([0], [0, 1]))
+        cells = [f"{1e3 * both:.1f} ({both / one:.2f} of 1 GPU)", "", ""]
+    lines.append(["nn.DataParallel", *cells])
     harness.print_table(
         f"plan_scaling: {SPEC.kwargs}, {options.rows} rows per rank and step, {CORES} cores, "
         f"{options.repeats} rounds",
