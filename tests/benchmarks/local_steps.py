@@ -1,8 +1,9 @@
 """Local SGD and DiLoCo: loss against traffic, with synchronization every step and every 8, 64 and 500 steps.
 
 2 workers train flights. Local SGD averages the weights after a period. DiLoCo applies an outer optimizer, and
-sends 16-bit values. A period ends with its epoch, which has more than 500 steps. Bytes are per step, over
-both workers. The loss is the validation loss after the last epoch, as a mean over `--repeats` seeds.
+sends 16-bit values. A period ends with its epoch, which has more than 500 steps. With one-shot averaging the
+workers train apart, and their weights are averaged once at the end. Bytes are per step, over both workers.
+The loss is the validation loss after the last epoch, as a mean over `--repeats` seeds.
 
     OMP_NUM_THREADS=1 make bench ARGS="local_steps"
 """
@@ -28,6 +29,7 @@ def main() -> None:
     syncs: dict[str, Any] = {"every step": AllReduce()}
     syncs |= {f"local SGD, {steps}": LocalSGD(steps=steps) for steps in periods}
     syncs |= {f"DiLoCo, {steps}": DiLoCo(steps=steps, send="fp16") for steps in periods}
+    syncs["one-shot averaging"] = LocalSGD(steps="training")
     config = replace(compression.flights_config(options), batch_size=options.batch_size)
     found = compression.train_cases(config, syncs, compression.momentum(0.05, 1e-4), options.repeats)
     base = found["every step"]
