@@ -214,8 +214,7 @@ def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(
     assert starts == [0, 4]
     found = verify_run(run, objects, intervals=None)
     assert found.holds, found.table()
-    again = lambda: UserObjects(module=_Net(), callbacks=objects.callbacks)  # noqa: E731
-    other = verify_run(run, again, intervals=2, seed=0)
+    other = verify_run(run, lambda: replace(objects, module=_Net()), intervals=2, seed=0)
     assert other.holds  # its initial weights differ, so those are not checked
     assert [check.name for check in other.replays if not check.is_done] == ["initial weights"]
     wider = verify_run(run, UserObjects(module=_Net(9), callbacks=objects.callbacks), intervals=1)

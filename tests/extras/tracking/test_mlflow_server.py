@@ -141,10 +141,12 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
     with mlflow_server(tmp_path / "server") as server:
         client = mlflow.MlflowClient(tracking_uri=server.uri)
 
+        def metrics() -> list[Any]:
+            return [run.data.metrics for run in runs_of(client, "k")]
+
         def kill(event: dict[str, Any]) -> None:
             if event["event"] == "epoch" and event["epoch"] == 1:
-                told = lambda: any("train_loss" in r.data.metrics for r in runs_of(client, "k"))  # noqa: E731
-                wait_for("epoch 1 in MLflow", told)
+                wait_for("epoch 1 in MLflow", lambda: any("train_loss" in m for m in metrics()))
                 server.kill()
                 dead.touch()
 
