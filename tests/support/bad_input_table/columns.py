@@ -100,7 +100,7 @@ COLUMNS = [
     R("inner columns: a list", lambda p: p.fit(innerCols=["linear"]),
       "innerCols must map names of modules", "", TypeError),
     R("inner columns: no module", lambda p: unread(p, innerCols={"linar": "code"}),
-      "'linar' is no module of Linear", "did you mean 'linear'"),
+      "innerCols names 'linar', which is no module of Linear", "did you mean 'linear'"),
     R("inner columns: the name of an output", lambda p: unread(p, innerCols={"linear": "prediction"}),
       "output columns must differ", "got"),
     R("inner columns: a column of the table", lambda p: unread(p, innerCols={"linear": "half"}),
