@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from lake_tables import catalog_entry, delete_iceberg_rows, edit_metadata
@@ -42,20 +43,21 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found.close()
 
 
-def _rows(first: int, rows: int, size: str = "size") -> Any:
+def _rows(first: int, rows: int, *, is_old: bool = True) -> Any:
+    """Returns rows before or after renamed, widened and added columns."""
     ids = range(first, first + rows)
-    return pa.table(
-        {
-            "id": pa.array(ids, pa.int64()),
-            size: [[i / 7, 1.0] for i in ids],
-            "place": [{"x": i, "y": f"c{i % 3}"} for i in ids],
-            "day": pa.array(ids, pa.int32()).cast(pa.date32()),
-            "time": pa.array(ids, pa.timestamp("us", "UTC")),
-            "clock": pa.array(ids, pa.timestamp("us")),
-            "price": pa.array(ids, pa.decimal128(15, 2)),
-            "narrow": pa.array([i // 40 for i in ids], pa.int32()),
-        }
-    )
+    size, city, narrow = ("size", "y", pa.int32()) if is_old else ("extent", "city", pa.int64())
+    columns = {
+        "id": pa.array(ids, pa.int64()),
+        size: [[i / 7, 1.0] for i in ids],
+        "place": [{"x": i, city: f"c{i % 3}"} for i in ids],
+        "day": pa.array(ids, pa.int32()).cast(pa.date32()),
+        "time": pa.array(ids, pa.timestamp("us", "UTC")),
+        "clock": pa.array(ids, pa.timestamp("us")),
+        "price": pa.array(ids, pa.decimal128(15, 2)),
+        "narrow": pa.array([i // 40 for i in ids], narrow),
+    }
+    return pa.table(columns if is_old else columns | {"size": [0.5] * rows})
 
 
 def _sales(catalog: Any, rows: int) -> Any:
@@ -68,13 +70,6 @@ def _sales(catalog: Any, rows: int) -> Any:
 def _rename(table: Any, name: str, renamed: str) -> None:
     with table.update_schema() as update:
         update.rename_column(name, renamed)
-
-
-def _newer_rows(first: int, rows: int) -> Any:
-    old = _rows(first, rows, "extent")
-    place = pa.array([{"x": i, "city": f"c{i % 3}"} for i in range(first, first + rows)])
-    wide = old.set_column(2, "place", place).append_column("size", pa.array([0.5] * rows))
-    return wide.set_column(7, "narrow", old["narrow"].cast(pa.int64()))
 
 
 def _read(spark: Any, version: int | str | None = None) -> list[Any]:
@@ -109,7 +104,7 @@ def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tm
     with table.update_spec() as spec:
         spec.add_field("narrow", IdentityTransform())
     first = table.current_snapshot().snapshot_id
-    table.append(_newer_rows(60, 100))
+    table.append(_rows(60, 100, is_old=False))
     files = [task.file.file_path for task in table.scan().plan_files() if task.file.spec_id]
     assert len(files) == 3  # one per partition
     delete_iceberg_rows(table, {files[0]: [0, 1], files[-1]: [2]})
@@ -135,7 +130,7 @@ def test_rows_and_weights_are_those_of_the_snapshot(spark: Any, catalog: Any, tm
     assert spark.conf.get("spark.sql.parquet.fieldId.read.enabled") == "false"
 
     # The run resumes with its own snapshot.
-    table.append(_newer_rows(160, 5))
+    table.append(_rows(160, 5, is_old=False))
     assert_equal_weights(_linear(tmp_path, **run, resume=True).fitOnTable(NAME), in_place)
     with pytest.raises(ValueError, match=rf"version {listing.source.version} -> .* version {first}"):
         _linear(tmp_path, **run, resume=True).fitOnTable(NAME, first)
@@ -257,7 +252,10 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     refuses("has no snapshot '2020-01-01'", version="2020-01-01")
     assert find_table(spark, NAME, "2100-01-01") == find_table(spark, NAME)
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
-    table.add_files([_without_ids(file)])
+    path = Path(file.removeprefix("file://"))
+    bare = {name: pq.read_table(path)[name].to_pylist() for name in ("id", "day")}  # no field IDs
+    pq.write_table(pa.table(bare), path.with_name("other.parquet"))
+    table.add_files([file.replace(path.name, "other.parquet")])
     refuses("has the file .*other.parquet' without field IDs")
     edit_metadata(table, lambda metadata: metadata["properties"].clear())
     refuses("has the file .*other.parquet' without field IDs")
@@ -265,16 +263,6 @@ def test_what_is_not_in_the_files_is_refused(spark: Any, catalog: Any, tmp_path:
     (file,) = [task.file.file_path for task in table.scan().plan_files()]
     delete_iceberg_rows(table, {file: [1]}, equality=True)
     refuses("has equality deletes, .* rewrite its files")
-
-
-def _without_ids(uri: str) -> str:
-    import pyarrow.parquet as pq
-
-    path = Path(uri.removeprefix("file://"))
-    table = pq.read_table(path)
-    bare = pa.table({name: pa.array(table[name].to_pylist()) for name in ("id", "day")})
-    pq.write_table(bare, path.with_name("other.parquet"))
-    return uri.replace(path.name, "other.parquet")
 
 
 def test_tables_of_sparks_catalog_are_found_by_name(spark: Any, tmp_path: Path) -> None:
