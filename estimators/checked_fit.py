@@ -19,7 +19,7 @@ from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.memory.available import Available
 from ringspark.estimators.memory.pressure import check_on_driver, is_on_driver, limits_on_driver
 from ringspark.estimators.options.mesh import AUTO
-from ringspark.estimators.prepared_fit import Plans, PreparedFit, prepare_fit, wants_table
+from ringspark.estimators.prepared_fit import Plans, PreparedFit, add_columns, prepare_fit, wants_table
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.fit_data import FitData
@@ -180,8 +180,9 @@ def check_settings(estimator: Any, dataset: DataFrame) -> PreparedFit:
 
 def prepare_checked(estimator: Any, dataset: DataFrame) -> tuple[PreparedFit, CheckedFit]:
     """Prepares and checks a fit. Runs no Spark job if a setting or column is wrong."""
-    check_settings(estimator, dataset)
-    prepared = prepare_fit(estimator, dataset)
+    known = check_settings(estimator, dataset)
+    # If the settings alone decide the fit, the dry run had no placeholders.
+    prepared = add_columns(known) if known.dataset is dataset else prepare_fit(estimator, dataset)
     return prepared, CheckedFit.of(prepared.estimator, prepared.dataset)
 
 

@@ -83,12 +83,10 @@ def start_of(estimator: Any) -> dict[str, Any]:
     if model is None:
         return {}
     weights = model._trained()
-    spent = model.summary.privacy if model.hasSummary else None
-    charged = () if spent is None else spent.charged
     if model.without_label and estimator.hasParam("labelCol"):
-        return {"pretrained": model._weights_to_tune(), "charged_before": charged}
+        return {"pretrained": model._weights_to_tune()}
     state = weights.training_state() if estimator.getInitialState() == "optimizer" else None
-    return {"initial_weights": weights.uri, "initial_training_state": state, "charged_before": charged}
+    return {"initial_weights": weights.uri, "initial_training_state": state}
 
 
 def table_kind(model: TorchModel) -> TableRow | None:

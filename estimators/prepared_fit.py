@@ -1,4 +1,4 @@
-"""A fit whose DataFrame was completed: a network for a table, held-out rows, a teacher's outputs."""
+"""A fit whose DataFrame was completed: a network for a table, held-out rows, columns of techniques."""
 
 from __future__ import annotations
 
@@ -113,7 +113,12 @@ def prepare_fit(
     plans = plans or Plans()
     with explain_worker_errors():
         fit = _prepare(estimator, dataset, plans, search_uri)
-    for technique in [] if plans.is_dry_run else techniques_in(estimator):
+    return fit if plans.is_dry_run else add_columns(fit)
+
+
+def add_columns(fit: PreparedFit) -> PreparedFit:
+    """Returns the fit with the columns that techniques add to the rows."""
+    for technique in techniques_in(fit.estimator):
         fit = technique.prepare(fit)
     return fit
 

@@ -55,7 +55,11 @@ class Technique:
         """Returns the names of columns that the model adds to the outputs."""
         return []
 
-    def check_network(self, config: Any, network: nn.Module) -> None:
+    def complete_config(self, config: Any, objects: Any, given: Mapping[str, Any]) -> Any:
+        """Checks the settings `given`, by name, of which the config was made; returns the config."""
+        return config
+
+    def check_network(self, config: Any, objects: Any, network: nn.Module) -> None:
         """Checks the network, on the meta device or whole; does not change it."""
 
     # ---- On the driver, once the rows are known.
@@ -86,6 +90,9 @@ class Technique:
 
     def shard(self, config: Any, network: nn.Module, mesh: Any, sample: Any, device: torch.device) -> Any:
         """Leaves this rank's shard in `network`; returns its `Stages`, or None if it has all layers."""
+
+    def make_optimizer(self, config: Any, objects: Any, network: nn.Module) -> Any:
+        """Returns the network's optimizer, or None for the usual one. The driver calls it too."""
 
     def make_step(self, config: Any, objects: Any, sync: Any, scaler: Any, mesh: Any, device: Any) -> Any:
         """Returns an `OwnStep` that replaces the trainer's step, or None."""
@@ -237,7 +244,7 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "plan_least": "ringspark.extras.planning.memory.least:plan_least",
         "loss_figure": "ringspark.extras.report:loss_figure",
         "remove_run_of": "ringspark.extras.runs.listing:remove_run_of",
-        "load_served": "ringspark.extras.serving.served_model:load_stage",
+        "save_logged": "ringspark.extras.serving.served_model:save_logged",
         "prepare_table": "ringspark.extras.tables.table_fit:prepare_table",
         "summary_report": "ringspark.extras.report:report_summary",
         "time_shares": "ringspark.extras.timeline.trace:time_shares",

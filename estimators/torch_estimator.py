@@ -69,7 +69,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
     _source: TableSource | None = None
 
     def copy(self: E, extra: Any = None) -> E:
-        # The calling thread's surroundings, such as MLflow's active run, may be missing in the fit's thread.
+        # The calling thread's surroundings, such as an active run, may be missing in the fit's thread.
         that = super().copy(extra)
         that._surroundings = surroundings_of(that.getTracking()) or self._surroundings
         return that

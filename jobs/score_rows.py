@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 DESCRIPTION = "Predict rows with a saved model."
-# A model of MLflow, such as models:/name@alias, models:/name/3 or runs:/id/model.
-_OF_MLFLOW = ("models:/", "runs:/")
+# A logged model, such as models:/name@alias, models:/name/3 or runs:/id/model.
+_LOGGED = ("models:/", "runs:/")
 _MODELS = ("TorchClassificationModel", "TorchRegressionModel", "TorchModel")
 
 
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> None:
+    from ringspark.estimators.techniques import FUNCTIONS
     from ringspark.jobs.outputs import new_output, remove_output
     from ringspark.pipelines import storage
     from ringspark.pipelines.folder_removal import check_removal, discard
@@ -75,16 +76,16 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
         raise ValueError(f"--output {output} exists; give --overwrite or another folder")
     source.check_apart(spark, output)
     given = args.named_model or args.model
-    if not given.startswith(_OF_MLFLOW):
+    if not given.startswith(_LOGGED):
         check_apart(spark, output, given, "the model")
     if storage.exists(output):
         remove_output(output, "score", check_removal)
     with ExitStack() as stack:
-        if given.startswith(_OF_MLFLOW):
-            # Executors cannot read the folder into which MLflow downloads on this host.
+        if given.startswith(_LOGGED):
+            # Executors cannot read the folder into which a registry's client downloads on this host.
             copied = f"{output}.model-{uuid.uuid4().hex}"
             stack.callback(discard, copied, ".+")
-            _download(given, copied)
+            FUNCTIONS["save_logged"](given, copied)
             given = copied
         model = _load_model(resolve(spark, given))
         scored = _select(model.transform(source.read(spark)), args.columns)
@@ -96,24 +97,6 @@ def _score(spark: SparkSession, args: argparse.Namespace, source: RowSource) -> 
         rows = spark.read.parquet(output).count()
     print(f"score: predictions in {output}")
     cli.print_rate("score", rows, seconds)
-
-
-def _download(uri: str, folder: str) -> None:
-    """Copies the stage of an MLflow model to a new folder on the store."""
-    try:
-        from mlflow.exceptions import MlflowException
-    except ImportError:
-        raise ValueError(f"{uri} needs the package mlflow; pip install 'ringspark[mlflow]'") from None
-    from ringspark.estimators.techniques import FUNCTIONS
-
-    try:
-        stage = FUNCTIONS["load_served"](uri)
-    except MlflowException as error:
-        raise ValueError(
-            f"MLflow cannot give {uri}: {first_line(error).rstrip('.')}; set MLFLOW_TRACKING_URI to the "
-            "server, and give models:/name@alias or models:/name/version"
-        ) from None
-    stage.write().overwrite().save(folder)
 
 
 def _load_model(uri: str) -> Any:

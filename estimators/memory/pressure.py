@@ -110,7 +110,7 @@ def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, l
     trained = num_bytes(p for p in network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, network, trained, _MOST_STATE * trained)
     # Most workers have plenty of memory; the step is planned only if a rough bound does not fit.
-    if sum(at_most.values()) <= limit.num_bytes or config.training_step is not None:
+    if sum(at_most.values()) <= limit.num_bytes or config.has_own_step:
         return max(0, limit.num_bytes - sum(at_most.values()))
     try:
         needs = worker_needs(config, objects, manifest)
@@ -217,7 +217,7 @@ def resolve_cache(
     config: TrainConfig, manifest: ShardManifest, rank: int, size: int, local_size: int, memory: int | None
 ) -> TrainConfig:
     """Resolves a `cache` of "auto" for this rank; `local_size` ranks share the disk."""
-    # The reader of a differentially private training keeps all rows, in memory or on disk.
+    # The reader of a training that hides rows keeps all rows, in memory or on disk.
     if config.cache != "auto" or config.hides_rows:
         return config
     num_bytes = sum(find_cached_rows(config, manifest, split, rank, size).num_bytes for split in SPLITS)

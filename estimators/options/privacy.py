@@ -1,4 +1,4 @@
-"""Options of private training."""
+"""Options of private training, and its privacy loss."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ class Privacy(Options):
                 "Privacy needs either epsilon or noise_multiplier, got "
                 f"epsilon={self.epsilon!r} and noise_multiplier={self.noise_multiplier!r}; set one of them"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacySpent:
+    """The privacy loss of a training with the setting `privacy`, and of its `initialModel`.
+
+    Attributes:
+        epsilon: Bound of the privacy loss, for `delta`, by the method `accountant`.
+        charged: Steps with equal noise: noise multiplier, share of the rows that a step samples, number.
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str
+    charged: tuple[tuple[float, float, int], ...]

@@ -34,6 +34,8 @@ _NAMES = {setting.field: setting.name for setting in SETTINGS.values() if settin
     "initial_weights": "initialModel",
     "initial_training_state": "initialState",
 }
+# Settings whose callables `UserObjects` has.
+_SPLIT = [setting for setting in SETTINGS.values() if setting.split is not None]
 _RELATIVE_TOLERANCE = 1e-6
 
 
@@ -45,11 +47,9 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         if f.name not in _FREE and f.name != "model"
     }
     losses = [objects.loss(config, index) for index in range(len(config.label_columns))]
+    settings |= {f"{s.name} function": _settings_of(getattr(objects, s.field)) for s in _SPLIT}
     settings |= {
         "loss": [loss if isinstance(loss, str) else _settings_of(loss) for loss in losses],
-        "optimizer function": _settings_of(objects.optimizer),
-        "lrSchedule function": _settings_of(objects.lr_schedule),
-        "trainingStep function": _settings_of(objects.training_step),
         "transformBatch": _settings_of(objects.transform_batch),
         "transformInPrediction": _settings_of(objects.transform_in_prediction),
         # By name alone: their attributes may be folders, counters, or when to stop.

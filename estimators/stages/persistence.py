@@ -132,7 +132,7 @@ class StageWriter(MLWriter):
         # Classes of saved programs, which are loaded only if pickles are allowed.
         classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
-            if param.name in ("initialModel", "teacher") and not isinstance(value, str):
+            if hasattr(value, "_trained"):
                 raise ValueError(
                     f"{param.name} of {self._stage.uid} is a model in memory; save that model, and set "
                     f"{param.name} to its path before you save this stage"

@@ -11,9 +11,10 @@ import pandas as pd
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.inference.precision import PrecisionDifference
+from ringspark.estimators.options.privacy import PrivacySpent
 from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training import rank_log
-from ringspark.estimators.training.history import EpochRecord, PrivacySpent, SettingChange
+from ringspark.estimators.training.history import EpochRecord, SettingChange
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse

@@ -9,6 +9,7 @@ from ringspark.estimators.options.checked import frozen
 from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.model_params import _EstimatorParams
+from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import name_loss
 from ringspark.estimators.training.objective.own_metrics import name_metrics
@@ -16,12 +17,9 @@ from ringspark.estimators.training.optimizers.registry import ADAPTIVE
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.estimators.training.settings.training import TRAINING_STEPS
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
 
-# If such a setting is no name, the config keeps its default and `UserObjects` has the object.
-_FACTORIES = ("optimizer", "lr_schedule")
 _OPTIONS_OF_AXES = {
     "tensor": ("plan", "sequence_parallel"),
     "pipeline": ("pipeline.schedule", "pipeline.virtual", "pipeline.cuts"),
@@ -58,6 +56,8 @@ def config_of(
         for name, setting in SETTINGS.items()
         if setting.field and given.get(name) is not None
     }
+    split = {s.field: s.split(values[s.field]) for s in SETTINGS.values() if s.split and s.field in values}
+    values |= {name: for_config for name, (for_config, _) in split.items()}
     # The config holds these in another form than the Params.
     values |= {
         "model": model.to_json() if isinstance(model, ModelSpec) else None,
@@ -75,22 +75,8 @@ def config_of(
     if (given["useGpu"] or needs_parts) and not stage.isSet(stage.collective):
         # torch includes NCCL, which Horovod has only if it was built with CUDA, and process groups.
         values["collective"] = "torch"
-    own_step = given["trainingStep"]
-    if own_step is not None and (mesh == AUTO or given["memoryBudget"] is not None):
-        raise ValueError(
-            f"parallelism 'auto' and memoryBudget measure a step, which trainingStep replaces, got "
-            f"parallelism={mesh!r} and memoryBudget={given['memoryBudget']}; leave both unset"
-        )
-    values["training_step"] = own_step if own_step is None or isinstance(own_step, str) else "own"
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
-    by_factory = {name: values.pop(name) for name in _FACTORIES if not isinstance(values[name], str)}
     config = TrainConfig(shards_uri="", run_uri="", task=task, **values)
-    if config.certify and (given["runUri"] is None or given["data"] != "copy"):
-        raise ValueError(
-            "certify=True keeps the rows and every checkpoint in the run's folder, got "
-            f"runUri={given['runUri']!r} and data={given['data']!r}; set runUri to a new folder, and "
-            "data='copy'"
-        )
     objects = UserObjects(
         module=None if isinstance(model, ModelSpec) else model,
         losses=tuple(None if isinstance(loss, str) else loss for loss in losses),
@@ -98,9 +84,10 @@ def config_of(
         transform_batch=given["transformBatch"],
         transform_in_prediction=given["transformInPrediction"],
         callbacks=tuple(given["callbacks"]),
-        training_step=TRAINING_STEPS[own_step]() if isinstance(own_step, str) else own_step,
-        **by_factory,
+        **{name: own for name, (_, own) in split.items()},
     )
+    for technique in techniques_of(config):
+        config = technique.complete_config(config, objects, given)
     check_names(config, objects)
     return config, objects
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ringspark.estimators.parallel.layout import layout_of
+from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.finetuning.freezing import apply_finetuning
 from ringspark.estimators.training.optimizers.groups import group_parameters
-from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
@@ -43,11 +43,8 @@ def build_empty(config: TrainConfig, objects: UserObjects) -> nn.Module:
 def build_configured_optimizer(
     config: TrainConfig, objects: UserObjects, module: nn.Module
 ) -> torch.optim.Optimizer:
-    adapter = getattr(objects.training_step, "make_optimizers", None)
-    make = objects.optimizer or adapter
-    if objects.training_step is not None and make is not None:
-        return _build_named(make(module), module)
-    return build_optimizer(
+    made = first_made(each.make_optimizer(config, objects, module) for each in techniques_of(config))
+    return made or build_optimizer(
         objects.optimizer or config.optimizer,
         module,
         config.parameter_groups,
@@ -77,25 +74,12 @@ def build_optimizer(
         grouped = group_parameters(module, groups, learning_rate, weight_decay) if groups else None
         return make_optimizer(spec, grouped or trainable, learning_rate, weight_decay)
     optimizer = spec(group_parameters(module, groups) if groups else list(trainable))
-    _check_optimizer(optimizer, module)
+    check_held(optimizer, module)
     return optimizer
 
 
-def _build_named(made: Any, module: nn.Module) -> torch.optim.Optimizer:
-    """Checks the optimizers that were made for `trainingStep`, and joins a dict of them into one."""
-    if not isinstance(made, Mapping):
-        _check_optimizer(made, module)
-        return made  # type: ignore[no-any-return]
-    if not made or not all(isinstance(name, str) and name for name in made):
-        raise ValueError(f"optimizer must return optimizers by name, got {made!r}; name each of them")
-    for optimizer in made.values():
-        _check_kind(optimizer)
-    union = NamedOptimizers.of(made)
-    _check_optimizer(union, module)
-    return union
-
-
-def _check_kind(optimizer: object) -> None:
+def check_kind(optimizer: object) -> None:
+    """Raises ValueError unless the training loop can call the optimizer's `step`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
@@ -109,8 +93,9 @@ def _check_kind(optimizer: object) -> None:
         )
 
 
-def _check_optimizer(optimizer: Any, module: nn.Module) -> None:
-    _check_kind(optimizer)
+def check_held(optimizer: Any, module: nn.Module) -> None:
+    """Raises ValueError like `check_kind`, or if the optimizer holds other parameters than the module's."""
+    check_kind(optimizer)
     names = {p: name for name, p in module.named_parameters() if p.requires_grad}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if len(set(held)) < len(held):

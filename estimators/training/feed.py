@@ -32,7 +32,7 @@ class Batch:
             of varying length.
         labels: One tensor per output of the network, each (rows, ...).
         weight: Row weights, (rows,) fp32; None if every row has weight 1.
-        teacher: Outputs of the teacher, (rows,) or (rows, width); None without distillation.
+        soft_labels: Column `soft_label_column`, (rows,) or (rows, width); None without one.
     """
 
     inputs: tuple[torch.Tensor, ...]

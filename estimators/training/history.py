@@ -69,26 +69,11 @@ class GradientNoise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacySpent:
-    """The privacy loss of a training with the setting `privacy`, and of its `initialModel`.
-
-    Attributes:
-        epsilon: Bound of the privacy loss, for `delta`, by the method `accountant`.
-        charged: Steps with equal noise: noise multiplier, share of the rows that a step samples, number.
-    """
-
-    epsilon: float
-    delta: float
-    accountant: str
-    charged: tuple[tuple[float, float, int], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """One finished epoch; losses are means per row (per unit of weight) over all ranks.
 
     `skipped_steps` counts steps that changed no weights. `train_loss` leaves out steps with a loss that was
-    not finite, and is None in a private training.
+    not finite, and is None if the training hides its rows.
     """
 
     epoch: int

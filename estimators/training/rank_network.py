@@ -172,7 +172,7 @@ def wrap_network(
     config: TrainConfig, objects: UserObjects, module: nn.Module, mesh: RankMesh, device: torch.device
 ) -> GradientSync:
     make = partial(build_configured_optimizer, config, objects)
-    if config.training_step is not None:
+    if config.has_own_step:
         share_weights(module, mesh)
         return GradientSync(module, make(module))  # `own_step` synchronizes the gradients
     settings = SyncSettings(

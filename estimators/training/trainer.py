@@ -287,7 +287,7 @@ class Trainer:
         train_state.sums.add(results)
 
     def _own_step(self, batch: Batch, plan: EpochPlan, step: int) -> None:
-        """Lets `trainingStep` take the step."""
+        """Lets the user's own step take the step."""
         train_state = self._train_state
         assert train_state.own_step is not None
         if train_state.transform is not None:

@@ -10,6 +10,7 @@ import torch
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.options.privacy import PrivacySpent
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.batch_sizes import Steps
@@ -17,7 +18,7 @@ from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.checkpoint.weights import save_together
 from ringspark.estimators.training.compilation import compile_network
-from ringspark.estimators.training.history import EpochRecord, PrivacySpent, RunLog, SettingChange
+from ringspark.estimators.training.history import EpochRecord, RunLog, SettingChange
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.non_finite import NonFiniteStep
 from ringspark.estimators.training.observation.observation import Observation

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelParallelism(Technique):
-    def check_network(self, config: Any, network: nn.Module) -> None:
+    def check_network(self, config: Any, objects: Any, network: nn.Module) -> None:
         check_shardable(copy_to_meta(network), config.axes, config.parallelism)
 
     def check(self, training: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -10,17 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.models.network_copy import HOOKS
 
 
-def check_parameters(
-    config: TrainConfig, model: str, named: Mapping[str, nn.Parameter], hooked: Sequence[str]
-) -> None:
-    """Raises ValueError if a hook needs the whole gradient, or if `sync` shards parameters that share memory.
-
-    Args:
-        model: Description of the network for messages.
-        hooked: Names of the parameters with hooks.
-    """
+def check_parameters(config: TrainConfig, network: nn.Module) -> None:
+    """Raises ValueError if a hook needs the whole gradient, or `sync` shards parameters that share memory."""
+    model, named = f"model {type(network).__name__}", dict(network.named_parameters())
+    hooked = [name for name, p in named.items() if any(getattr(p, kind, None) for kind in HOOKS)]
     if config.sync.sharding != "none" and (pair := find_overlap(named)):
         raise ValueError(
             f"parameters {pair[0]!r} and {pair[1]!r} of {model} share memory, but with sync={config.sync!r} "

@@ -18,8 +18,7 @@ from opacus.accountants import create_accountant
 from scipy.optimize import brentq
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.options.privacy import Privacy
-from ringspark.estimators.training.history import PrivacySpent
+from ringspark.estimators.options.privacy import Privacy, PrivacySpent
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object, record
 

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 
 import torch
 
+from ringspark.estimators.options.privacy import PrivacySpent
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.history import PrivacySpent
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.passes import WholePasses
 from ringspark.estimators.training.step import Recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ringspark.estimators.techniques import Technique
@@ -26,6 +27,11 @@ class DifferentialPrivacy(Technique):
         from ringspark.extras.privacy.check import check_private_fit
 
         check_private_fit(objects, kinds)
+
+    def complete_config(self, config: Any, objects: Any, given: Mapping[str, Any]) -> Any:
+        model = given["initialModel"]
+        spent = model.summary.privacy if getattr(model, "hasSummary", False) else None
+        return config if spent is None else replace(config, charged_before=spent.charged)
 
     def check(self, training: Any) -> None:
         from ringspark.extras.privacy.check import check_private_training

@@ -17,6 +17,7 @@ from ringspark.estimators.inference.local_inputs import predict_frame
 from ringspark.estimators.stages.spark_metadata import read_metadata
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
+from ringspark.models.recording import first_line
 from ringspark.pipelines import storage
 
 _CLASSES = {kind.__name__: kind for kind in (TorchModel, TorchClassificationModel, TorchRegressionModel)}
@@ -39,6 +40,22 @@ def load_stage(model_uri: str) -> Any:
         )
     storage.check_inside(str(folder), found)
     return _stage(str(folder / found))
+
+
+def save_logged(model_uri: str, folder: str) -> None:
+    """Saves the stage of a logged model in a new folder on the store."""
+    try:
+        from mlflow.exceptions import MlflowException
+    except ImportError:
+        raise ValueError(f"{model_uri} needs the package mlflow; pip install 'ringspark[mlflow]'") from None
+    try:
+        stage = load_stage(model_uri)
+    except MlflowException as error:
+        raise ValueError(
+            f"MLflow cannot give {model_uri}: {first_line(error)}; set MLFLOW_TRACKING_URI to the "
+            "server, and give models:/name@alias or models:/name/version"
+        ) from None
+    stage.write().overwrite().save(folder)
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:

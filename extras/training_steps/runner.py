@@ -23,11 +23,11 @@ from ringspark.estimators.training.build import build_configured_optimizer
 from ringspark.estimators.training.check.probe import PROBE_ROWS, samples
 from ringspark.estimators.training.feed import Batch, zeros
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
-from ringspark.estimators.training.optimizers.named import optimizers_by_name
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.training_steps.engine import Engine, TrialEngine
 from ringspark.extras.training_steps.gathering import StepRows
+from ringspark.extras.training_steps.named_optimizers import optimizers_by_name
 from ringspark.extras.training_steps.step import LOSS, Step
 from ringspark.models.generators import Tensors
 from ringspark.models.outputs import as_outputs
@@ -230,8 +230,6 @@ def try_step(config: TrainConfig, objects: UserObjects, module: nn.Module, manif
 
     Runs on the driver, on a module that is not trained.
     """
-    if (check := getattr(objects.training_step, "check", None)) is not None:
-        check(config, module)
     layout = read_layout(manifest, config.input_columns)
     inputs = samples(config.input_columns, manifest)
     labels = tuple(zeros(manifest.array(name), PROBE_ROWS) for name in config.label_columns)

@@ -65,16 +65,7 @@ Check = Callable[[Trial], Trial]
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
     """Raises ValueError for unknown names of optimizer, schedule, losses, metrics, collective and reader."""
-    if (objects.training_step is None) != (config.training_step is None):
-        raise ValueError(
-            f"the config's training_step is {config.training_step!r}, but UserObjects has "
-            f"training_step={objects.training_step!r}; set both, 'own' for a callable"
-        )
-    if objects.training_step is not None and config.parameter_groups and objects.optimizer is not None:
-        raise ValueError(
-            f"parameterGroups ({list(config.parameter_groups)}) and an optimizer function both choose rates, "
-            "and with trainingStep the function gets the module; set the rates in the function"
-        )
+    objects.check_step(config)
     if objects.optimizer is None:
         check_name("optimizer", config.optimizer, OPTIMIZERS)
     if objects.lr_schedule is None:
@@ -146,7 +137,7 @@ def _begin(
 
 
 def _check_network(training: Trial) -> Trial:
-    check_network(training.config, training.whole)
+    check_network(training.config, training.objects, training.whole)
     check_state(training.module.state_dict())
     return training
 
@@ -184,7 +175,7 @@ def _check_outputs(training: Trial) -> Trial:
     training = replace(training, outputs=outputs)
     config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in training.shapes])
     heads = settle_heads(training.heads, config, objects, manifest)
-    monitor = find_monitor(config.monitor, heads, training.splits, has_train_metrics(objects))
+    monitor = find_monitor(config.monitor, heads, training.splits, has_train_metrics(config, objects))
     return replace(training, config=replace(config, monitor=monitor), heads=heads)
 
 
@@ -228,7 +219,7 @@ def _check_task(training: Trial) -> Trial:
         check_classes(head, manifest, training.class_name, training.shapes[0])
     elif config.task == "regression":
         check_regression(head, manifest, training.class_name, training.shapes[0])
-    if config.training_step is None:
+    if not config.has_own_step:
         check_losses(config.task, training.heads, training.outputs, training.labels, training.module)
     return training
 

@@ -61,7 +61,7 @@ def check_copy(config: TrainConfig, objects: UserObjects, copied: nn.Module, man
 
 def check_groups(config: TrainConfig, given: UserObjects, copied: UserObjects) -> None:
     """Raises ValueError if a user's optimizer function groups the parameters of the copy differently."""
-    if not callable(given.optimizer) or config.training_step is not None or _is_lazy(given.module):
+    if not callable(given.optimizer) or config.has_own_step or _is_lazy(given.module):
         return
 
     def groups(objects: UserObjects) -> list[list[str]]:
@@ -119,7 +119,7 @@ def check_prediction(
             _log.info("%s fails on random rows: %s", name, error)
             return
         labels = len(config.label_columns)
-        if config.training_step is None and len(outputs) != labels == len(expected):
+        if not config.has_own_step and len(outputs) != labels == len(expected):
             raise ValueError(
                 f"{name} returns {len(outputs)} tensors in training for the labels "
                 f"{list(config.label_columns)}; return one per label in training as in evaluation"

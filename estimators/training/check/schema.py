@@ -13,7 +13,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
 from ringspark.estimators.training.batch_transforms import takes, takes_labels
-from ringspark.estimators.training.finetuning.freezing import apply_finetuning
+from ringspark.estimators.training.build import build_empty
 from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.metrics import METRICS
@@ -23,7 +23,6 @@ from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import AdaptedNetwork
-from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.models.network_copy import HOOKS
 from ringspark.models.registry import MODELS
 from ringspark.pipelines.columns import Column
@@ -44,14 +43,11 @@ def check_schema(
     inputs = tuple(chain.from_iterable(list_arguments(columns, config.input_columns)))
     _check_targets(config, {column.name: column for column in columns})
     _check_transforms(config, objects, inputs, _layout(columns, inputs))
-    empty = _on_meta(config, objects)
-    if empty is not None:
-        check_network(config, empty)
-        apply_finetuning(empty, config)
+    if _has_constructor_of_ours(config, objects):
+        empty = build_empty(config, objects)
+        check_network(config, objects, empty)
         if config.parameter_groups:
             group_parameters(empty, config.parameter_groups)
-        if (check := getattr(objects.training_step, "check", None)) is not None:
-            check(config, empty)
     heads = make_heads(set_outputs(config, (1,) * len(config.label_columns)), objects)
     for name, metric in objects.metrics.items():
         called = metric.update if is_torchmetric(metric) else metric
@@ -60,7 +56,7 @@ def check_schema(
                 f"metric {name!r} cannot take outputs and labels: {problem}; it is called as "
                 "metric(outputs, labels)"
             )
-    monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(objects))
+    monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(config, objects))
     monitored = find_metric(monitor.split("_", 1)[1], config.metrics)
     if config.looks_for_best and monitored is not None:
         own = objects.metrics.get(monitored)
@@ -72,15 +68,14 @@ def check_schema(
     return heads
 
 
-def _on_meta(config: TrainConfig, objects: UserObjects) -> nn.Module | None:
-    """Returns the network on the meta device; None if that would run the constructor of a user's class."""
+def _has_constructor_of_ours(config: TrainConfig, objects: UserObjects) -> bool:
+    """Whether the network can be built on the meta device without the constructor of a user's class."""
     if config.model is None:
-        return None if objects.module is None else copy_to_meta(objects.module)
-    spec = ModelSpec.from_json(config.model)
-    return build_on_meta(spec.build) if spec.target in MODELS else None
+        return objects.module is not None
+    return ModelSpec.from_json(config.model).target in MODELS
 
 
-def check_network(config: TrainConfig, module: nn.Module) -> None:
+def check_network(config: TrainConfig, objects: UserObjects, module: nn.Module) -> None:
     """Raises ValueError if the network does not work with several workers, the mesh or the default loss."""
     model = f"model {type(module).__name__}"
     for name, layer in module.named_modules() if config.num_workers > 1 else ():
@@ -97,31 +92,22 @@ def check_network(config: TrainConfig, module: nn.Module) -> None:
                 "shortens the rows that a worker's own batch uses, so that the workers' weights would "
                 "diverge; leave max_norm out and set weightDecay, or set numWorkers=1"
             )
-    named = dict(module.named_parameters()) if config.num_workers > 1 else {}
     for technique in techniques_of(config):
-        technique.check_network(config, module)
-    hooked = [name for name, p in named.items() if any(getattr(p, kind, None) for kind in HOOKS)]
-    if hooked and config.sync.sharding == "parameters":
-        raise ValueError(
-            f"parameter {hooked[0]!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "
-            "shards without hooks; set sync=Zero(stage=2), or change the gradient in the layer's own hook"
-        )
+        technique.check_network(config, objects, module)
+    sharded = config.num_workers > 1 and config.sync.sharding == "parameters"
+    for name, parameter in module.named_parameters() if sharded else ():
+        if any(getattr(parameter, kind, None) for kind in HOOKS):
+            raise ValueError(
+                f"parameter {name!r} of {model} has a hook, but sync={config.sync!r} replaces parameters by "
+                "shards without hooks; set sync=Zero(stage=2), or change the gradient in the layer's own hook"
+            )
     if isinstance(module, AdaptedNetwork):
         module.check_settings(config.task, config.losses)
-    classes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__}
-    is_lightning = any((name, "LightningModule") in classes for name in ("lightning", "pytorch_lightning"))
-    # Its training_step computes a loss, which the default loss must not replace.
-    if is_lightning and "auto" in config.losses and config.training_step is None:
-        raise ValueError(
-            f"{model} is a LightningModule, and only its forward is trained; set "
-            "loss to what its training_step computes, and optimizer to what its configure_optimizers makes, "
-            "as docs/lightning.md shows, or set trainingStep='lightning'"
-        )
 
 
-def has_train_metrics(objects: UserObjects) -> bool:
+def has_train_metrics(config: TrainConfig, objects: UserObjects) -> bool:
     """Whether the history has metrics of training rows, which need their outputs and their own labels."""
-    return objects.training_step is None and not takes_labels(objects.transform_batch)
+    return not config.has_own_step and not takes_labels(objects.transform_batch)
 
 
 def find_monitor(

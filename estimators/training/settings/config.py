@@ -98,6 +98,14 @@ class UserObjects:
     def __post_init__(self) -> None:
         object.__setattr__(self, "module", adapt_network(self.module))
 
+    def check_step(self, config: TrainConfig) -> None:
+        """Raises ValueError if only the config, or only these objects, have a user's own step."""
+        if (self.training_step is None) == config.has_own_step:
+            raise ValueError(
+                f"the config's training_step is {config.training_step!r}, but UserObjects has "
+                f"training_step={self.training_step!r}; set both, 'own' for a callable"
+            )
+
     def loss(self, config: TrainConfig, index: int) -> Any:
         """Returns the loss of a label: the object if there is one, else its name."""
         given = self.losses[index] if self.losses else None

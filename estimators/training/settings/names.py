@@ -26,6 +26,11 @@ def listed_name(
     return convert
 
 
+def split_callable(default: str) -> Callable[[Any], tuple[str, Any]]:
+    """Returns a function that splits a value into a name, `default` for a callable, and the callable."""
+    return lambda value: (value, None) if isinstance(value, str) else (default, value)
+
+
 def name_or_callable(setting: str, known: Iterable[str]) -> Callable[[Any], Any]:
     """Returns a converter that accepts one of the names, or any callable."""
 

@@ -47,6 +47,8 @@ class Setting:
         on_driver: Whether only the driver reads the value as given; `TrainConfig` omits it, or has it
             converted in `field`.
         convert: Converts a user's value before the type is checked; raises TypeError or ValueError.
+        split: Splits a value into the part for `TrainConfig` and an object that JSON cannot describe, which
+            `UserObjects` holds; None if the config holds the whole value.
         remedy: The user's remedy, if the rule of the range does not contain it.
         rule_words: Rule of the range on the settings page, if `convert` checks it.
         may_differ_on_resume: Whether a resumed run may have another value than its first start.
@@ -66,6 +68,7 @@ class Setting:
     group: str = ""
     on_driver: bool = False
     convert: Callable[[Any], Any] | None = None
+    split: Callable[[Any], tuple[Any, Any]] | None = None
     remedy: str = ""
     rule_words: str = ""
     may_differ_on_resume: bool = False

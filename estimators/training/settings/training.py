@@ -19,7 +19,7 @@ from ringspark.estimators.training.optimizers.groups import check_groups
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES
 from ringspark.estimators.training.settings.choices import Keep
-from ringspark.estimators.training.settings.names import name_or_callable
+from ringspark.estimators.training.settings.names import name_or_callable, split_callable
 from ringspark.estimators.training.settings.setting import Section, setting
 
 # Training steps by name: factories of callables. Such a callable may have `make_optimizers(module)`, which is
@@ -93,11 +93,11 @@ def _is_of_one_size(given: Mapping[str, Any]) -> bool:
 class Training(Section):
     GROUP = "training"
 
-    # TrainConfig has a name: for a user's callable the default, and `UserObjects` has the callable.
     optimizer: Any = setting(
         "adamw",
         "a name, or a callable parameters -> torch.optim.Optimizer (with trainingStep: module -> dict)",
         convert=name_or_callable("optimizer", OPTIMIZERS),
+        split=split_callable("adamw"),
         without_effect=(
             lambda given: given["trainingStep"] == "lightning",
             "trainingStep 'lightning' takes the optimizers of configure_optimizers",
@@ -107,6 +107,7 @@ class Training(Section):
         "constant",
         "a name, a callable (step, num_steps) -> factor, or a callable optimizer -> torch LRScheduler",
         convert=name_or_callable("lrSchedule", SCHEDULES),
+        split=split_callable("constant"),
     )
     parameter_groups: tuple[dict[str, Any], ...] = setting(
         (),
@@ -218,6 +219,7 @@ class Steps(Section):
         "a callable (step) -> None that computes the losses and steps the optimizers, or 'lightning'",
         field="training_step",
         convert=name_or_callable("trainingStep", TRAINING_STEPS),
+        split=lambda value: (value, TRAINING_STEPS[value]()) if isinstance(value, str) else ("own", value),
     )
     callbacks: tuple[Any, ...] = setting(
         (), "instances of Callback, called on every worker", convert=_callbacks

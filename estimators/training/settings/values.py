@@ -108,6 +108,11 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
         return self.activation_offload != "none" or self.activation_compression != "none"
 
     @property
+    def has_own_step(self) -> bool:
+        """Whether a step of the user's replaces the trainer's step."""
+        return self.training_step is not None
+
+    @property
     def hides_rows(self) -> bool:
         """Whether nothing about single training rows may be stored, logged or evaluated."""
         return self.privacy is not None

@@ -467,8 +467,8 @@ def test_layers_that_ranks_cannot_share_are_refused_in_a_gang(
 ) -> None:
     module, config = nn.Sequential(nn.Linear(4, 8), layer), runs.config(IDS, model=None)
     with pytest.raises(ValueError, match=message):
-        check_network(replace(config, num_workers=2), module)
-    check_network(config, module)
+        check_network(replace(config, num_workers=2), UserObjects(), module)
+    check_network(config, UserObjects(), module)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

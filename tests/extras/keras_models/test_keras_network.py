@@ -16,6 +16,7 @@ from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchRegressor, plan_memory
 from ringspark.estimators.training.check.schema import check_network
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.keras_models import KerasNetwork
 from ringspark.extras.keras_models.library import import_keras
 from ringspark.models import ModelSpec
@@ -320,7 +321,7 @@ def test_a_loss_that_takes_logits_gets_none_that_went_through_softmax(
     config = bare_config(task=task, losses=(loss,))
     for last in ([layers.Dense(2, activation=activation)], [layers.Dense(2), layers.Activation(activation)]):
         with result:
-            check_network(config, copy_to_meta(adapt_network(of(*last))))
+            check_network(config, UserObjects(), copy_to_meta(adapt_network(of(*last))))
 
 
 def test_a_model_of_another_backend_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.stages.to_config import config_of as config_of_stage
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.optimizers.named import NamedOptimizers
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.planning.memory.columns import shard_columns
@@ -29,6 +28,7 @@ from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.training_steps.engine import Engine
 from ringspark.extras.training_steps.gathering import StepRows
 from ringspark.extras.training_steps.losses import hard_triplet, info_nce, nt_xent
+from ringspark.extras.training_steps.named_optimizers import NamedOptimizers
 from ringspark.extras.training_steps.runner import StepRunner
 from ringspark.extras.training_steps.step import Step
 from ringspark.pipelines.epoch_plan import plan_epoch

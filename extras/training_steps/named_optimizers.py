@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from ringspark.estimators.training.build import check_held, check_kind
 
 
 class NamedOptimizers(torch.optim.Optimizer):
@@ -36,6 +39,18 @@ class NamedOptimizers(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for one in self.by_name.values():
             one.step()
+
+
+def join_optimizers(made: Any, network: nn.Module) -> torch.optim.Optimizer:
+    """Checks the optimizers that were made for the network, and joins a dict of them into one."""
+    if isinstance(made, Mapping):
+        if not made or not all(isinstance(name, str) and name for name in made):
+            raise ValueError(f"optimizer must return optimizers by name, got {made!r}; name each of them")
+        for optimizer in made.values():
+            check_kind(optimizer)
+        made = NamedOptimizers.of(made)
+    check_held(made, network)
+    return made  # type: ignore[no-any-return]
 
 
 def optimizers_by_name(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
