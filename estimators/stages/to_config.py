@@ -9,7 +9,7 @@ from ringspark.estimators.options.checked import frozen
 from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.stages.declared import values_of
 from ringspark.estimators.stages.model_params import _EstimatorParams
-from ringspark.estimators.techniques import techniques_of
+from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import name_loss
 from ringspark.estimators.training.objective.own_metrics import name_metrics
@@ -76,7 +76,7 @@ def config_of(
         # torch includes NCCL, which Horovod has only if it was built with CUDA, and process groups.
         values["collective"] = "torch"
     values.setdefault("loss_weights", (1.0,) * len(label_columns))
-    config = TrainConfig(shards_uri="", run_uri="", task=task, **values)
+    config = TrainConfig.of_checked(shards_uri="", run_uri="", task=task, **values)
     objects = UserObjects(
         module=None if isinstance(model, ModelSpec) else model,
         losses=tuple(None if isinstance(loss, str) else loss for loss in losses),
@@ -86,7 +86,7 @@ def config_of(
         callbacks=tuple(given["callbacks"]),
         **{name: own for name, (_, own) in split.items()},
     )
-    for technique in techniques_of(config):
+    for technique in techniques_in(stage):
         config = technique.complete_config(config, objects, given)
     check_names(config, objects)
     return config, objects
@@ -106,9 +106,10 @@ def settings_without_effect(stage: _EstimatorParams, on_shards: bool) -> Iterato
             f"{optimizer!r} squares gradients as if they were complete; set optimizer='momentum', or "
             "'adam1bit' with an 'after' of about a tenth of the steps"
         )
-    mesh = Mesh() if given["parallelism"] == AUTO else given["parallelism"]
+    plain = Mesh()
+    mesh = plain if given["parallelism"] == AUTO else given["parallelism"]
     for axis, options in _OPTIONS_OF_AXES.items():
-        idle = [name for name in options if attrgetter(name)(mesh) != attrgetter(name)(Mesh())]
+        idle = [name for name in options if attrgetter(name)(mesh) != attrgetter(name)(plain)]
         if mesh.size(axis) == 1 and idle:
             yield f"parallelism's {idle[0]} has no effect: {axis} has one worker"
     if compression and 1 < mesh.size("pipeline") * mesh.size("tensor") == given["numWorkers"]:

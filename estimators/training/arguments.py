@@ -6,7 +6,6 @@ Rows of varying length are concatenated as for `torch.nn.EmbeddingBag`: values, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -39,7 +38,7 @@ def list_arguments(columns: Iterable[Column], names: Sequence[str]) -> list[tupl
 def expand_arguments(config: TrainConfig, manifest: ShardManifest) -> TrainConfig:
     """Returns the config with each column name replaced by the names of the column's batch arrays."""
     expanded = list_arguments(manifest.columns, config.input_columns)
-    return replace(config, input_columns=tuple(name for names in expanded for name in names))
+    return config.with_values(input_columns=tuple(name for names in expanded for name in names))
 
 
 def make_layout(arrays: Sequence[tuple[str, BatchArray]]) -> InputLayout:

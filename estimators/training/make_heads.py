@@ -27,7 +27,7 @@ def set_outputs(config: TrainConfig, widths: Sequence[int]) -> TrainConfig:
         default_loss(config.task, width) if name == "auto" else name
         for name, width in zip(config.losses, widths, strict=True)
     )
-    return replace(config, losses=losses, output_widths=tuple(widths))
+    return config.with_values(losses=losses, output_widths=tuple(widths))
 
 
 def make_heads(

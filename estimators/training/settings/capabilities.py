@@ -35,6 +35,7 @@ PLAIN_ACTIVATIONS = "activations that stay in memory unchanged"
 
 _OF_WHOLE_PARAMETERS = frozenset(OPTIMIZERS) - ELEMENTWISE
 _DELAYED = ("pipedream", "2bw")
+_PLAIN_SYNC = AllReduce()
 
 
 # Text of a value in a message; fields of the config stand in braces. Default: the name of the setting.
@@ -126,7 +127,7 @@ def _divides_passes(c: ConfigValues) -> bool:
 VALUES: tuple[SettingValue, ...] = (
     SettingValue(
         "sync",
-        lambda c: c.sync != AllReduce(),
+        lambda c: c.sync != _PLAIN_SYNC,
         takes={PLAIN_ALL_REDUCE: "synchronizes workers in another way"},
         shown="sync other than AllReduce()",
     ),

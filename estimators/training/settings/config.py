@@ -30,6 +30,21 @@ class TrainConfig(ConfigValues, JsonText):
             value = getattr(self, setting.field)
             if value is not setting.default:
                 object.__setattr__(self, setting.field, setting.check(value))
+        self._check_rules()
+
+    @classmethod
+    def of_checked(cls, **values: Any) -> TrainConfig:
+        """Makes a config of values that their Params have checked; checks only the rules between settings."""
+        made = cls.__new__(cls)
+        vars(made).update({f.name: f.default for f in fields(cls)} | values)
+        made._check_rules()
+        return made
+
+    def with_values(self, **values: Any) -> TrainConfig:
+        """Returns the config with other values, which are right alone; checks the rules between settings."""
+        return self.of_checked(**vars(self) | values)
+
+    def _check_rules(self) -> None:
         self.parallelism.sizes(self.num_workers)
         broken = (rule.message for rule in COMBINATIONS if rule.is_broken(self))
         message = next(broken, None) or next(conflicts(self), None)

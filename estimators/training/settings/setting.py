@@ -100,11 +100,12 @@ class Setting:
 
     def check(self, value: Any) -> Any:
         """Returns the value converted to `hint`. Raises TypeError for a wrong type, else ValueError."""
-        if value is self.default:
-            return value
+        # Spark holds an empty tuple as a list.
+        if value is self.default or (self.default == () and isinstance(value, list) and not value):
+            return self.default
         if self.convert is not None:
             value = self.convert(value)
-        return check(self.hint, value, self.name, self.remedy)
+        return value if self.hint is Any else check(self.hint, value, self.name, self.remedy)
 
     def from_text(self, text: str) -> Any:
         """Parses a command-line option; raises ValueError with a message without the option's name."""
