@@ -363,8 +363,7 @@ IN_MORE_PLACES = {
     **dict.fromkeys(("keep", "timeBudgetSeconds"), _READ),
     **dict.fromkeys(("initialModel", "initialState", "keepTrainingState"), _CONTINUED),
     **dict.fromkeys(("noiseScale", "scaleLearningRate", "trainingStep"), _READ),
-    **dict.fromkeys(("loss", "privacy", "teacher", "transformBatch", "transformInPrediction"), _READ),
-    "cache": "the reader of a private training keeps all rows, and chooses their place itself",
+    **dict.fromkeys(("loss", "transformBatch", "transformInPrediction"), _READ),
     **dict.fromkeys(("optimizer", "parameterGroups", "weightDecay"), _READ),
     **dict.fromkeys(("learningRate", "lrSchedule", "maxGradNorm", "onNonFinite", "warmupSteps"), _ADVISED),
     "sync": "strategies, the planner and checks read how workers agree",
@@ -373,7 +372,6 @@ IN_MORE_PLACES = {
     "inferenceOffload": "what cannot read a weights file, or a network part by part, names the way out",
     "storageUri": "a search says that it is not to be varied",
     "inferencePrecision": "an export names it where it writes fp32 all the same",
-    "certify": "each place where a run writes, keeps or removes checkpoints asks for it",
     "runUri": "the config gives the run's folder this name, and every rank writes there",
 }
 

@@ -47,11 +47,13 @@ def identity_of(config: TrainConfig, objects: UserObjects, manifest: ShardManife
         if f.name not in _FREE and f.name != "model"
     }
     losses = [objects.loss(config, index) for index in range(len(config.label_columns))]
-    settings |= {f"{s.name} function": _settings_of(getattr(objects, s.field)) for s in _SPLIT}
+    functions = {f"{s.name} function": getattr(objects, s.field) for s in _SPLIT} | {
+        "transformBatch": objects.transform_batch,
+        "transformInPrediction": objects.transform_in_prediction,
+    }
+    settings |= {name: given if given is None else _settings_of(given) for name, given in functions.items()}
     settings |= {
         "loss": [loss if isinstance(loss, str) else _settings_of(loss) for loss in losses],
-        "transformBatch": _settings_of(objects.transform_batch),
-        "transformInPrediction": _settings_of(objects.transform_in_prediction),
         # By name alone: their attributes may be folders, counters, or when to stop.
         "callbacks": [_name(callback) for callback in objects.callbacks],
         "own metrics": {name: _describe(given, tensors=False) for name, given in objects.metrics.items()},
@@ -170,9 +172,7 @@ def _model_of(config: TrainConfig, objects: UserObjects) -> dict[str, Any]:
     }
 
 
-def _name(value: Any) -> str | None:
-    if value is None:
-        return None
+def _name(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial of {_name(value.func)}"
     named = value if hasattr(value, "__qualname__") else type(value)

@@ -29,11 +29,7 @@ def load_stage(model_uri: str) -> Any:
     from mlflow.models import Model
 
     folder = Path(download_artifacts(artifact_uri=model_uri))
-    flavors = Model.load(str(folder)).flavors
-    found = flavors.get("ringspark", {}).get("stage")
-    if found is None:  # logged before there were two flavors
-        served = flavors.get("python_function", {})
-        found = served.get("data") if served.get("loader_module") == __name__ else None
+    found = Model.load(str(folder)).flavors.get("ringspark", {}).get("stage")
     if found is None:
         raise ValueError(
             f"{model_uri} holds no model of ringspark; give one that tracking='mlflow' has logged"
