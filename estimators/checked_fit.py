@@ -6,24 +6,30 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StringType, StructType
+from pyspark.sql.types import StringType
 
-from ringspark.estimators.columns.schema import check_types, find_field, input_names, kinds_by_column
-from ringspark.estimators.initial_model import check_rows, initial_kinds, start_of
+from ringspark.estimators.columns.schema import (
+    FieldIndex,
+    check_types,
+    find_field,
+    input_names,
+    kinds_by_column,
+)
 from ringspark.estimators.launch.python_daemon import PRELOADED
 from ringspark.estimators.launch.slots import check_slots
 from ringspark.estimators.launch.train_task import PackedObjects
 from ringspark.estimators.memory.available import Available
-from ringspark.estimators.memory.pressure import check_on_driver, is_on_driver, limits_on_driver
+from ringspark.estimators.memory.pressure import check_memory, limits_on_driver
 from ringspark.estimators.options.mesh import AUTO
 from ringspark.estimators.prepared_fit import Plans, PreparedFit, add_columns, prepare_fit, wants_table
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.fit_data import FitData
-from ringspark.estimators.stages.model_params import check_distinct, check_free
+from ringspark.estimators.stages.model_params import check_free
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.estimators.techniques import techniques_in
@@ -38,7 +44,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import Column, check_batch, check_masks, is_case_sensitive
 from ringspark.pipelines.kinds import Kind, Vocabulary
-from ringspark.pipelines.spark_paths import is_remote, resolve
+from ringspark.pipelines.spark_paths import is_local, is_remote, resolve
 from ringspark.pipelines.writing.split import check_indicator_type
 
 
@@ -62,9 +68,12 @@ class CheckedFit:
         spark = dataset.sparkSession
         run_uri = estimator._run_uri(spark)
         config, objects = config_of(estimator, estimator._task, estimator._label_columns())
-        schema, exact = dataset.schema, is_case_sensitive(spark)
-        config, columns, kinds = _find_columns(estimator, config, schema, exact)
-        indicator, fraction = _indicator(estimator, columns, schema, exact), estimator.getValidationFraction()
+        exact = is_case_sensitive(spark)
+        fields = FieldIndex(dataset.schema, exact)
+        config, columns, kinds = _find_columns(estimator, config, fields)
+        indicator, fraction = value_of(estimator, "validationIndicatorCol"), estimator.getValidationFraction()
+        if indicator is not None:
+            indicator = _find_indicator(indicator, columns, fields)
         techniques = techniques_in(estimator)
         for technique in techniques:
             technique.check_columns(objects, kinds)
@@ -73,8 +82,7 @@ class CheckedFit:
             outputs += estimator._label_outputs()
         for technique in techniques:
             outputs += technique.output_columns(estimator)
-        check_distinct(outputs, exact)
-        check_free(schema, outputs, exact)
+        check_free(dataset.schema, outputs, exact)
         trackers = make_trackers(estimator.getTracking(), estimator.getShowProgress())
         estimator._check_precision()
         if warns:
@@ -110,7 +118,8 @@ class CheckedFit:
         check_slots(spark, config.num_workers, config.use_gpu, config.collective)
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
-        config = _with_label_arrays(estimator, config, manifest.columns)
+        if not estimator.hasParam("labelCol"):
+            config = _with_label_arrays(config, manifest.columns)
         data = FitData(columns=tuple(config.columns), root=run_uri or estimator._storage_root(spark))
         fit = cls(config=config, objects=objects, packed=packed, trackers=trackers, heads=None, data=data)
         return fit, manifest
@@ -129,42 +138,40 @@ class CheckedFit:
             if self.config.looks_for_best:
                 raise ValueError(message)
             warnings.warn(message, UserWarning, stacklevel=6)
-        config = replace(self.config, run_uri=run.uri, shards_uri=manifest.uri, **start_of(estimator))
-        check_rows(estimator, manifest)
+        techniques, config = techniques_in(estimator), self.config
+        for technique in techniques:
+            technique.check_rows(estimator, manifest)
         if config.pretrained is not None:
             uri = storage.normalize(resolve(spark, config.pretrained.uri))
-            config = replace(config, pretrained=replace(config.pretrained, uri=uri))
-        driver = Driver(estimator=estimator, run=run, spark=spark, objects=objects, manifest=manifest)
+            config = config.with_values(pretrained=replace(config.pretrained, uri=uri))
+        config = config.with_values(run_uri=run.uri, shards_uri=manifest.uri)
+        conf = spark_conf(spark)
+        is_here = is_local(conf) and not is_remote(spark)
+        limits = limits_on_driver(config.num_workers, conf, is_here=is_here)
         # A network that the host cannot hold would kill the driver, so the memory is checked first. For
         # "auto", only the planner, which runs the network, knows how much of it a worker holds.
-        check_memory = None if estimator.getParallelism() == AUTO else driver.check_memory
-        training = check_training(config, objects, manifest, self.heads, check_memory)
+        limited = None if estimator.getParallelism() == AUTO else partial(check_memory, limits=limits)
+        training = check_training(config, objects, manifest, self.heads, limited)
         estimator._check_outputs(training.shapes, is_case_sensitive(spark))
-        for technique in techniques_in(estimator):
+        driver = Driver(estimator=estimator, run=run, limits=limits, is_here=is_here)
+        for technique in techniques:
             training = technique.settle(training, driver)
         return training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """Arguments of `Technique.settle`: the estimator, the run's folder, and limits of the workers' memory."""
+    """Arguments of `Technique.settle`.
+
+    Attributes:
+        limits: The limits of a worker's memory that the driver knows.
+        is_here: Whether all workers are on the driver's host.
+    """
 
     estimator: Any
     run: RunFolder
-    spark: SparkSession
-    objects: UserObjects
-    manifest: ShardManifest
-
-    def limits(self, config: TrainConfig) -> list[Available | None]:
-        return limits_on_driver(config.num_workers, spark_conf(self.spark), is_remote(self.spark))
-
-    def check_memory(self, config: TrainConfig) -> None:
-        """Raises ValueError for a training that cannot fit, as far as the driver knows."""
-        check_on_driver(config, self.objects, self.manifest, spark_conf(self.spark), is_remote(self.spark))
-
-    @property
-    def is_on_workers_host(self) -> bool:
-        return is_on_driver(spark_conf(self.spark), is_remote(self.spark))
+    limits: list[Available | None]
+    is_here: bool
 
 
 def check_settings(estimator: Any, dataset: DataFrame) -> PreparedFit:
@@ -200,21 +207,22 @@ def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
         return
     config, _ = config_of(estimator, estimator._task, estimator._label_columns())
     # An evaluation gives every row the weight 1, so it needs no weight column.
-    config = replace(config, weight_column=None)
-    _find_columns(estimator, config, dataset.schema, is_case_sensitive(dataset.sparkSession))
+    config = config.with_values(weight_column=None)
+    _find_columns(estimator, config, FieldIndex(dataset.schema, is_case_sensitive(dataset.sparkSession)))
 
 
 def _find_columns(
-    estimator: Any, config: TrainConfig, schema: StructType, exact: bool
+    estimator: Any, config: TrainConfig, fields: FieldIndex
 ) -> tuple[TrainConfig, tuple[Column, ...], dict[str, Kind]]:
-    kinds = kinds_by_column(estimator.getColumns(), schema, exact)
-    kinds = initial_kinds(estimator, kinds, schema, exact)
-    sources, inputs = input_names(config.input_columns, kinds, schema, exact)
-    check_types(schema, sources, kinds)
+    kinds = kinds_by_column(estimator.getColumns(), fields)
+    for technique in techniques_in(estimator):
+        kinds = technique.choose_kinds(estimator, kinds, fields)
+    sources, inputs = input_names(config.input_columns, kinds, fields)
+    check_types(fields.schema, sources, kinds)
     param, weight = estimator._label_param(), config.weight_column
-    labels = tuple(find_field(name, param, schema, exact).name for name in config.label_columns)
-    weight = weight and find_field(weight, "weightCol", schema, exact).name
-    config = replace(config, input_columns=inputs, label_columns=labels, weight_column=weight)
+    labels = tuple(fields.find(name, param).name for name in config.label_columns)
+    weight = weight and fields.find(weight, "weightCol").name
+    config = config.with_values(input_columns=inputs, label_columns=labels, weight_column=weight)
     names = list(dict.fromkeys([*sources, *labels, *filter(None, [weight, config.soft_label_column])]))
     check_masks(names)
     if useless := kinds.keys() - {*sources, *labels}:
@@ -223,25 +231,22 @@ def _find_columns(
         )
     if config.task == "classification":
         # The classes of string labels are their distinct strings; other string columns need a choice.
-        strings = [name for name in labels if isinstance(schema[name].dataType, StringType)]
+        strings = [name for name in labels if isinstance(fields.schema[name].dataType, StringType)]
         kinds = {name: Vocabulary(order="alphabet") for name in strings} | kinds
-    columns = check_types(schema, names, kinds)
-    return _with_label_arrays(estimator, config, columns), columns, kinds
+    columns = check_types(fields.schema, names, kinds)
+    if not estimator.hasParam("labelCol"):
+        config = _with_label_arrays(config, columns)
+    return config, columns, kinds
 
 
-def _with_label_arrays(estimator: Any, config: TrainConfig, columns: Sequence[Column]) -> TrainConfig:
+def _with_label_arrays(config: TrainConfig, columns: Sequence[Column]) -> TrainConfig:
     """Replaces labels that are inputs by the first array of each input."""
-    if estimator.hasParam("labelCol"):
-        return config
     labels = [arrays[0] for arrays in list_arguments(columns, config.label_columns)]
-    return replace(config, label_columns=tuple(labels))
+    return config.with_values(label_columns=tuple(labels))
 
 
-def _indicator(estimator: Any, columns: Sequence[Column], schema: StructType, exact: bool) -> str | None:
-    given = value_of(estimator, "validationIndicatorCol")
-    if given is None:
-        return None
-    field = find_field(given, "validationIndicatorCol", schema, exact)
+def _find_indicator(given: str, columns: Sequence[Column], fields: FieldIndex) -> str:
+    field = fields.find(given, "validationIndicatorCol")
     check_indicator_type(field)
     name = field.name
     if any(column.name == name for column in columns):

@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pyspark.sql.types import StructType
-
 from ringspark.estimators.columns.inputs import source_names
-from ringspark.estimators.columns.schema import find_field
+from ringspark.estimators.columns.schema import FieldIndex
 from ringspark.estimators.stages.persistence import meaning_of
+from ringspark.estimators.techniques import Technique
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
@@ -27,66 +26,110 @@ from ringspark.pipelines.kinds.structs import join_path
 OR_NEW = "or fit a new model without initialModel"
 
 
-def with_initial_model(estimator: Any) -> Any:
-    """Returns a copy of the estimator with the loaded `initialModel` and its network.
+class InitialModel(Technique):
+    """The hooks of the setting `initialModel`."""
 
-    Returns the estimator itself if `initialModel` is not set. Raises ValueError if the model has another
-    task or other columns, or lacks the training state that `initialState` needs.
-    """
-    given = estimator.getInitialModel()
-    if given is None:
-        return estimator
-    if estimator.getPretrained() is not None:
-        raise ValueError("initialModel and pretrained both set the initial weights; leave one of them unset")
-    model = load_model(estimator._model_class, given, "initialModel") if isinstance(given, str) else given
-    gets_label = model.without_label and estimator.hasParam("labelCol")
-    if gets_label and estimator.getInitialState() == "optimizer":
-        raise ValueError(
-            "initialState='optimizer' needs an initialModel with the same label, and this one was trained "
-            "without a label; set initialState='weights'"
-        )
-    fits = table_kind(model) is not None if gets_label else isinstance(model, estimator._model_class)
-    if not fits:
-        raise ValueError(
-            f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, got a "
-            f"{type(model).__name__}; fit with the estimator of the same task, or load weights "
-            "by pretrained={'uri': ..., 'strict': False}"
-        )
-    model._trained().info()  # raises if the weights are gone
-    if estimator.getInitialState() == "optimizer" and model._trained().training_state() is None:
-        raise ValueError(
-            "initialState='optimizer' continues from the training state of initialModel, and there is none "
-            f"next to {storage.redact(model._trained().uri)}; fit the initial model with "
-            "keepTrainingState=True, or set initialState='weights'"
-        )
-    made = estimator.copy({estimator.initialModel: model})
-    _take_label(made, model)
-    if table_kind(model) is not None:
-        _check_table_network(made, model)
+    def complete_estimator(self, estimator: Any) -> Any:
+        """Returns a copy of the estimator with the loaded `initialModel` and its network.
+
+        Raises ValueError if the model has another task or other columns, or lacks the training state that
+        `initialState` needs.
+        """
+        given = estimator.getInitialModel()
+        if estimator.getPretrained() is not None:
+            raise ValueError(
+                "initialModel and pretrained both set the initial weights; leave one of them unset"
+            )
+        model = load_model(estimator._model_class, given, "initialModel") if isinstance(given, str) else given
+        gets_label = model.without_label and estimator.hasParam("labelCol")
+        if gets_label and estimator.getInitialState() == "optimizer":
+            raise ValueError(
+                "initialState='optimizer' needs an initialModel with the same label, and this one was "
+                "trained without a label; set initialState='weights'"
+            )
+        fits = table_kind(model) is not None if gets_label else isinstance(model, estimator._model_class)
+        if not fits:
+            raise ValueError(
+                f"initialModel of {type(estimator).__name__} must be a {estimator._model_class.__name__}, "
+                f"got a {type(model).__name__}; fit with the estimator of the same task, or load weights "
+                "by pretrained={'uri': ..., 'strict': False}"
+            )
+        model._trained().info()  # raises if the weights are gone
+        if estimator.getInitialState() == "optimizer" and model._trained().training_state() is None:
+            raise ValueError(
+                "initialState='optimizer' continues from the training state of initialModel, and there is "
+                f"none next to {storage.redact(model._trained().uri)}; fit the initial model with "
+                "keepTrainingState=True, or set initialState='weights'"
+            )
+        made = estimator.copy({estimator.initialModel: model})
+        _take_label(made, model)
+        if table_kind(model) is not None:
+            _check_table_network(made, model)
+            return made
+        if not made.isDefined(made.model):
+            made._set(model=_network(model))
+        _take_inputs(made, model)
         return made
-    if not made.isDefined(made.model):
-        made._set(model=_network(model))
-    wanted = model.inputColumns()
-    if not made.isSet(made.inputCols) and not made.isSet(made.featuresCol):
-        made._set(**({"inputCols": wanted} if model.isSet(model.inputCols) else {"featuresCol": wanted[0]}))
-    if made.inputColumns() != wanted:
-        raise ValueError(
-            f"initialModel takes the columns {wanted}, and the estimator has {made.inputColumns()}; give the "
-            f"estimator the same inputCols or featuresCol, {OR_NEW}"
-        )
-    return made
 
+    def complete_config(self, config: Any, objects: Any, given: Mapping[str, Any]) -> Any:
+        model = given["initialModel"]
+        if isinstance(model, str):  # not loaded, because no fit follows
+            return config
+        if model.without_label and "labelCol" in given:
+            return config.with_values(pretrained=model._weights_to_tune())
+        weights = model._trained()
+        state = weights.training_state() if given["initialState"] == "optimizer" else None
+        return config.with_values(initial_weights=weights.uri, initial_training_state=state)
 
-def start_of(estimator: Any) -> dict[str, Any]:
-    """Returns the fields of the config that name the weights and the training state of `initialModel`."""
-    model = estimator.getInitialModel()
-    if model is None:
-        return {}
-    weights = model._trained()
-    if model.without_label and estimator.hasParam("labelCol"):
-        return {"pretrained": model._weights_to_tune()}
-    state = weights.training_state() if estimator.getInitialState() == "optimizer" else None
-    return {"initial_weights": weights.uri, "initial_training_state": state}
+    def choose_kinds(self, estimator: Any, kinds: dict[str, Kind], fields: FieldIndex) -> dict[str, Kind]:
+        """Returns the column types of a fit: the user's choices, with the vocabularies of `initialModel`."""
+        model, kinds = estimator.getInitialModel(), dict(kinds)
+        if isinstance(model, str):
+            return kinds
+        for source, item in zip(
+            source_names(model._inputs, model.inputColumns()), model._inputs, strict=True
+        ):
+            old = None if item.column is None else item.column.kind
+            if isinstance(old, Struct):
+                old = Struct(fields=old.fields)  # The rows may have the fields in another order.
+            if old is not None and (old.is_choice or isinstance(old, Struct)):
+                name = fields.find(source, "inputCols of initialModel").name
+                kinds[name] = _agree(name, old, kinds.get(name))
+        if model._labels:
+            name = fields.find(estimator.getLabelCol(), "labelCol").name
+            kinds[name] = _agree(name, Vocabulary(words=model._labels, order="alphabet"), kinds.get(name))
+        return kinds
+
+    def check_rows(self, estimator: Any, manifest: ShardManifest) -> None:
+        """Raises ValueError if the rows have other column types or classes than `initialModel`."""
+        model = estimator.getInitialModel()
+        for source, item in zip(
+            source_names(model._inputs, model.inputColumns()), model._inputs, strict=True
+        ):
+            if item.column is None:
+                continue
+            old, new = item.column, manifest.column_of(source)
+            if _meaning(old, source) != _meaning(new, source):
+                before, now = (f"{c.kind}{_details(c)}" for c in (old, new))
+                raise ValueError(
+                    f"column {source!r} is {before} for initialModel and {now} in the rows; give rows of the "
+                    f"same type and shape, {OR_NEW}"
+                )
+        if not model._labels:
+            return
+        label = manifest.column_of(estimator.getLabelCol())
+        words = label.kind.words if isinstance(label.kind, Vocabulary) else None
+        if words is None or words != model._labels:
+            raise ValueError(
+                f"labelCol {label.name!r} has other classes than initialModel, {_few(model._labels)}; write "
+                "the shards with columns={label: Vocabulary(words=...)} of its classes"
+            )
+        for split, stats in manifest.stats.items():
+            if (stats[label.name].maximum or 0) >= len(words):
+                raise ValueError(
+                    f"labelCol {label.name!r} has strings or nulls in the {split} rows that are no class of "
+                    f"initialModel, {_few(words)}; drop these rows, {OR_NEW}"
+                )
 
 
 def table_kind(model: TorchModel) -> TableRow | None:
@@ -94,58 +137,6 @@ def table_kind(model: TorchModel) -> TableRow | None:
     columns = [item.column for item in model._inputs if item.column is not None]
     kinds = [column.kind for column in columns if isinstance(column.kind, TableRow)]
     return kinds[0] if kinds else None
-
-
-def initial_kinds(
-    estimator: Any, given: Mapping[str, Kind], schema: StructType, exact: bool
-) -> dict[str, Kind]:
-    """Returns the column types of a fit: the user's choices, with the vocabularies of `initialModel`."""
-    model, kinds = estimator.getInitialModel(), dict(given)
-    if model is None:
-        return kinds
-    for source, item in zip(source_names(model._inputs, model.inputColumns()), model._inputs, strict=True):
-        old = None if item.column is None else item.column.kind
-        if isinstance(old, Struct):
-            old = Struct(fields=old.fields)  # The rows may have the fields in another order.
-        if old is not None and (old.is_choice or isinstance(old, Struct)):
-            name = find_field(source, "inputCols of initialModel", schema, exact).name
-            kinds[name] = _agree(name, old, kinds.get(name))
-    if model._labels:
-        name = find_field(estimator.getLabelCol(), "labelCol", schema, exact).name
-        kinds[name] = _agree(name, Vocabulary(words=model._labels, order="alphabet"), kinds.get(name))
-    return kinds
-
-
-def check_rows(estimator: Any, manifest: ShardManifest) -> None:
-    """Raises ValueError if the rows have other column types or classes than `initialModel`."""
-    model = estimator.getInitialModel()
-    if model is None:
-        return
-    for source, item in zip(source_names(model._inputs, model.inputColumns()), model._inputs, strict=True):
-        if item.column is None:
-            continue
-        old, new = item.column, manifest.column_of(source)
-        if _meaning(old, source) != _meaning(new, source):
-            before, now = (f"{c.kind}{_details(c)}" for c in (old, new))
-            raise ValueError(
-                f"column {source!r} is {before} for initialModel and {now} in the rows; give rows of the "
-                f"same type and shape, {OR_NEW}"
-            )
-    if not model._labels:
-        return
-    label = manifest.column_of(estimator.getLabelCol())
-    words = label.kind.words if isinstance(label.kind, Vocabulary) else None
-    if words is None or words != model._labels:
-        raise ValueError(
-            f"labelCol {label.name!r} has other classes than initialModel, {_few(model._labels)}; write the "
-            "shards with columns={label: Vocabulary(words=...)} of its classes"
-        )
-    for split, stats in manifest.stats.items():
-        if (stats[label.name].maximum or 0) >= len(words):
-            raise ValueError(
-                f"labelCol {label.name!r} has strings or nulls in the {split} rows that are no class of "
-                f"initialModel, {_few(words)}; drop these rows, {OR_NEW}"
-            )
 
 
 def load_model(cls: type[TorchModel], path: str, setting: str) -> TorchModel:
@@ -168,6 +159,19 @@ def _take_label(estimator: Any, model: TorchModel) -> None:
             f"{estimator.getLabelCol()!r}; set labelCol to the model's, {OR_NEW}"
         )
     estimator._set(labelCol=model.getOrDefault("labelCol"))
+
+
+def _take_inputs(estimator: Any, model: TorchModel) -> None:
+    wanted = model.inputColumns()
+    if not estimator.isSet(estimator.inputCols) and not estimator.isSet(estimator.featuresCol):
+        estimator._set(
+            **({"inputCols": wanted} if model.isSet(model.inputCols) else {"featuresCol": wanted[0]})
+        )
+    if estimator.inputColumns() != wanted:
+        raise ValueError(
+            f"initialModel takes the columns {wanted}, and the estimator has {estimator.inputColumns()}; "
+            f"give the estimator the same inputCols or featuresCol, {OR_NEW}"
+        )
 
 
 def _check_table_network(estimator: Any, model: TorchModel) -> None:

@@ -101,6 +101,7 @@ def wants_table(estimator: Any) -> bool:
     return not estimator.isDefined(estimator.model) or is_for_tables(estimator.getModel())
 
 
+@explain_worker_errors()
 def prepare_fit(
     estimator: Any, dataset: DataFrame, plans: Plans | None = None, search_uri: str | None = None
 ) -> PreparedFit:
@@ -111,8 +112,20 @@ def prepare_fit(
     `plans.is_dry_run`.
     """
     plans = plans or Plans()
-    with explain_worker_errors():
-        fit = _prepare(estimator, dataset, plans, search_uri)
+    check_batch(dataset, f"{type(estimator).__name__}.fit")
+    estimator = estimator._complete()
+    for technique in techniques_in(estimator):
+        technique.check_estimator(estimator, is_table=wants_table(estimator))
+    fit = PreparedFit(estimator, dataset)
+    if wants_table(estimator):
+        fit = FUNCTIONS["prepare_table"](estimator, dataset, plans, search_uri)
+    elif estimator.getTimeCol() and estimator.getValidationFraction() is not None:
+        split = hold_out(estimator, dataset, (), plans.is_dry_run)
+        copy = estimator.copy()
+        for param in (copy.validationFraction, copy.timeCol):  # the indicator replaces both
+            copy.clear(param)
+        copy._set(validationIndicatorCol=split.indicator)
+        fit = PreparedFit(copy, split.dataset)
     return fit if plans.is_dry_run else add_columns(fit)
 
 
@@ -121,21 +134,3 @@ def add_columns(fit: PreparedFit) -> PreparedFit:
     for technique in techniques_in(fit.estimator):
         fit = technique.prepare(fit)
     return fit
-
-
-def _prepare(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: str | None) -> PreparedFit:
-    check_batch(dataset, f"{type(estimator).__name__}.fit")
-    estimator = estimator._complete()
-    for technique in techniques_in(estimator):
-        technique.check_estimator(estimator, is_table=wants_table(estimator))
-    if wants_table(estimator):
-        fit: PreparedFit = FUNCTIONS["prepare_table"](estimator, dataset, plans, search_uri)
-        return fit
-    if not estimator.getTimeCol() or estimator.getValidationFraction() is None:
-        return PreparedFit(estimator, dataset)
-    split = hold_out(estimator, dataset, (), plans.is_dry_run)
-    copy = estimator.copy()
-    for param in (copy.validationFraction, copy.timeCol):  # the indicator replaces both
-        copy.clear(param)
-    copy._set(validationIndicatorCol=split.indicator)
-    return PreparedFit(copy, split.dataset)

@@ -4,9 +4,9 @@ At each point of a fit, the core calls the hooks of the techniques that the sett
 `TECHNIQUES`. A technique is a subclass of `Technique` that overrides the hooks that it needs, usually in
 `extras/<folder>/technique.py`.
 
-`techniques_in(estimator)` finds techniques by `Registered.param`. It serves the hooks `check_estimator`,
-`check_many`, `prepare`, `check_columns`, `output_columns` and `settle`. `techniques_of(config)` finds
-techniques by `Registered.field`, and serves all other hooks.
+`techniques_in(estimator)` finds techniques by `Registered.param`. It serves the hooks that get the estimator,
+and `prepare`, `complete_config`, `check_columns` and `settle`. `techniques_of(config)` finds techniques by
+`Registered.field`, and serves all other hooks.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Technique:
 
     # ---- On the driver, before the shards are written.
 
+    def complete_estimator(self, estimator: Any) -> Any:
+        """Returns the estimator, perhaps a copy with more settings."""
+        return estimator
+
     def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
         """Checks a fit's settings.
 
@@ -47,6 +51,10 @@ class Technique:
     def prepare(self, fit: Any) -> Any:
         """Returns the `PreparedFit`, perhaps with more columns."""
         return fit
+
+    def choose_kinds(self, estimator: Any, kinds: dict[str, Any], fields: Any) -> dict[str, Any]:
+        """Returns the column types, by name, of the columns in the `FieldIndex` `fields`."""
+        return kinds
 
     def check_columns(self, objects: Any, kinds: Mapping[str, Any]) -> None:
         """Checks the column types, by name."""
@@ -64,11 +72,11 @@ class Technique:
 
     # ---- On the driver, once the rows are known.
 
+    def check_rows(self, estimator: Any, manifest: Any) -> None:
+        """Checks the shards' columns and classes, before the network runs."""
+
     def check_optimizer(self, config: Any, objects: Any, network: nn.Module) -> None:
         """Checks the optimizer of `objects`, or of the config, on the whole network."""
-
-    def check_labels(self, training: Any) -> None:
-        """Checks outputs and labels of a `Trial`, before the checks of the task do."""
 
     def check(self, training: Any) -> None:
         """Checks a `Trial` after all checks of the core."""
@@ -186,6 +194,7 @@ def _extra(path: str, **more: Any) -> Registered:
 
 # In the order in which their hooks are called.
 TECHNIQUES: dict[str, Registered] = {
+    "initial_model": Registered(path="ringspark.estimators.initial_model:InitialModel", param="initialModel"),
     "own_code": _extra("own_code.technique:OwnCode", field="num_workers", when=bool, is_optional=True),
     "training_steps": _extra(
         "training_steps.technique:TrainingStep", field="training_step", param="trainingStep"
@@ -197,7 +206,7 @@ TECHNIQUES: dict[str, Registered] = {
     "activations": _extra("activations.technique:SavedActivations", field="changes_saved_tensors"),
     "inner_columns": _extra("inner_columns:InnerColumns", param="innerCols", when=bool),
     "timeline": _extra("timeline.technique:StepTimeline", field="timeline_every_steps"),
-    "certificate": _extra("certificate.technique:CertifiedRun", field="certify"),
+    "certificate": _extra("certificate.technique:CertifiedRun", field="certify", param="certify"),
     "automatic_mesh": _extra(
         "planning.technique:AutomaticMesh", param="parallelism", when=lambda value: value == AUTO
     ),

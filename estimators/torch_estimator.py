@@ -19,7 +19,6 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
 from ringspark.estimators.checked_fit import CheckedFit, check_settings, prepare_checked
-from ringspark.estimators.initial_model import with_initial_model
 from ringspark.estimators.launch.python_daemon import choose_daemon
 from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.launch.train_task import TrainTask
@@ -184,7 +183,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
         changes = run.begin(config, identity_of(config, fit.objects, manifest))
-        finished = run.result()
+        finished, last = run.result(), config
         start = RunStart(
             name=self.uid,
             run_uri=run.uri,
@@ -218,9 +217,10 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                     changes=run.changes(),
                 ).to_json()
                 run.finish(finished, config)
+            else:
+                last = run.last_config() or config
             model = self._trained_model(spark, run, fit, training, finished)
             # Also cleans a finished run whose earlier driver died before this line.
-            last = run.last_config() or config
             run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.is_replayable)
             watcher.end(RunEnd(status="finished", model=model))
         return model
@@ -264,7 +264,10 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
 
     def _complete(self: E) -> E:
         """Returns a copy with the settings that the stage decides itself. Each fit calls it first."""
-        return cast(E, with_initial_model(self))
+        completed = self
+        for technique in techniques_in(self):
+            completed = technique.complete_estimator(completed)
+        return completed
 
     def _label_columns(self) -> list[str]:
         """Returns one column per output; an estimator without `labelCol` returns input columns."""

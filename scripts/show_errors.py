@@ -24,7 +24,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier, TorchRegressor
-from ringspark.estimators.memory.pressure import check_on_driver
+from ringspark.estimators.memory.pressure import check_memory, limits_on_driver
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, write_shards
@@ -71,7 +71,8 @@ def cannot_fit(root: Path) -> None:
         collective="torch",
     )
     manifest = ShardManifest.load(str(root / "run" / "shards"))
-    check_on_driver(config, UserObjects(), manifest, {"spark.executor.pyspark.memory": "1g"}, is_remote=True)
+    limits = limits_on_driver(2, {"spark.executor.pyspark.memory": "1g"}, is_here=False)
+    check_memory(config, UserObjects(), manifest, limits)
 
 
 def show(title: str, provoke: Callable[[], Any], folder: str = "") -> None:

@@ -138,7 +138,7 @@ def source_names(inputs: Sequence[ModelInput], names: Sequence[str]) -> list[str
 def source_columns(
     inputs: Sequence[ModelInput], names: Sequence[str], schema: StructType, exact: bool
 ) -> list[StructField]:
-    """Returns the columns of a DataFrame from which to make the inputs; `exact`: see `find_fields`."""
+    """Returns the columns of a DataFrame from which to make the inputs; `exact`: see `FieldIndex`."""
     fields = FieldIndex(schema, exact)
     return [
         _table_field(name, item.column.kind, fields)

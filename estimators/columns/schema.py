@@ -21,27 +21,22 @@ _REMEDIES: dict[type[DataType], str] = {
 }
 
 
-def find_fields(name: str, schema: StructType, exact: bool) -> list[StructField]:
-    """Returns the fields that Spark means by a name; case is ignored unless `exact`."""
-    return FieldIndex(schema, exact).all(name)
-
-
 def find_field(name: str, param: str, schema: StructType, exact: bool) -> StructField:
     """Returns the only field called `name`; raises ValueError if none or several. Errors name `param`."""
     return FieldIndex(schema, exact).find(name, param)
 
 
 class FieldIndex:
-    """Index of a schema's fields by name, for many lookups; `exact`: see `find_fields`."""
+    """Index of a schema's fields by name, as Spark finds them: case is ignored unless `exact`."""
 
     def __init__(self, schema: StructType, exact: bool) -> None:
-        self._names = schema.names
-        self._exact = exact
+        self.schema, self._names, self._exact = schema, schema.names, exact
         self._fields: dict[str, list[StructField]] = {}
         for field in schema.fields:
             self._fields.setdefault(field.name if exact else field.name.lower(), []).append(field)
 
     def all(self, name: str) -> list[StructField]:
+        """Returns the fields that Spark means by a name."""
         return self._fields.get(name if self._exact else name.lower(), [])
 
     def find(self, name: str, param: str) -> StructField:
@@ -59,14 +54,14 @@ class FieldIndex:
 
 
 def input_names(
-    names: Sequence[str], kinds: Mapping[str, Kind], schema: StructType, exact: bool
+    names: Sequence[str], kinds: Mapping[str, Kind], fields: FieldIndex
 ) -> tuple[list[str], tuple[str, ...]]:
     """Returns the columns from which inputs are made, and the inputs' names as the DataFrame spells them.
 
     A name is a column, or one array of a column whose type gives several: "words.length" is the array
     `length` of the column `words`.
     """
-    sources, found, fields = [], [], FieldIndex(schema, exact)
+    sources, found = [], []
     for name in names:
         owner, _, part = name.rpartition(".")
         owners = [field.name for field in fields.all(owner) if not fields.all(name)]
@@ -79,11 +74,11 @@ def input_names(
     return sources, tuple(found)
 
 
-def kinds_by_column(given: Mapping[str, Kind], schema: StructType, exact: bool) -> dict[str, Kind]:
+def kinds_by_column(given: Mapping[str, Kind], fields: FieldIndex) -> dict[str, Kind]:
     """Returns the column types that a user chose, by column name as the DataFrame spells it."""
     kinds: dict[str, Kind] = {}
     for name, kind in given.items():
-        found = find_field(name, "columns", schema, exact).name
+        found = fields.find(name, "columns").name
         if found in kinds:
             raise ValueError(f"the setting columns names {found!r} twice, in different case; keep only one")
         kinds[found] = kind

@@ -41,49 +41,28 @@ from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.manifest import SPLITS
-from ringspark.pipelines.spark_paths import is_local
 
 # Upper bound of the optimizer state of all named optimizers, in multiples of the trained parameters.
 _MOST_STATE = 3
 
 
-def check_on_driver(
-    config: TrainConfig,
-    objects: UserObjects,
-    manifest: ShardManifest,
-    conf: Mapping[str, str],
-    is_remote: bool,
-) -> None:
-    """Raises ValueError for a training that cannot fit, as far as the driver knows.
-
-    `is_remote` says that the driver is a Connect client, on another host than the workers.
-    """
-    check(config, objects, manifest, limits_on_driver(config.num_workers, conf, is_remote))
-
-
-def limits_on_driver(num_workers: int, conf: Mapping[str, str], is_remote: bool) -> list[Available | None]:
-    """Returns the limits of a worker's memory that the driver knows."""
-    limits = [find_spark_limit(conf)]
-    if is_on_driver(conf, is_remote):
-        limits.append(find_host_limit(num_workers, same_cgroup=True))
-    return limits
-
-
-def is_on_driver(conf: Mapping[str, str], is_remote: bool) -> bool:
-    return not is_remote and is_local(conf)
+def limits_on_driver(num_workers: int, conf: Mapping[str, str], *, is_here: bool) -> list[Available | None]:
+    """Returns the limits of a worker's memory that the driver knows; `is_here`: workers are on its host."""
+    host = find_host_limit(num_workers, same_cgroup=True) if is_here else None
+    return [find_spark_limit(conf), host]
 
 
 def check_on_rank(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, collective: Collective
 ) -> TrainConfig:
-    """Raises like `check_on_driver`, for this rank's host. Runs on every rank, before it allocates.
+    """Raises like `check_memory`, on every rank, for the limits of its host, before it allocates.
 
     Returns the config, with this rank's value for a `cache` of "auto".
     """
     size, local_size = collective.size, collective.member.local_size
     limits = [find_process_limit(), find_host_limit(local_size)]
     config_here = replace(config, num_workers=size)
-    left = check(config_here, objects, manifest, limits)
+    left = check_memory(config_here, objects, manifest, limits)
     # Ranks of one replica read, and keep, the same rows.
     share, num_shares = find_data_shard(config_here.axes, collective.rank)
     config = resolve_cache(config, manifest, share, num_shares, local_size, left)
@@ -92,7 +71,10 @@ def check_on_rank(
     return config
 
 
-def check(
+# A user's network may draw random numbers, and Spark uses this process again.
+@fork_generators()
+@keep_shared_generators()
+def check_memory(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limits: list[Available | None]
 ) -> int | None:
     """Raises ValueError if the lowest known limit is too low; returns the bytes left, None if unknown."""
@@ -100,12 +82,6 @@ def check(
     if not known:
         return None
     limit = min(known, key=lambda found: found.num_bytes)
-    # A user's network may draw random numbers, and Spark uses this process again.
-    with fork_generators(), keep_shared_generators():
-        return _check(config, objects, manifest, limit)
-
-
-def _check(config: TrainConfig, objects: UserObjects, manifest: ShardManifest, limit: Available) -> int:
     network = build_empty(config, objects)
     trained = num_bytes(p for p in network.parameters() if p.requires_grad and not is_lazy(p))
     at_most = _needs(config, manifest, network, trained, _MOST_STATE * trained)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pyspark.sql.types import StructType
 
-from ringspark.estimators.columns.schema import find_fields
+from ringspark.estimators.columns.schema import FieldIndex
 from ringspark.estimators.inference.precision import check_int8
 from ringspark.estimators.stages.params import ModelSettings, TrainingParams
 
@@ -64,8 +64,9 @@ def check_distinct(names: Sequence[str], exact: bool = False) -> None:
 def check_free(schema: StructType, names: Sequence[str], exact: bool) -> None:
     """Raises ValueError if an output column exists already or two are equal. `exact`: whether case counts."""
     check_distinct(names, exact)
+    fields = FieldIndex(schema, exact)
     for name in names:
-        if find_fields(name, schema, exact):
+        if fields.all(name):
             raise ValueError(
                 f"Output column {name} already exists; drop it first, or give the model another name "
                 f"for its output"

@@ -12,7 +12,7 @@ from torch import nn
 
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.techniques import first_made, techniques_of
-from ringspark.estimators.training.finetuning.freezing import apply_finetuning
+from ringspark.estimators.training.finetuning.freezing import tune
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.optimizers.registry import make_optimizer
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -28,7 +28,7 @@ def build_module(config: TrainConfig, objects: UserObjects) -> nn.Module:
         module = objects.module
     else:
         raise ValueError("model is not set; give a ModelSpec or an nn.Module")
-    return apply_finetuning(module, config)
+    return tune(module, config.freeze, config.lora)
 
 
 def build_empty(config: TrainConfig, objects: UserObjects) -> nn.Module:
@@ -37,7 +37,7 @@ def build_empty(config: TrainConfig, objects: UserObjects) -> nn.Module:
         module = build_on_meta(ModelSpec.from_json(config.model).build)
     else:
         module = copy_to_meta(objects.module)
-    return apply_finetuning(module, config)
+    return tune(module, config.freeze, config.lora)
 
 
 def build_configured_optimizer(

@@ -63,18 +63,14 @@ def _open_data(
         config, objects = train_job.config_of(estimator)
         yield config, objects, ShardManifest.load(storage.normalize(job.data.shards))
         return
-    from ringspark.estimators.checked_fit import CheckedFit, check_settings
-    from ringspark.estimators.prepared_fit import prepare_fit
+    from ringspark.estimators.checked_fit import prepare_checked
     from ringspark.estimators.stages.fit_data import SharedShards
 
     with cli.spark("ringspark plan", master) as spark:
         # Without runUri, because a plan must not touch the run folder.
         alone = estimator.copy().setRunUri(None)
         # All rows decide how large a table's network is.
-        rows = train_job.read_rows(spark, job)
-        check_settings(alone, rows)
-        prepared = prepare_fit(alone, rows)
+        prepared, fit = prepare_checked(alone, train_job.read_rows(spark, job))
         rows = prepared.dataset.limit(_SAMPLED_ROWS)
-        fit = CheckedFit.of(prepared.estimator, rows)
         with SharedShards({fit.data: rows}, [fit.data]).shards(fit.data) as manifest:
             yield fit.config, fit.objects, manifest

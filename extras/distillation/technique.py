@@ -23,7 +23,7 @@ class Distillation(Technique):
 
         return add_teacher(fit)
 
-    def check_labels(self, training: Any) -> None:
+    def check(self, training: Any) -> None:
         from ringspark.extras.distillation.teacher import check_teacher
 
         check_teacher(training.config, training.copies, training.manifest, training.shapes[0])

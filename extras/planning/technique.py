@@ -7,6 +7,7 @@ from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.launch.owner import write_note
+from ringspark.estimators.memory.pressure import check_memory
 from ringspark.estimators.techniques import Technique
 from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.extras.planning.meshes.automatic import choose_parallelism
@@ -21,12 +22,12 @@ class AutomaticMesh(Technique):
             training.manifest,
             begun=driver.run.last_config(),
             budget=estimator.getMemoryBudget(),
-            limits=driver.limits(training.config),
+            limits=driver.limits,
             chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
-            is_here=driver.is_on_workers_host,
+            is_here=driver.is_here,
         )
         write_note(driver.run.uri, run_layout.PARALLELISM, f"{choice.explanation}\n")
-        driver.check_memory(choice.config)
+        check_memory(choice.config, training.objects, training.manifest, driver.limits)
         return replace(training, config=choice.config)
 
 

@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType
 
-from ringspark.estimators.columns.schema import find_field, find_fields
+from ringspark.estimators.columns.schema import FieldIndex, find_field
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 from ringspark.pipelines.fixed_rows import fix_rows
 
@@ -121,7 +121,7 @@ def _check(df: DataFrame, name: str, param: str, column: str, k: int, fold_col: 
     check_frame(df, name)
     check_count(name, k)
     exact = is_case_sensitive(df.sparkSession)
-    if find_fields(fold_col, df.schema, exact):
+    if FieldIndex(df.schema, exact).all(fold_col):
         raise ValueError(f"foldCol {fold_col!r} is already a column of the DataFrame; choose another name")
     field = find_field(column, param, df.schema, exact)
     if not _has_hash(field.dataType) or not _has_order(df, field.name):

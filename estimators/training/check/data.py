@@ -11,7 +11,6 @@ from torch import nn
 
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape
-from ringspark.estimators.training.make_heads import find_ignored_label
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss, sees_network
 from ringspark.estimators.training.settings.choices import Task
@@ -150,7 +149,6 @@ def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape)
     # An ensemble of binary networks returns one logit per member.
     per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
     num_classes = 2 if per_member or is_binary else shape[1]
-    ignored = find_ignored_label(resolve_loss(loss))
     for split, columns in manifest.stats.items():
         stats = columns[label]
         if not stats.rows:
@@ -162,7 +160,7 @@ def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape)
             )
         low, high = int(stats.minimum), int(stats.maximum)  # type: ignore[arg-type]
         # The statistics hold only the smallest label; another one below 0 fails in its batch.
-        low = 0 if low == ignored else low
+        low = 0 if low == head.ignored else low
         if low < 0 or high >= num_classes:
             raise ValueError(
                 f"labelCol {label!r} must lie in 0..{num_classes - 1} for the {num_classes} classes of model "

@@ -8,13 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, signature
 from itertools import count
 
 import torch
 
 from ringspark.estimators.collectives import collective_class
-from ringspark.estimators.names import check_name
 from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.arguments import expand_arguments, read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
@@ -35,7 +35,6 @@ from ringspark.estimators.training.check.schema import (
     check_network,
     check_schema,
     find_monitor,
-    has_train_metrics,
 )
 from ringspark.estimators.training.check.training import CheckedTraining, Trial, build_networks, copy_objects
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
@@ -47,8 +46,6 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.losses import resolve_loss
 from ringspark.estimators.training.objective.metrics import check_metrics
 from ringspark.estimators.training.objective.own_metrics import OwnMetric, check_own_tasks, try_metric
-from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
-from ringspark.estimators.training.optimizers.schedules import SCHEDULES
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
@@ -64,18 +61,15 @@ Check = Callable[[Trial], Trial]
 
 
 def check_names(config: TrainConfig, objects: UserObjects) -> None:
-    """Raises ValueError for unknown names of optimizer, schedule, losses, metrics, collective and reader."""
+    """Raises ValueError for unknown names of losses, metrics, collective and reader."""
     objects.check_step(config)
-    if objects.optimizer is None:
-        check_name("optimizer", config.optimizer, OPTIMIZERS)
-    if objects.lr_schedule is None:
-        check_name("lrSchedule", config.lr_schedule, SCHEDULES)
     for index in range(len(config.label_columns)):
         loss = objects.loss(config, index)
         if isinstance(loss, str) and loss != "auto":
             resolve_loss(loss)
-    check_metrics([name for name in config.metrics if name not in objects.metrics], config.task)
-    check_own_tasks(objects.metrics, config.task)
+    if config.metrics:
+        check_metrics([name for name in config.metrics if name not in objects.metrics], config.task)
+        check_own_tasks(objects.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)
 
@@ -88,7 +82,7 @@ def check_training(
     objects: UserObjects,
     manifest: ShardManifest,
     heads: Sequence[Head] | None = None,
-    check_memory: Callable[[TrainConfig], None] | None = None,
+    check_memory: Callable[[TrainConfig, UserObjects, ShardManifest], object] | None = None,
 ) -> CheckedTraining:
     """Runs `CHECKS`. Raises ValueError if data and model do not fit together.
 
@@ -96,27 +90,13 @@ def check_training(
         heads: Result of `check_schema`; None also runs `check_names` and `check_schema`.
         check_memory: Refuses a network that the driver cannot hold; called before the network is built.
     """
-    training = _begin(config, objects, manifest, heads, check_memory)
-    for check in CHECKS:
-        training = check(training)
-    return training.finish()
-
-
-def _begin(
-    config: TrainConfig,
-    objects: UserObjects,
-    manifest: ShardManifest,
-    heads: Sequence[Head] | None,
-    check_memory: Callable[[TrainConfig], None] | None,
-) -> Trial:
-    """Runs the checks that come before the network is built, and builds it."""
     if heads is None:
         check_names(config, objects)
     config = expand_arguments(config, manifest)
     check_columns(config, manifest)
     copies = copy_objects(objects)
     if check_memory is not None:
-        check_memory(config)
+        check_memory(config, objects, manifest)
     splits: list[Split] = [split for split in _SPLITS if manifest.select(split).num_rows]
     if heads is None:
         heads = check_schema(config, copies, manifest.columns, splits)
@@ -124,7 +104,7 @@ def _begin(
         check_copy(config, objects, copies.module, manifest)
         check_groups(config, objects, copies)
     whole, module = build_networks(config, copies)
-    return Trial(
+    training = Trial(
         config=config,
         objects=objects,
         copies=copies,
@@ -134,6 +114,10 @@ def _begin(
         heads=tuple(heads),
         splits=tuple(splits),
     )
+    for setting, check in CHECKS:
+        if not setting or getattr(training.config, setting) not in (None, "none", ()):
+            training = check(training)
+    return training.finish()
 
 
 def _check_network(training: Trial) -> Trial:
@@ -171,18 +155,19 @@ def _check_order(training: Trial) -> Trial:
 def _check_outputs(training: Trial) -> Trial:
     """Runs the network, and completes heads, output widths and `monitor` from its outputs."""
     config, objects, manifest = training.config, training.copies, training.manifest
-    outputs = check_adapters(training.module, lambda: probe(training.module, config, manifest, objects))
+    run = partial(probe, training.module, config, manifest, objects)
+    outputs = run() if config.lora is None else check_adapters(training.module, run)
     training = replace(training, outputs=outputs)
     config = set_outputs(config, [shape[-1] if len(shape) > 1 else 1 for shape in training.shapes])
     heads = settle_heads(training.heads, config, objects, manifest)
-    monitor = find_monitor(config.monitor, heads, training.splits, has_train_metrics(config, objects))
-    return replace(training, config=replace(config, monitor=monitor), heads=heads)
+    monitor = find_monitor(config, objects, heads, training.splits)
+    return replace(training, config=config.with_values(monitor=monitor), heads=heads)
 
 
 def _check_start(training: Trial) -> Trial:
     config = training.config
-    if config.start_weights is not None:
-        check_pretrained(config.start_weights, training.whole, is_initial=config.initial_weights is not None)
+    assert config.start_weights is not None
+    check_pretrained(config.start_weights, training.whole, is_initial=config.initial_weights is not None)
     return training
 
 
@@ -229,7 +214,7 @@ def _check_own_metrics(training: Trial) -> Trial:
     own = tuple(_try_metric(name, heads, training.outputs, training.manifest) for name in given)
     tried = {metric.name: (given[metric.name], metric.per_row) for metric in own}
     heads = tuple(replace(head, own_metrics=tried) for head in heads)
-    return replace(training, config=replace(training.config, own_metrics=own), heads=heads)
+    return replace(training, config=training.config.with_values(own_metrics=own), heads=heads)
 
 
 def _try_metric(
@@ -252,12 +237,6 @@ def _try_metric(
     return try_metric(name, metric, given, labels)
 
 
-def _check_labels(training: Trial) -> Trial:
-    for technique in techniques_of(training.config):
-        technique.check_labels(training)
-    return training
-
-
 def _check_techniques(training: Trial) -> Trial:
     for technique in techniques_of(training.config):
         technique.check(training)
@@ -266,25 +245,24 @@ def _check_techniques(training: Trial) -> Trial:
 
 def _check_recomputation(training: Trial) -> Trial:
     """Applies activation checkpointing, to raise its errors; last, because it changes the network."""
-    if training.config.gradient_checkpointing != "none":
-        apply_activation_checkpoint(training.whole, segment_policy(training.config.gradient_checkpointing))
+    apply_activation_checkpoint(training.whole, segment_policy(training.config.gradient_checkpointing))
     return training
 
 
-# In this order: each check may use what the checks before it have found.
-CHECKS: tuple[Check, ...] = (
-    _check_network,
-    _check_prediction,
-    _check_order,
-    check_optimization,
-    check_average,
-    check_sparse,
-    _check_outputs,
-    _check_start,
-    _check_batch_transform,
-    _check_labels,
-    _check_task,
-    _check_own_metrics,
-    _check_techniques,
-    _check_recomputation,
+# In this order: each check may use what the checks before it have found. A check with an attribute of the
+# config runs only if the attribute is set.
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("", _check_network),
+    ("", _check_prediction),
+    ("", _check_order),
+    ("", check_optimization),
+    ("ema_decay", check_average),
+    ("", check_sparse),
+    ("", _check_outputs),
+    ("start_weights", _check_start),
+    ("", _check_batch_transform),
+    ("", _check_task),
+    ("metrics", _check_own_metrics),
+    ("", _check_techniques),
+    ("gradient_checkpointing", _check_recomputation),
 )

@@ -92,8 +92,8 @@ def _check_synchronization(config: TrainConfig, optimizer: torch.optim.Optimizer
 def check_sparse(training: Trial) -> Trial:
     """Warns if embeddings ask for sparse gradients that the strategy makes dense."""
     config, module = training.config, training.whole
-    tables = sparse_parameters(module)
-    if tables and config.num_workers > 1 and not STRATEGIES[config.sync.strategy].takes_sparse:
+    makes_dense = config.num_workers > 1 and not STRATEGIES[config.sync.strategy].takes_sparse
+    if makes_dense and (tables := sparse_parameters(module)):
         warnings.warn(
             f"model {type(module).__name__} has sparse=True in the embedding of {next(iter(tables))!r}, but "
             f"sync={config.sync!r} makes its gradients dense, which take the memory and traffic of the whole "
@@ -107,8 +107,9 @@ def check_sparse(training: Trial) -> Trial:
 def check_average(training: Trial) -> Trial:
     """Warns if the average of the weights forgets the initial weights too slowly."""
     decay, num_steps = training.config.ema_decay, training.num_steps
+    assert decay is not None
     is_new = training.config.initial_training_state is None
-    if is_new and decay is not None and decay**num_steps > MAX_INITIAL_SHARE:
+    if is_new and decay**num_steps > MAX_INITIAL_SHARE:
         warnings.warn(
             f"emaDecay {decay} leaves {decay**num_steps:.0%} of the initial weights in the average after all "
             f"{num_steps} steps; lower emaDecay to {0.01 ** (1 / num_steps):.2g} for 1 %",

@@ -108,11 +108,11 @@ def check_prediction(
                 "in their final shape, or with persistent=False"
             )
         try:
-            prepare = objects.transform_in_prediction
-            with _untouched(prepare) if isinstance(prepare, nn.Module) else nullcontext():
-                if isinstance(prepare, nn.Module):
-                    prepare.eval()
-                rows = prepare_inputs(prepare, rows)
+            if (prepare := objects.transform_in_prediction) is not None:
+                with _untouched(prepare) if isinstance(prepare, nn.Module) else nullcontext():
+                    if isinstance(prepare, nn.Module):
+                        prepare.eval()
+                    rows = prepare_inputs(prepare, rows)
             with torch.no_grad():
                 expected = _forward(module.eval(), rows)
         except Exception as error:  # user code may raise anything; `probe` has run real shapes

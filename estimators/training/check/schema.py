@@ -42,7 +42,9 @@ def check_schema(
     """
     inputs = tuple(chain.from_iterable(list_arguments(columns, config.input_columns)))
     _check_targets(config, {column.name: column for column in columns})
-    _check_transforms(config, objects, inputs, _layout(columns, inputs))
+    layout = _layout(columns, inputs)
+    if objects.transform_batch is not None or objects.transform_in_prediction is not None:
+        _check_transforms(config, objects, inputs, layout)
     if _has_constructor_of_ours(config, objects):
         empty = build_empty(config, objects)
         check_network(config, objects, empty)
@@ -56,9 +58,8 @@ def check_schema(
                 f"metric {name!r} cannot take outputs and labels: {problem}; it is called as "
                 "metric(outputs, labels)"
             )
-    monitor = find_monitor(config.monitor, heads, splits, has_train_metrics(config, objects))
-    monitored = find_metric(monitor.split("_", 1)[1], config.metrics)
-    if config.looks_for_best and monitored is not None:
+    monitor = find_monitor(config, objects, heads, splits)
+    if config.looks_for_best and (monitored := find_metric(monitor.split("_", 1)[1], config.metrics)):
         own = objects.metrics.get(monitored)
         if (METRICS[monitored].higher_is_better if own is None else higher_is_better(own)) is None:
             raise ValueError(
@@ -105,19 +106,16 @@ def check_network(config: TrainConfig, objects: UserObjects, module: nn.Module) 
         module.check_settings(config.task, config.losses)
 
 
-def has_train_metrics(config: TrainConfig, objects: UserObjects) -> bool:
-    """Whether the history has metrics of training rows, which need their outputs and their own labels."""
-    return not config.has_own_step and not takes_labels(objects.transform_batch)
-
-
 def find_monitor(
-    monitor: str, heads: Sequence[Head], splits: Sequence[Split], has_train_metrics: bool = True
+    config: TrainConfig, objects: UserObjects, heads: Sequence[Head], splits: Sequence[Split]
 ) -> str:
     """Returns the history's entry that `monitor` means; raises ValueError if there will be none.
 
-    A name without a split, such as "loss", means the value on the first of `splits`. `has_train_metrics`:
-    whether the history has metrics of training rows.
+    A name without a split, such as "loss", means the value on the first of `splits`.
     """
+    transform = objects.transform_batch
+    # Metrics of training rows need their outputs and their own labels.
+    has_train_metrics = not config.has_own_step and (transform is None or not takes_labels(transform))
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:
         names = ["loss", *(f"{part}_{head.label}" for head in heads for part in ("loss", *head.metrics))]
@@ -127,7 +125,7 @@ def find_monitor(
         for name in names
         if split == "validation" or has_train_metrics or name.startswith("loss")
     ]
-    wanted = monitor or "loss"
+    wanted = config.monitor or "loss"
     for name in (wanted, f"{splits[0]}_{wanted}"):
         if name in known:
             return name

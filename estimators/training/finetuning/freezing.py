@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ringspark.estimators.names import nearest
 from ringspark.estimators.options.finetuning import LoRA
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.lora import add_lora, find_adapters, merged_state
 from ringspark.models.process_state import fork_generators
 
@@ -38,10 +37,6 @@ def tune(module: nn.Module, freeze: Sequence[str] = (), lora: LoRA | None = None
             raise ValueError(f"model {name} has no trainable parameters; unfreeze some")
         raise ValueError(f"freeze leaves no parameter of model {name} to train; narrow its patterns")
     return module
-
-
-def apply_finetuning(module: nn.Module, config: TrainConfig) -> nn.Module:
-    return tune(module, config.freeze, config.lora)
 
 
 def _add_adapters(module: nn.Module, lora: LoRA) -> None:

@@ -331,8 +331,10 @@ def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device |
         device: Device for class weights and the state of a user's module.
     """
     if isinstance(loss, str):
+        if loss in LOSSES:
+            return LOSSES[loss]
         check_loss_name(loss)
-        return LOSSES[loss] if loss in LOSSES else _wrap_module(_torch_losses()[loss]())
+        return _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):
         return _wrap_module(loss.to(device))
     return _wrap_callable(loss)

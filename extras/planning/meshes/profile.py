@@ -16,7 +16,7 @@ from typing import Any
 
 from ringspark.estimators.memory.shares import checkpoint_writers
 from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
-from ringspark.estimators.training.finetuning.freezing import apply_finetuning
+from ringspark.estimators.training.finetuning.freezing import tune
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.model_parallel.fake_collective import Message
 from ringspark.extras.model_parallel.pipeline.partition import partition_by_cost
@@ -128,7 +128,7 @@ class Training:
             self.network = build_on_meta(ModelSpec.from_json(settings.model).build)
         else:
             self.network = copy_to_meta(objects.module)
-        apply_finetuning(self.network, self.config)
+        tune(self.network, self.config.freeze, self.config.lora)
         initialize_lazy_layers(self.network, inputs, objects)
         # Keeps the profiles alive, because `_exact` uses their ids.
         self._found: dict[tuple[object, ...], Profile] = {}

@@ -25,7 +25,7 @@ from ringspark.estimators.memory.available import (
     find_host_limit,
     find_spark_limit,
 )
-from ringspark.estimators.memory.pressure import check, check_on_driver, worker_needs
+from ringspark.estimators.memory.pressure import check_memory, limits_on_driver, worker_needs
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.registry import make_optimizer
@@ -138,12 +138,12 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> 
 def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManifest) -> None:
     config = _config(shards, _linear(64))
     need = sum(worker_needs(config, NOTHING, shards).values())
-    check(config, NOTHING, shards, [None])
-    check(config, NOTHING, shards, [Available(num_bytes=need, source="here")])
+    check_memory(config, NOTHING, shards, [None])
+    check_memory(config, NOTHING, shards, [Available(num_bytes=need, source="here")])
     with pytest.raises(
         ValueError, match=r"at least .* \(parameters 260 B, .* are available \(here\); .* memory$"
     ):
-        check(config, NOTHING, shards, [None, Available(num_bytes=need - 1, source="here")])
+        check_memory(config, NOTHING, shards, [None, Available(num_bytes=need - 1, source="here")])
 
 
 @pytest.mark.extras
@@ -164,7 +164,7 @@ def test_the_remedy_is_not_what_is_set_already_or_refused(
     settings = {"num_workers": 4, "collective": collective, "sync": sync_of(sharding=sharding)}
     config = _config(shards, ModelSpec("mlp", BIG), parallelism=mesh, **settings)
     with pytest.raises(ValueError, match=f"available.*; {remedy}, "):
-        check(config, NOTHING, shards, [Available(num_bytes=1, source="here")])
+        check_memory(config, NOTHING, shards, [Available(num_bytes=1, source="here")])
 
 
 @pytest.mark.extras
@@ -223,10 +223,10 @@ def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardMani
     # The quantization tables are not part of the optimizer state.
     tables = 2 * (65 << 10) if optimizer.endswith("8bit") else 0
     assert needs["optimizer state"] == num_bytes(state) + tables
-    # The rough first estimate of `check` is never below the exact need.
+    # The rough first estimate of `check_memory` is never below the exact need.
     available = Available(num_bytes=sum(needs.values()) - 1, source="here")
     with pytest.raises(ValueError, match="training needs at least"):
-        check(config, NOTHING, shards, [available])
+        check_memory(config, NOTHING, shards, [available])
 
 
 @pytest.mark.extras
@@ -275,9 +275,11 @@ def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest)
     needs = worker_needs(config, objects, shards)
     assert needs["gradients"] == 4 * 65
     # Enough memory for the parameters and the rows.
-    check(config, objects, shards, [Available(num_bytes=needs["parameters"] + (1 << 20), source="here")])
+    check_memory(
+        config, objects, shards, [Available(num_bytes=needs["parameters"] + (1 << 20), source="here")]
+    )
     with pytest.raises(ValueError, match=r"\(parameters .* take an optimizer with less state|smaller model"):
-        check(config, objects, shards, [Available(num_bytes=1 << 20, source="here")])
+        check_memory(config, objects, shards, [Available(num_bytes=1 << 20, source="here")])
 
 
 @pytest.mark.extras
@@ -313,9 +315,9 @@ def test_the_driver_refuses_what_spark_leaves_no_room_for(shards: ShardManifest)
     with pytest.raises(
         ValueError, match=r"spark.executor.pyspark.memory is 100.0 MiB\); .* more memory by spark"
     ):
-        check_on_driver(config, NOTHING, shards, conf, is_remote=False)
-    check_on_driver(config, NOTHING, shards, {"spark.master": "yarn"}, is_remote=False)
-    check_on_driver(config, NOTHING, shards, {"spark.master": "local[2]"}, is_remote=False)
+        check_memory(config, NOTHING, shards, limits_on_driver(1, conf, is_here=False))
+    check_memory(config, NOTHING, shards, limits_on_driver(1, {"spark.master": "yarn"}, is_here=False))
+    check_memory(config, NOTHING, shards, limits_on_driver(1, {"spark.master": "local[2]"}, is_here=True))
 
 
 def _write(root: Path, files: dict[str, str]) -> str:

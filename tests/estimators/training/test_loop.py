@@ -252,10 +252,10 @@ def test_monitor_means_the_held_out_rows_where_there_are_any(runs: Runs) -> None
     manifest = runs.shards(_columns(), validation=HELD_OUT)
     config = runs.config(manifest, metrics=("auroc",))
     heads = make_heads(set_outputs(config, [2]), UserObjects(), manifest)
-    for given, meant in {"": "validation_loss", "auroc": "validation_auroc"}.items():
-        assert find_monitor(given, heads, ("validation", "train")) == meant
-    for name in ("train_auroc", "train_loss"):
-        assert find_monitor(name, heads, ("validation", "train")) == name
+    wanted = {"": "validation_loss", "auroc": "validation_auroc"}
+    for given, meant in (wanted | {name: name for name in ("train_auroc", "train_loss")}).items():
+        asked = replace(config, monitor=given)
+        assert find_monitor(asked, UserObjects(), heads, ("validation", "train")) == meant
 
 
 @pytest.mark.parametrize(

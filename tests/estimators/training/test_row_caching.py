@@ -17,7 +17,13 @@ from small_training import Runs, weights_of
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.available import Available
-from ringspark.estimators.memory.pressure import check, choose_cache, free_disk, resolve_cache, worker_needs
+from ringspark.estimators.memory.pressure import (
+    check_memory,
+    choose_cache,
+    free_disk,
+    resolve_cache,
+    worker_needs,
+)
 from ringspark.estimators.training import feed, worker
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.row_caching import find_cached_rows
@@ -122,9 +128,9 @@ def test_the_memory_check_counts_what_is_kept(runs: Runs) -> None:
     assert needs["kept rows"] == 300 * ROW_BYTES
     total = sum(needs.values())
     with pytest.raises(ValueError, match=r"kept rows .*; set cache='disk' or cache='auto', or"):
-        check(config, UserObjects(), manifest, [Available(num_bytes=total - 1, source="here")])
+        check_memory(config, UserObjects(), manifest, [Available(num_bytes=total - 1, source="here")])
     asked = replace(config, cache="auto")
-    left = check(asked, UserObjects(), manifest, [Available(num_bytes=total, source="here")])
+    left = check_memory(asked, UserObjects(), manifest, [Available(num_bytes=total, source="here")])
     assert left is not None
     # If "memory" is refused, "auto" caches on disk.
     assert resolve_cache(asked, manifest, 0, 1, 1, left).cache == "disk"
