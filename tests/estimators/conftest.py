@@ -188,32 +188,32 @@ EXTRA_CASES = [
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> StageCase:
+def case(request):
     """One stage of `STAGES` per run."""
     found: StageCase = request.param
     return found
 
 
 @pytest.fixture(scope="module", params=[*CASES, *EXTRA_CASES])
-def any_case(request: pytest.FixtureRequest) -> StageCase | ExtraCase:
+def any_case(request):
     """One stage of `STAGES` or `EXTRA_STAGES` per run."""
     found: StageCase | ExtraCase = request.param
     return found
 
 
 @pytest.fixture
-def listed() -> list[StageCase | ExtraCase]:
+def listed():
     return [*STAGES, *EXTRA_STAGES]
 
 
 @pytest.fixture(scope="module")
-def stage_storage(tmp_path_factory: pytest.TempPathFactory) -> str:
+def stage_storage(tmp_path_factory):
     """A folder that the driver and the executors share."""
     return str(tmp_path_factory.mktemp("stages"))
 
 
 @pytest.fixture(scope="module")
-def frame(spark: Any) -> Any:
+def frame(spark):
     """A table with two features, a label computed from them, and unrelated columns of many types."""
     plain = spark.range(0, ROWS, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
     return plain.select(
@@ -235,37 +235,31 @@ def frame(spark: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[type[Any], Any]:
+def made():
     """Stages by class."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def fits() -> dict[type[Any], Any]:
+def fits():
     """Fitted models by the class of their estimator."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def estimator(case: StageCase, stage_storage: str, made: dict[type[Any], Any]) -> Any:
+def estimator(case, stage_storage, made):
     """One estimator per stage; no test may change it."""
     return made.setdefault(case.stage, case.make(stage_storage))
 
 
 @pytest.fixture(scope="module")
-def fitted(estimator: Any, frame: Any, fits: dict[type[Any], Any]) -> Any:
+def fitted(estimator, frame, fits):
     """The fitted model, shared by tests that only read it."""
     return _fit_once(estimator, frame, fits)
 
 
 @pytest.fixture(scope="module")
-def transformer(
-    any_case: StageCase | ExtraCase,
-    stage_storage: str,
-    frame: Any,
-    made: dict[type[Any], Any],
-    fits: dict[type[Any], Any],
-) -> Any:
+def transformer(any_case, stage_storage, frame, made, fits):
     """The fitted model of an estimator, or a Transformer; shared by tests that only read it."""
     stage = made.setdefault(any_case.stage, any_case.make(stage_storage))
     return _fit_once(stage, frame, fits) if any_case.model else stage
@@ -279,7 +273,7 @@ def _fit_once(estimator: Any, frame: Any, fits: dict[type[Any], Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def scored(fitted: Any, frame: Any) -> list[Any]:
+def scored(fitted, frame):
     """Predictions of `fitted` for every row, by id."""
     rows: list[Any] = fitted.transform(frame).orderBy("id").collect()
     return rows

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401 (its import makes a temporary folder, which no row is to blame for)
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(scope="module")
-def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(spark, tmp_path_factory):
     """The table, shards, run and model that the rows use."""
     return Place(spark, tmp_path_factory.mktemp("place"))
 
@@ -30,9 +28,7 @@ def place(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Place:
     [pytest.param(row, marks=[pytest.mark.extras] if row.name in OF_EXTRAS else []) for row in BAD_INPUTS],
     ids=lambda row: row.name.replace(" ", "-"),
 )
-def test_a_bad_input_is_refused_in_one_sentence(
-    place: Place, row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_input_is_refused_in_one_sentence(place, row, tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -49,6 +45,6 @@ def test_a_bad_input_is_refused_in_one_sentence(
     assert wait_for("the end of Spark's jobs", lambda: not tracker.getActiveJobsIds(), seconds=10)
 
 
-def test_the_table_has_each_name_once() -> None:
+def test_the_table_has_each_name_once():
     names = [row.name for row in BAD_INPUTS]
     assert len(names) == len(set(names)) > 60

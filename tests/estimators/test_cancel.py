@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,9 +71,7 @@ def _job_group(spark: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
-    spark: Any, tmp_path: Path, cancel: Callable[[Any], None]
-) -> None:
+def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(spark, tmp_path, cancel):
     slow, run = tmp_path / "slow", tmp_path / "run"
     slow.touch()
     estimator = TorchRegressor(
@@ -121,7 +118,7 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(
 
 
 @pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_cancel_ends_the_wait_for_executors(spark: Any, cancel: Callable[[Any], None]) -> None:
+def test_a_cancel_ends_the_wait_for_executors(spark, cancel):
     """No Spark job of the training is running then, so the cancel has no job to end."""
     config = TrainConfig(
         shards_uri="",

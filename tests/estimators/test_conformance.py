@@ -65,7 +65,7 @@ def raise_format_version(folder: Path) -> None:
 
 
 @pytest.mark.extras  # the public names include stages from extras
-def test_every_public_stage_is_listed(listed: Any) -> None:
+def test_every_public_stage_is_listed(listed):
     extras = import_module("ringspark.extras")
     names = [found.name for found in pkgutil.iter_modules(extras.__path__, "ringspark.extras.")]
     packages = [ringspark.estimators, *map(import_module, names)]
@@ -82,12 +82,12 @@ def test_every_public_stage_is_listed(listed: Any) -> None:
 
 
 @pytest.fixture
-def kinds(any_case: Any) -> list[type[Any]]:
+def kinds(any_case):
     """The classes of a case that have Params: a SearchModel has none."""
     return [kind for kind in (any_case.stage, any_case.model) if kind is not None and kind().params]
 
 
-def test_every_param_is_documented_and_has_getter_and_setter(any_case: Any, kinds: Any) -> None:
+def test_every_param_is_documented_and_has_getter_and_setter(any_case, kinds):
     for kind in kinds:
         stage, fixed = kind(), FIXED_IN_MODELS if kind is any_case.model else set()
         explained = stage.explainParams()
@@ -99,7 +99,7 @@ def test_every_param_is_documented_and_has_getter_and_setter(any_case: Any, kind
             assert callable(setter) or param.name in fixed, param.name
 
 
-def test_a_getter_gives_what_its_setter_took(kinds: Any) -> None:
+def test_a_getter_gives_what_its_setter_took(kinds):
     for stage in (kind() for kind in kinds):
         for name, value in values(stage).items():
             if hasattr(stage, accessor("set", name)):
@@ -107,7 +107,7 @@ def test_a_getter_gives_what_its_setter_took(kinds: Any) -> None:
                 assert getattr(stage, accessor("get", name))() == value, name
 
 
-def test_a_value_of_a_wrong_type_is_refused_by_name(kinds: Any) -> None:
+def test_a_value_of_a_wrong_type_is_refused_by_name(kinds):
     for stage in (kind() for kind in kinds):
         for param in stage.params:
             before = values(stage)
@@ -117,7 +117,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(kinds: Any) -> None:
             assert values(stage) == before
 
 
-def test_defaults_are_there_and_stay_when_others_are_set(any_case: Any, kinds: Any) -> None:
+def test_defaults_are_there_and_stay_when_others_are_set(any_case, kinds):
     name = any_case.text_param
     for kind in kinds:
         defaults = values(kind())
@@ -130,7 +130,7 @@ def test_defaults_are_there_and_stay_when_others_are_set(any_case: Any, kinds: A
         assert values(kind()) == defaults, "instances must share no values"
 
 
-def test_an_unknown_keyword_names_the_nearest_param(any_case: Any, kinds: Any) -> None:
+def test_an_unknown_keyword_names_the_nearest_param(any_case, kinds):
     name = any_case.text_param
     for kind in kinds:
         with pytest.raises(TypeError, match=f"{kind.__name__} .*'{name[:-1]}'.*did you mean '{name}'"):
@@ -139,7 +139,7 @@ def test_an_unknown_keyword_names_the_nearest_param(any_case: Any, kinds: Any) -
         any_case.stage().setParams(**{name[:-1]: "guess"})
 
 
-def test_a_stages_copy_leaves_the_original(any_case: Any, stage_storage: str) -> None:
+def test_a_stages_copy_leaves_the_original(any_case, stage_storage):
     stage, name = any_case.make(stage_storage), any_case.text_param
     before = values(stage)
     copied = stage.copy({stage.getParam(name): "guess"})
@@ -153,7 +153,7 @@ def test_a_stages_copy_leaves_the_original(any_case: Any, stage_storage: str) ->
 # ------------------------------------------------------------------------------ fit
 
 
-def test_a_model_belongs_to_its_estimator(case: Any, estimator: Any, fitted: Any) -> None:
+def test_a_model_belongs_to_its_estimator(case, estimator, fitted):
     assert type(fitted) is case.model
     assert fitted.uid == estimator.uid
     assert all(param.parent == fitted.uid for param in fitted.params)
@@ -163,7 +163,7 @@ def test_a_model_belongs_to_its_estimator(case: Any, estimator: Any, fitted: Any
         assert estimator.isSet(name), f"{name}: a default must stay a default"
 
 
-def test_fit_takes_a_param_map_for_one_fit(frame: Any, estimator: Any) -> None:
+def test_fit_takes_a_param_map_for_one_fit(frame, estimator):
     before = values(estimator)
     model = estimator.fit(frame, {estimator.epochs: 1, estimator.predictionCol: "guess"})
     assert len(model.summary.epochs) == 1
@@ -171,13 +171,13 @@ def test_fit_takes_a_param_map_for_one_fit(frame: Any, estimator: Any) -> None:
     assert values(estimator) == before
 
 
-def test_fit_takes_a_list_of_param_maps(frame: Any, estimator: Any) -> None:
+def test_fit_takes_a_list_of_param_maps(frame, estimator):
     models = estimator.fit(frame, [{estimator.epochs: 2}, {estimator.epochs: 1}])
     assert [len(model.summary.epochs) for model in models] == [2, 1]
     assert models[0].summary.run_uri != models[1].summary.run_uri
 
 
-def test_fit_multiple_gives_pairs_of_index_and_model(case: Any, frame: Any, estimator: Any) -> None:
+def test_fit_multiple_gives_pairs_of_index_and_model(case, frame, estimator):
     pairs = estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 2}])
     # `fitMultiple` fits one map at a time, on demand.
     index, model = next(pairs)
@@ -190,13 +190,13 @@ def test_fit_multiple_gives_pairs_of_index_and_model(case: Any, frame: Any, esti
         estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 0}])
 
 
-def test_fit_on_no_rows_is_one_sentence(case: Any, frame: Any, stage_storage: str) -> None:
+def test_fit_on_no_rows_is_one_sentence(case, frame, stage_storage):
     with pytest.raises(ValueError, match=r"row") as failure:
         case.make(stage_storage).fit(frame.where("id < 0"))
     assert len(str(failure.value).splitlines()) == 1
 
 
-def test_the_summary_tells_what_the_fit_did(fitted: Any) -> None:
+def test_the_summary_tells_what_the_fit_did(fitted):
     summary = fitted.summary
     assert fitted.hasSummary
     assert [epoch.epoch for epoch in summary.epochs] == [1, 2]
@@ -210,7 +210,7 @@ def test_the_summary_tells_what_the_fit_did(fitted: Any) -> None:
 # ------------------------------------------------------------------------------ transform
 
 
-def test_other_columns_pass_through_untouched(fitted: Any, frame: Any, scored: Any) -> None:
+def test_other_columns_pass_through_untouched(fitted, frame, scored):
     result = fitted.transform(frame)
     assert result.columns[: len(frame.columns)] == frame.columns
     assert [field.dataType for field in result.schema][: len(frame.columns)] == [
@@ -221,7 +221,7 @@ def test_other_columns_pass_through_untouched(fitted: Any, frame: Any, scored: A
     ]
 
 
-def test_transform_schema_is_what_transform_gives(transformer: Any, frame: Any) -> None:
+def test_transform_schema_is_what_transform_gives(transformer, frame):
     models = [transformer]
     if transformer.hasParam("predictionCol"):
         models.append(transformer.copy({transformer.predictionCol: "guess"}))
@@ -229,7 +229,7 @@ def test_transform_schema_is_what_transform_gives(transformer: Any, frame: Any) 
         assert model.transformSchema(frame.schema) == model.transform(frame).schema
 
 
-def test_transform_evaluates_nothing(transformer: Any, frame: Any) -> None:
+def test_transform_evaluates_nothing(transformer, frame):
     broken = frame
     for name in ("a", "features"):
         broken = broken.withColumn(name, F.when(F.expr("raise_error('evaluated') is null"), F.col(name)))
@@ -239,13 +239,13 @@ def test_transform_evaluates_nothing(transformer: Any, frame: Any) -> None:
         result.collect()
 
 
-def test_no_rows_give_no_rows(transformer: Any, frame: Any) -> None:
+def test_no_rows_give_no_rows(transformer, frame):
     result = transformer.transform(frame.where("id < 0"))
     assert result.collect() == []
     assert result.schema == transformer.transform(frame).schema
 
 
-def test_a_models_copy_leaves_the_original(fitted: Any, frame: Any, scored: Any) -> None:
+def test_a_models_copy_leaves_the_original(fitted, frame, scored):
     copied = fitted.copy({fitted.predictionCol: "guess"})
     assert type(copied) is type(fitted)
     assert copied.uid == fitted.uid
@@ -259,9 +259,7 @@ def test_a_models_copy_leaves_the_original(fitted: Any, frame: Any, scored: Any)
 # ------------------------------------------------------------------------------ persistence
 
 
-def test_a_stage_survives_save_and_load(
-    any_case: Any, stage_storage: str, tmp_path: Path, spark: Any
-) -> None:
+def test_a_stage_survives_save_and_load(any_case, stage_storage, tmp_path, spark):
     stage = any_case.make(stage_storage)
     path = str(tmp_path / "stage")
     stage.save(path)
@@ -272,7 +270,7 @@ def test_a_stage_survives_save_and_load(
     assert set_by_user(loaded) == set_by_user(stage), "a default must stay a default"
 
 
-def test_a_model_survives_save_and_load(fitted: Any, frame: Any, scored: Any, tmp_path: Path) -> None:
+def test_a_model_survives_save_and_load(fitted, frame, scored, tmp_path):
     path = str(tmp_path / "model")
     fitted.save(path)
     assert not list(tmp_path.rglob("*.pkl")), "a model of a ModelSpec needs no pickle"
@@ -285,12 +283,12 @@ def test_a_model_survives_save_and_load(fitted: Any, frame: Any, scored: Any, tm
 
 
 @pytest.fixture
-def instances(any_case: Any, transformer: Any, stage_storage: str) -> dict[str, Any]:
+def instances(any_case, transformer, stage_storage):
     """An estimator and its model, or a Transformer."""
     return {"stage": any_case.make(stage_storage), "model": transformer}
 
 
-def test_save_refuses_a_folder_that_is_taken(instances: Any, tmp_path: Path, spark: Any) -> None:
+def test_save_refuses_a_folder_that_is_taken(instances, tmp_path, spark):
     for name, stage in instances.items():
         folder = tmp_path / name
         stage.save(str(folder))
@@ -300,9 +298,7 @@ def test_save_refuses_a_folder_that_is_taken(instances: Any, tmp_path: Path, spa
         assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
-def test_overwrite_replaces_a_saved_stage(
-    any_case: Any, transformer: Any, stage_storage: str, tmp_path: Path, spark: Any
-) -> None:
+def test_overwrite_replaces_a_saved_stage(any_case, transformer, stage_storage, tmp_path, spark):
     path, name = str(tmp_path / "stage"), any_case.text_param
     any_case.make(stage_storage, **{name: "first"}).save(path)
     any_case.make(stage_storage, **{name: "second"}).write().overwrite().save(path)
@@ -311,7 +307,7 @@ def test_overwrite_replaces_a_saved_stage(
     assert type(transformer).load(path).uid == transformer.uid
 
 
-def test_a_newer_format_is_refused(instances: Any, tmp_path: Path, spark: Any) -> None:
+def test_a_newer_format_is_refused(instances, tmp_path, spark):
     for name, stage in instances.items():
         stage.save(str(tmp_path / name))
         raise_format_version(tmp_path / name)
@@ -324,8 +320,8 @@ def test_a_newer_format_is_refused(instances: Any, tmp_path: Path, spark: Any) -
 
 
 def test_a_pipeline_of_the_stage_survives_save_and_load(
-    fitted: Any, estimator: Any, frame: Any, scored: Any, tmp_path: Path, spark_saves: None
-) -> None:
+    fitted, estimator, frame, scored, tmp_path, spark_saves
+):
     Pipeline(stages=[estimator]).save(str(tmp_path / "pipeline"))
     (loaded,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
     assert values(loaded) == values(estimator)
@@ -334,9 +330,7 @@ def test_a_pipeline_of_the_stage_survives_save_and_load(
     assert model.transform(frame).orderBy("id").collect() == scored
 
 
-def test_a_pipeline_joins_the_stage_to_sparks(
-    estimator: Any, frame: Any, tmp_path: Path, spark_stages: None
-) -> None:
+def test_a_pipeline_joins_the_stage_to_sparks(estimator, frame, tmp_path, spark_stages):
     raw = frame.drop("features")
     stages = [VectorAssembler(inputCols=["a", "b"], outputCol="features"), estimator]
     fitted = Pipeline(stages=stages).fit(raw)
@@ -347,12 +341,12 @@ def test_a_pipeline_joins_the_stage_to_sparks(
 
 
 @pytest.fixture(scope="module")
-def evaluator(case: Any) -> Any:
+def evaluator(case):
     return case.make_evaluator()
 
 
 @pytest.fixture(scope="module")
-def cross_validated(estimator: Any, evaluator: Any, frame: Any) -> Any:
+def cross_validated(estimator, evaluator, frame):
     """Selects the better of two maps; two fits run in parallel on each of two folds."""
     return CrossValidator(
         estimator=estimator,
@@ -365,7 +359,7 @@ def cross_validated(estimator: Any, evaluator: Any, frame: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def split(estimator: Any, evaluator: Any, frame: Any) -> Any:
+def split(estimator, evaluator, frame):
     """Builds a train-validation split with one map and a quarter of the rows for validation."""
     return TrainValidationSplit(
         estimator=estimator,
@@ -375,7 +369,7 @@ def split(estimator: Any, evaluator: Any, frame: Any) -> Any:
     ).fit(frame)
 
 
-def test_cross_validator_takes_the_best_of_the_maps(case: Any, cross_validated: Any, evaluator: Any) -> None:
+def test_cross_validator_takes_the_best_of_the_maps(case, cross_validated, evaluator):
     metrics = cross_validated.avgMetrics
     assert len(metrics) == 2
     chosen = metrics.index(max(metrics) if evaluator.isLargerBetter() else min(metrics))
@@ -383,23 +377,19 @@ def test_cross_validator_takes_the_best_of_the_maps(case: Any, cross_validated: 
     assert len(cross_validated.bestModel.summary.epochs) == chosen + 1
 
 
-def test_train_validation_split_fits_the_stage(case: Any, split: Any, evaluator: Any, frame: Any) -> None:
+def test_train_validation_split_fits_the_stage(case, split, evaluator, frame):
     assert len(split.validationMetrics) == 1
     assert type(split.bestModel) is case.model
     assert evaluator.evaluate(split.transform(frame)) == evaluator.evaluate(split.bestModel.transform(frame))
 
 
-def test_a_best_model_survives_save_and_load(
-    case: Any, cross_validated: Any, frame: Any, tmp_path: Path, spark: Any
-) -> None:
+def test_a_best_model_survives_save_and_load(case, cross_validated, frame, tmp_path, spark):
     cross_validated.bestModel.save(str(tmp_path / "best"))
     loaded = case.model.load(str(tmp_path / "best"))
     assert predictions(loaded, frame) == predictions(cross_validated, frame)
 
 
-def test_validators_survive_save_and_load(
-    cross_validated: Any, split: Any, frame: Any, tmp_path: Path, spark_saves: None
-) -> None:
+def test_validators_survive_save_and_load(cross_validated, split, frame, tmp_path, spark_saves):
     for name, kind, fitted in (
         ("folds", CrossValidatorModel, cross_validated),
         ("split", TrainValidationSplitModel, split),

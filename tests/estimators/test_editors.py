@@ -29,7 +29,7 @@ def _completions(line: str, *imported: str) -> list[str]:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("module", runpy.run_path(str(ROOT / "scripts" / "show_stubs.py"))["STUBS"])
-def test_a_stub_is_what_the_script_prints(module: str) -> None:
+def test_a_stub_is_what_the_script_prints(module):
     printed = runpy.run_path(str(ROOT / "scripts" / "show_stubs.py"))["stub"](module)
     assert (ROOT / f"{module.replace('.', '/')}.pyi").read_text() == printed
 
@@ -45,12 +45,12 @@ def test_a_stub_is_what_the_script_prints(module: str) -> None:
         ("OptunaSearch(numT", "ringspark.extras.search", ["numTrials="]),
     ],
 )
-def test_an_editor_completes_settings_without_running_code(line: str, module: str, found: list[str]) -> None:
+def test_an_editor_completes_settings_without_running_code(line, module, found):
     name = line.partition("(")[0]
     assert _completions(line, f"from {module} import {name}") == found
 
 
-def test_a_notebook_completes_settings_of_a_stage_that_it_imported() -> None:
+def test_a_notebook_completes_settings_of_a_stage_that_it_imported():
     line = "TorchClassifier(checkpointEveryS"
     found = jedi.Interpreter(line, [{"TorchClassifier": TorchClassifier}]).complete(1, len(line))
     assert [each.name for each in found] == ["checkpointEverySeconds=", "checkpointEverySteps="]
@@ -66,7 +66,7 @@ def test_a_notebook_completes_settings_of_a_stage_that_it_imported() -> None:
         "ringspark.extras.search:OptunaSearch",
     ],
 )
-def test_help_lists_every_setting_once_with_its_sentence(path: str) -> None:
+def test_help_lists_every_setting_once_with_its_sentence(path):
     stage = load_object(path)
     settings = stage.SETTINGS
     assert list(inspect.signature(stage).parameters) == list(settings)
@@ -76,7 +76,7 @@ def test_help_lists_every_setting_once_with_its_sentence(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_the_settings(tmp_path: Path) -> None:
+def test_a_type_checker_knows_the_settings(tmp_path):
     (tmp_path / "job.py").write_text(
         "from ringspark.estimators import Mesh, TorchClassifier\n"
         "stage = TorchClassifier(epochs=2, parallelism=Mesh(tensor=2), sync='zero', labelCol='y')\n"
@@ -99,7 +99,7 @@ def test_a_type_checker_knows_the_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.extras
-def test_the_schema_of_a_job_file_is_what_the_script_prints() -> None:
+def test_the_schema_of_a_job_file_is_what_the_script_prints():
     printed = runpy.run_path(str(ROOT / "scripts" / "show_job_schema.py"))["text"]()
     assert (ROOT / "docs" / "job.schema.json").read_text() == printed
     assert json.loads(printed)["properties"]["params"]

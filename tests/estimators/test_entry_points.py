@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,7 +65,7 @@ def put(folder: Path, files: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def path(tmp_path, monkeypatch):
     """Adds a folder to this process's path and removes its modules afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -78,7 +77,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.spark
-def test_a_gang_reads_and_talks_by_parts_of_another_package(spark: Any, tmp_path: Path, path: Path) -> None:
+def test_a_gang_reads_and_talks_by_parts_of_another_package(spark, tmp_path, path):
     if not hasattr(spark, "sparkContext"):
         pytest.skip("the files of a Connect client travel otherwise")
     seen = tmp_path / "seen"
@@ -136,9 +135,7 @@ COLLECTIVES_ONLY = {
     [("reader", *row) for row in (BAD | READERS_ONLY).values()]
     + [("collective", *row) for row in (BAD | COLLECTIVES_ONLY).values()],
 )
-def test_a_part_that_cannot_serve_is_refused_in_one_sentence(
-    path: Path, setting: str, value: str, sentence: str
-) -> None:
+def test_a_part_that_cannot_serve_is_refused_in_one_sentence(path, setting, value, sentence):
     put(
         path,
         distribution(
@@ -154,7 +151,7 @@ def test_a_part_that_cannot_serve_is_refused_in_one_sentence(
         check("bad")
 
 
-def test_an_unknown_name_is_told_those_that_packages_declare(path: Path) -> None:
+def test_an_unknown_name_is_told_those_that_packages_declare(path):
     put(path, distribution("outside_one", "mine = outside_some:Reader"))
     with pytest.raises(ValueError, match=r"^reader must be one of arrow, mine, petastorm, got 'mime'"):
         TorchRegressor(reader="mime")

@@ -20,7 +20,7 @@ SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     return spark.range(60).select(
         F.array((F.col("id") / 60).cast("float"), F.lit(1.0).cast("float")).alias("features"),
         (F.col("id") % 2).cast("double").alias("label"),
@@ -66,7 +66,7 @@ class FailsOnRankOne(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_a_model_that_raises_on_rank_one_at_step_three(table: Any, tmp_path: Path) -> None:
+def test_a_model_that_raises_on_rank_one_at_step_three(table, tmp_path):
 
     with pytest.raises(WorkerError) as caught:
         _fit(table, tmp_path, model=FailsOnRankOne(), numWorkers=2, collective="horovod")
@@ -79,7 +79,7 @@ def test_a_model_that_raises_on_rank_one_at_step_three(table: Any, tmp_path: Pat
     assert not list(tmp_path.glob("storage/*"))
 
 
-def test_storage_is_required_where_executors_are_elsewhere() -> None:
+def test_storage_is_required_where_executors_are_elsewhere():
     from ringspark.estimators.stages.storage_root import _session_folder
 
     with pytest.raises(ValueError, match="storageUri is not set; on master 'yarn' give a folder"):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """300 rows in several partitions; a third are held out."""
     plain = spark.range(0, 300, 1, 5).selectExpr("id", "array(sin(id), cos(1.7 * id)) as features")
     return plain.selectExpr(
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_held_out_rows_are_evaluated_as_the_training_did(table: Any, tmp_path: Path, name: str) -> None:
+def test_the_held_out_rows_are_evaluated_as_the_training_did(table, tmp_path, name):
     kind, settings = CASES[name]
     model = kind(**common(tmp_path), **settings).fit(table)
     told = model.summary.epochs[-1].metrics
@@ -81,7 +81,7 @@ def test_the_held_out_rows_are_evaluated_as_the_training_did(table: Any, tmp_pat
 
 
 @pytest.mark.slow
-def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table, tmp_path):
     model = TorchClassifier(**common(tmp_path), model=network(2)).setEpochs(1).fit(table)
     assert isinstance(model, TorchClassificationModel)
     with pytest.raises(ValueError, match="evaluate needs metrics; fit with metrics"):
@@ -98,7 +98,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_sentence(table: Any, tmp_pat
         model.setMetrics(["rmse"]).evaluate(table)
 
 
-def test_labels_of_other_lengths_are_refused_row_by_row(table: Any, tmp_path: Path) -> None:
+def test_labels_of_other_lengths_are_refused_row_by_row(table, tmp_path):
     """Rows with 1 and 3 numbers have the same total as two rows with 2."""
     model = TorchRegressor(**common(tmp_path), model=network(2), labelCol="both", metrics=["mae"])
     model = model.setEpochs(1).fit(table)

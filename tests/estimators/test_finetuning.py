@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,11 +18,11 @@ def _spec(classes: int) -> ModelSpec:
 
 
 @pytest.fixture
-def table(spark: Any) -> Any:
+def table(spark):
     return spark.range(0, 60, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "id % 2 as label")
 
 
-def test_a_stage_that_was_saved_tunes_a_checkpoint(table: Any, tmp_path: Path) -> None:
+def test_a_stage_that_was_saved_tunes_a_checkpoint(table, tmp_path):
     before = _spec(4).build().state_dict()
     save_file(before, tmp_path / "first.safetensors")
     stage = TorchClassifier(
@@ -50,7 +47,7 @@ def test_a_stage_that_was_saved_tunes_a_checkpoint(table: Any, tmp_path: Path) -
     assert torch.allclose(after[f"{layer}.weight"], before[f"{layer}.weight"] + product, atol=1e-6)
 
 
-def test_a_module_of_one_s_own_is_frozen_in_the_training_alone(table: Any, tmp_path: Path) -> None:
+def test_a_module_of_one_s_own_is_frozen_in_the_training_alone(table, tmp_path):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     stage = TorchClassifier(

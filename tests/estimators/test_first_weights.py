@@ -43,9 +43,7 @@ def _fit(spark: Any, folder: Path, network: nn.Module, **settings: Any) -> Torch
 
 
 @pytest.mark.modes
-def test_weights_by_the_store_train_as_those_in_the_closure(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_by_the_store_train_as_those_in_the_closure(spark, tmp_path, monkeypatch):
     torch.manual_seed(0)
     network = Wide(2 << 20)
     assert len(PackedObjects.of(UserObjects(module=network)).pickled) < 50_000
@@ -79,13 +77,13 @@ def _sharing() -> nn.Module:
 @pytest.mark.parametrize(
     "make", [_transposed, _sharing, _seen_elsewhere, lambda: nn.LazyLinear(4), lambda: nn.Linear(4, 4)]
 )
-def test_what_a_file_would_not_give_back_or_is_small_travels_whole(make: Any) -> None:
+def test_what_a_file_would_not_give_back_or_is_small_travels_whole(make):
     assert PackedObjects.of(UserObjects(module=make())).network is None
 
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_a_network_of_a_gigabyte_trains(spark: Any, tmp_path: Path) -> None:
+def test_a_network_of_a_gigabyte_trains(spark, tmp_path):
     """This also holds on Connect, which limits messages to 128 MiB."""
     network = Wide(1 << 30)
     model = _fit(spark, tmp_path, network, epochs=1, numWorkers=1)

@@ -42,7 +42,7 @@ MLP = ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 2})
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """240 rows: two numbers, a class, a target, a few nulls."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2))
@@ -57,7 +57,7 @@ def table(spark: Any) -> Any:
 
 
 @pytest.fixture
-def common(tmp_path: Path) -> dict[str, Any]:
+def common(tmp_path):
     return {
         "model": MLP,
         "epochs": 2,
@@ -69,7 +69,7 @@ def common(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def writes(monkeypatch: Any) -> list[str]:
+def writes(monkeypatch):
     """Records the shard folders that a test writes, in order."""
     seen: list[str] = []
 
@@ -81,7 +81,7 @@ def writes(monkeypatch: Any) -> list[str]:
     return seen
 
 
-def test_a_fit_runs_each_check_once(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
+def test_a_fit_runs_each_check_once(table, common, tmp_path):
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "trace_fit.py"))
     settings = common | {"epochs": 1, "metrics": ["accuracy"], "parallelism": {}}
     write_shards(table.select("features", "label"), str(tmp_path / "shards"))
@@ -98,7 +98,7 @@ def test_a_fit_runs_each_check_once(table: Any, common: dict[str, Any], tmp_path
 
 
 @pytest.mark.slow
-def test_many_parameter_maps_read_one_write(table: Any, common: dict[str, Any], writes: list[str]) -> None:
+def test_many_parameter_maps_read_one_write(table, common, writes):
     estimator = TorchClassifier(**common)
     maps = [{estimator.learningRate: rate} for rate in (1e-6, 0.01, 0.05)]
     # Another label column needs another write.
@@ -115,7 +115,7 @@ def test_many_parameter_maps_read_one_write(table: Any, common: dict[str, Any], 
     assert left == ["run"] * 6, "models stay, data goes; of four maps three were fitted before"
 
 
-def test_an_abandoned_search_leaves_no_data(table: Any, common: dict[str, Any], writes: list[str]) -> None:
+def test_an_abandoned_search_leaves_no_data(table, common, writes):
     estimator = TorchClassifier(**common)
     models = estimator.fitMultiple(table, [{estimator.epochs: 1}, {estimator.epochs: 2}])
     index, model = next(models)
@@ -126,9 +126,7 @@ def test_an_abandoned_search_leaves_no_data(table: Any, common: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_cross_validation_writes_each_fold_once(
-    table: Any, common: dict[str, Any], writes: list[str]
-) -> None:
+def test_cross_validation_writes_each_fold_once(table, common, writes):
     """Two fits of three workers each share four slots, so the second gang waits for the first."""
     estimator = TorchClassifier(**common, numWorkers=3)
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.01, 0.05]).build()
@@ -158,9 +156,7 @@ class MeetsAnotherFit(Callback):
 
 
 @pytest.mark.slow
-def test_train_validation_split_with_two_fits_at_a_time(
-    table: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_train_validation_split_with_two_fits_at_a_time(table, common, tmp_path):
     (tmp_path / "fits").mkdir()
     estimator = TorchClassifier(**common, callbacks=[MeetsAnotherFit(tmp_path / "fits")])
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-7, 0.05]).build()
@@ -174,7 +170,7 @@ def test_train_validation_split_with_two_fits_at_a_time(
     assert fitted.validationMetrics[1] > fitted.validationMetrics[0]
 
 
-def test_a_fraction_is_held_out_by_the_seed(table: Any, common: dict[str, Any]) -> None:
+def test_a_fraction_is_held_out_by_the_seed(table, common):
     estimator = TorchClassifier(**common, validationFraction=0.25, metrics=["accuracy", "auroc"])
     first, second, other = (estimator.copy({estimator.seed: s}).fit(table).summary for s in (1, 1, 2))
     rows = first.epochs[0].rows
@@ -186,14 +182,14 @@ def test_a_fraction_is_held_out_by_the_seed(table: Any, common: dict[str, Any]) 
     assert other.epochs[0].validation_loss != first.epochs[0].validation_loss
 
 
-def test_the_newest_rows_are_held_out_without_a_warning(table: Any, common: dict[str, Any]) -> None:
+def test_the_newest_rows_are_held_out_without_a_warning(table, common):
     """pytest raises each warning; `timeCol` used to be called useless once its rows were chosen."""
     estimator = TorchClassifier(**common | {"epochs": 1}, timeCol="id", validationFraction=0.25)
     assert estimator.fit(table).summary.rows == 180
     assert estimator.getTimeCol() == "id"
 
 
-def test_nulls_are_left_out_where_asked_in_fit_and_transform(table: Any, common: dict[str, Any]) -> None:
+def test_nulls_are_left_out_where_asked_in_fit_and_transform(table, common):
     estimator = TorchClassifier(**common, inputCols=["holey", "broken"], handleInvalid="skip")
     estimator.setModel(Sum())
     model = estimator.fit(table)
@@ -227,7 +223,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.modes
-def test_several_labels_give_several_predictions(table: Any, common: dict[str, Any]) -> None:
+def test_several_labels_give_several_predictions(table, common):
     model = TorchEstimator(
         **common | {"model": Heads(), "epochs": 6},
         labelCols=["label", "target"],
@@ -258,7 +254,7 @@ class Fails(Callback):
 
 
 @pytest.mark.modes
-def test_callbacks_run_on_the_workers(table: Any, common: dict[str, Any]) -> None:
+def test_callbacks_run_on_the_workers(table, common):
     changes = common | {"epochs": 9, "numWorkers": 2}
     model = TorchClassifier(**changes, callbacks=[StopsInTheSecondEpoch()]).fit(table)
     assert len(model.summary.epochs) == 2
@@ -270,9 +266,7 @@ def test_callbacks_run_on_the_workers(table: Any, common: dict[str, Any]) -> Non
 
 
 @pytest.mark.modes
-def test_a_module_of_a_file_that_no_executor_can_import(
-    table: Any, common: dict[str, Any], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_module_of_a_file_that_no_executor_can_import(table, common, tmp_path, monkeypatch):
     """The job's folder holds the class, which calls a function from a second file."""
     (tmp_path / "my_layers.py").write_text("def twice(x):\n    return 2 * x\n")
     (tmp_path / "my_network.py").write_text(
@@ -302,7 +296,7 @@ def test_a_module_of_a_file_that_no_executor_can_import(
 
 
 @pytest.mark.slow
-def test_a_classifier_of_the_transformers_library(spark: Any, common: dict[str, Any]) -> None:
+def test_a_classifier_of_the_transformers_library(spark, common):
     """The network takes token ids and a mask as integers; the model reads the logits of its output."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -342,7 +336,7 @@ def test_a_classifier_of_the_transformers_library(spark: Any, common: dict[str, 
 
 
 @pytest.mark.slow
-def test_settings_without_effect_are_said(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_without_effect_are_said(table, common, tmp_path):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "learningRate has no effect: the optimizer's"),
         ({"monitor": "train_loss"}, "monitor has no effect: neither patience nor keep='best'"),
@@ -374,14 +368,14 @@ def _said(function: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_module_that_cannot_be_copied_is_refused(table: Any, common: dict[str, Any]) -> None:
+def test_a_module_that_cannot_be_copied_is_refused(table, common):
     module = nn.Linear(2, 2)
     module.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"cannot be sent to the workers: .*lock.* as a ModelSpec"):
         TorchClassifier(**common | {"model": module}).fit(table)
 
 
-def test_the_model_is_not_the_users_module(table: Any, common: dict[str, Any]) -> None:
+def test_the_model_is_not_the_users_module(table, common):
     module = Flipped()
     model = TorchClassifier(**common | {"model": module}).fit(table)
     before = [row.prediction for row in model.transform(table).orderBy("id").collect()]
@@ -402,9 +396,7 @@ class Flipped(nn.Module):
         return self.sign * self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_a_fitted_pipeline_is_saved_over_the_folder_above_its_storage(
-    table: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_fitted_pipeline_is_saved_over_the_folder_above_its_storage(table, common, tmp_path):
     """Spark removes the folder, including the run, before it saves the model's weights."""
     common["storageUri"] = str(tmp_path / "shared" / "ringspark")
     fitted = Pipeline(stages=[TorchClassifier(**common)]).fit(table)
@@ -414,7 +406,7 @@ def test_a_fitted_pipeline_is_saved_over_the_folder_above_its_storage(
     assert [row.prediction for row in loaded.transform(table).orderBy("id").collect()] == before
 
 
-def test_settings_of_the_model_are_checked_where_they_are_made(common: dict[str, Any]) -> None:
+def test_settings_of_the_model_are_checked_where_they_are_made(common):
     with pytest.raises(ValueError, match="inferenceBatchSize must be at least 1, got 0"):
         TorchClassifier(**common, inferenceBatchSize=0)
     with warnings.catch_warnings():
@@ -424,7 +416,7 @@ def test_settings_of_the_model_are_checked_where_they_are_made(common: dict[str,
         TorchClassifier(**common | {"model": script})
 
 
-def test_none_clears_a_param_in_setters_as_in_constructors(common: dict[str, Any]) -> None:
+def test_none_clears_a_param_in_setters_as_in_constructors(common):
     estimator = TorchClassifier(**common, metrics=["auroc"], validationIndicatorCol="held_out", patience=3)
     estimator.setMetrics(None).setValidationIndicatorCol(None).setPatience(None)  # type: ignore[arg-type]
     assert estimator.getMetrics() == []
@@ -432,7 +424,7 @@ def test_none_clears_a_param_in_setters_as_in_constructors(common: dict[str, Any
     assert not estimator.isDefined(estimator.validationIndicatorCol)
 
 
-def test_an_empty_name_of_a_column_that_may_be_missing_is_none(table: Any, common: dict[str, Any]) -> None:
+def test_an_empty_name_of_a_column_that_may_be_missing_is_none(table, common):
     """Spark ML documents weightCol this way: if it is unset or empty, all rows weigh 1."""
     estimator = TorchClassifier(**common, validationFraction=0.5, weightCol="").setEpochs(1)
     # A parameter map bypasses the setters.
@@ -440,7 +432,7 @@ def test_an_empty_name_of_a_column_that_may_be_missing_is_none(table: Any, commo
     assert model.summary.history["validation_loss"].notna().all()
 
 
-def test_columns_that_differ_in_case_only_are_ambiguous(table: Any, common: dict[str, Any]) -> None:
+def test_columns_that_differ_in_case_only_are_ambiguous(table, common):
     frame = table.select("features", "label", F.lit(1.0).alias("Label"))
     with pytest.raises(
         ValueError, match=r"column 'label' is ambiguous, the DataFrame has \['label', 'Label'\]"
@@ -448,7 +440,7 @@ def test_columns_that_differ_in_case_only_are_ambiguous(table: Any, common: dict
         TorchClassifier(**common).fit(frame)
 
 
-def test_names_are_found_as_the_session_compares_them(table: Any, common: dict[str, Any]) -> None:
+def test_names_are_found_as_the_session_compares_them(table, common):
     """Spark ML's own stages also accept featuresCol="Features"."""
     frame = table.selectExpr("features", "label", "1D as weight", "id < 40 as held")
     model = TorchClassifier(
@@ -458,9 +450,7 @@ def test_names_are_found_as_the_session_compares_them(table: Any, common: dict[s
     assert model.transform(frame).where("prediction is null").count() == 0
 
 
-def test_columns_that_differ_in_case_only_are_two_where_the_session_says_so(
-    table: Any, common: dict[str, Any]
-) -> None:
+def test_columns_that_differ_in_case_only_are_two_where_the_session_says_so(table, common):
     frame = table.select("a", F.col("b").alias("A"), "label", F.lit(1.0).alias("Label"))
     settings = common | {"model": Sum(), "epochs": 1}
     table.sparkSession.conf.set("spark.sql.caseSensitive", "true")
@@ -478,9 +468,7 @@ def test_columns_that_differ_in_case_only_are_two_where_the_session_says_so(
     np.testing.assert_allclose(logits, np.stack([row[2].toArray() for row in rows]), atol=1e-5)
 
 
-def test_vectors_that_no_training_takes_are_shown_a_road_that_is_open(
-    spark: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_vectors_that_no_training_takes_are_shown_a_road_that_is_open(spark, common, tmp_path):
     rows = [(Vectors.sparse(1 << 17, [row], [1.0]), float(row)) for row in range(4)]
     frame = spark.createDataFrame(rows, ["features", "label"])
     with pytest.raises(ValueError, match=r"sparse vectors of size 131072, .* keep them sparse with columns="):
@@ -493,7 +481,7 @@ def test_vectors_that_no_training_takes_are_shown_a_road_that_is_open(
     assert widest.fitOnShards(uri).summary.rows == 4 * common["epochs"]
 
 
-def test_labels_of_one_kind_or_the_other(table: Any, common: dict[str, Any]) -> None:
+def test_labels_of_one_kind_or_the_other(table, common):
     with pytest.raises(ValueError, match="set labelCol or labelCols, not both"):
         TorchEstimator(**common, labelCol="label", labelCols=["label", "target"]).fit(table)
     with pytest.raises(ValueError, match=r"the model has 2 outputs, .* set predictionCols"):
@@ -520,14 +508,14 @@ class Counts(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_state_that_no_checkpoint_holds_is_told(table: Any, common: dict[str, Any]) -> None:
+def test_state_that_no_checkpoint_holds_is_told(table, common):
     (text,) = _said(lambda: TorchClassifier(**common | {"model": Counts()}).fit(table))
     assert text.startswith(
         "training changed the buffers ['seen'], which are registered with persistent=False"
     )
 
 
-def test_a_label_that_the_loss_ignores_is_no_class(table: Any, common: dict[str, Any]) -> None:
+def test_a_label_that_the_loss_ignores_is_no_class(table, common):
     frame = table.withColumn("label", F.when(F.col("id") % 5 == 0, -100.0).otherwise(F.col("label")))
     model = TorchClassifier(**common | {"epochs": 6}, loss=nn.CrossEntropyLoss(), metrics=["accuracy"]).fit(
         frame

@@ -19,7 +19,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """300 rows in two partitions; a third are held out."""
     return spark.range(0, 300, 1, 2).selectExpr(
         "id",
@@ -62,9 +62,7 @@ gini.higher_is_better = True  # type: ignore[attr-defined]
 @pytest.mark.parametrize(
     "collective", ["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "horovod"))]
 )
-def test_metrics_of_ones_own_are_equal_for_any_number_of_workers(
-    table: Any, tmp_path: Path, collective: str
-) -> None:
+def test_metrics_of_ones_own_are_equal_for_any_number_of_workers(table, tmp_path, collective):
     own = [
         torchmetrics.classification.BinaryAUROC(),
         torchmetrics.classification.MulticlassF1Score(num_classes=2),
@@ -122,7 +120,7 @@ def shaken(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_a_model_prepares_its_inputs_alike_wherever_it_predicts(table: Any, tmp_path: Path) -> None:
+def test_a_model_prepares_its_inputs_alike_wherever_it_predicts(table, tmp_path):
     estimator = TorchRegressor(
         **common(tmp_path, labelCol="target", metrics=["mse"]),
         model=ModelSpec("linear", {"in_features": 4, "out_features": 1}),
@@ -143,9 +141,7 @@ def test_a_model_prepares_its_inputs_alike_wherever_it_predicts(table: Any, tmp_
 
 @pytest.mark.modes
 @pytest.mark.slow
-def test_a_model_and_its_preparation_of_one_s_own_predict_the_same_after_load(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_and_its_preparation_of_one_s_own_predict_the_same_after_load(table, tmp_path, monkeypatch):
     estimator = TorchRegressor(
         **common(tmp_path, labelCol="target"),
         model=Own(),
@@ -163,7 +159,7 @@ def test_a_model_and_its_preparation_of_one_s_own_predict_the_same_after_load(
 
 
 @pytest.mark.slow
-def test_an_export_prepares_its_inputs_too(table: Any, tmp_path: Path) -> None:
+def test_an_export_prepares_its_inputs_too(table, tmp_path):
     model = TorchRegressor(
         **common(tmp_path, labelCol="target", epochs=1),
         model=ModelSpec("linear", {"in_features": 4, "out_features": 1}),
@@ -176,7 +172,7 @@ def test_an_export_prepares_its_inputs_too(table: Any, tmp_path: Path) -> None:
     assert exported(features).equal(model.module()(Squared()(features)))
 
 
-def test_a_transform_of_torch_s_own_layers_is_saved_without_pickle(table: Any, tmp_path: Path) -> None:
+def test_a_transform_of_torch_s_own_layers_is_saved_without_pickle(table, tmp_path):
     prepare = nn.Sequential(nn.BatchNorm1d(2), nn.Flatten())
     prepare[0].running_mean.copy_(torch.tensor([0.5, -2.0]))
     estimator = TorchRegressor(
@@ -196,7 +192,7 @@ def test_a_transform_of_torch_s_own_layers_is_saved_without_pickle(table: Any, t
     assert rows[0] == rows[1]
 
 
-def test_each_label_has_the_metrics_that_suit_it(table: Any, tmp_path: Path) -> None:
+def test_each_label_has_the_metrics_that_suit_it(table, tmp_path):
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -43,7 +43,7 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """40 rows: an encoded image and its dominant colour."""
     rows = [(i, png(picture(i)), "red" if i % 2 else "blue") for i in range(40)]
     return spark.createDataFrame(rows, "id long, content binary, colour string").repartition(2, "id")
@@ -70,7 +70,7 @@ def predicted(frame: Any) -> dict[int, tuple[str, list[float]]]:
 
 @pytest.mark.modes
 @pytest.mark.slow
-def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: Any, tmp_path: Path) -> None:
+def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table, tmp_path):
     fitted = Pipeline(stages=[classifier(tmp_path / "storage")]).fit(table)
     scored = predicted(fitted.transform(table))
     assert sum(scored[row.id][0] == row.colour for row in table.collect()) >= 38
@@ -95,7 +95,7 @@ def test_images_of_many_sizes_train_a_network_that_is_saved_and_loaded(table: An
 
 
 @pytest.mark.slow
-def test_two_workers_train_what_one_does(table: Any, tmp_path: Path) -> None:
+def test_two_workers_train_what_one_does(table, tmp_path):
     rows = table.coalesce(1).sortWithinPartitions("id")
     weights = [
         classifier(tmp_path / str(n), numWorkers=n, epochs=2, optimizer="sgd").fit(rows).module().state_dict()
@@ -107,7 +107,7 @@ def test_two_workers_train_what_one_does(table: Any, tmp_path: Path) -> None:
 
 @pytest.mark.extras
 @pytest.mark.slow
-def test_augmentation_changes_training_images_alone_and_by_the_seed(table: Any, tmp_path: Path) -> None:
+def test_augmentation_changes_training_images_alone_and_by_the_seed(table, tmp_path):
     from ringspark.models import RandomCrop, RandomHorizontalFlip
 
     augmented = nn.Sequential(RandomCrop(1), RandomHorizontalFlip())
@@ -125,7 +125,7 @@ def test_augmentation_changes_training_images_alone_and_by_the_seed(table: Any, 
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_broken_images_in_transform_are_refused_left_out_or_kept(table: Any, tmp_path: Path) -> None:
+def test_broken_images_in_transform_are_refused_left_out_or_kept(table, tmp_path):
     rows = table.sparkSession.createDataFrame(
         [(0, png(picture(0))), (1, None), (2, png(picture(2))[:40]), (3, png(picture(3)))],
         "id long, content binary",
@@ -145,7 +145,7 @@ def test_broken_images_in_transform_are_refused_left_out_or_kept(table: Any, tmp
 
 
 @pytest.mark.slow
-def test_an_image_struct_without_pixels_is_a_null(table: Any, tmp_path: Path) -> None:
+def test_an_image_struct_without_pixels_is_a_null(table, tmp_path):
     model = classifier(tmp_path, epochs=1).fit(table)
     whole = ("", 2, 2, 1, 0, bytearray(4))
     schema = StructType().add("id", "long").add("content", ImageSchema.columnSchema)
@@ -158,7 +158,7 @@ def test_an_image_struct_without_pixels_is_a_null(table: Any, tmp_path: Path) ->
 
 
 @pytest.mark.extras
-def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table: Any, tmp_path: Path) -> None:
+def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table, tmp_path):
     wide = classifier(tmp_path, epochs=1, batchSize=40, columns={"content": Image(64, 64)}).fit(table)
     assert wide._predictor().batch_size == (64 << 20) // (4 * 3 * 64 * 64)
     assert wide.copy({wide.inferenceBatchSize: 3000})._predictor().batch_size == 3000
@@ -170,7 +170,7 @@ def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table: Any, 
 
 
 @pytest.mark.slow
-def test_broken_images_are_left_out_of_the_training(table: Any, tmp_path: Path) -> None:
+def test_broken_images_are_left_out_of_the_training(table, tmp_path):
     broken = table.union(
         table.sparkSession.createDataFrame(
             [(99, b"\x89PNG", "red")], "id long, content binary, colour string"
@@ -184,7 +184,7 @@ def test_broken_images_are_left_out_of_the_training(table: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_a_stream_of_files_is_scored(table: Any, tmp_path: Path) -> None:
+def test_a_stream_of_files_is_scored(table, tmp_path):
     spark, folder = table.sparkSession, tmp_path / "files"
     folder.mkdir()
     for i in range(3):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,13 +38,13 @@ class Listed(nn.Module):
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Any:
+def model(tmp_path):
     save_checkpoint(str(tmp_path / "checkpoint"), NETWORK.build())
     return TorchRegressionModel(model=NETWORK)._set_trained(str(tmp_path / "checkpoint"), [(1,)], None)
 
 
 @pytest.fixture
-def rows(spark: Any) -> Any:
+def rows(spark):
     return spark.range(40).selectExpr("id", "array(id / 40, id % 7) as features")
 
 
@@ -54,7 +53,7 @@ def predictions(model: Any, rows: Any) -> list[float]:
 
 
 @pytest.mark.extras
-def test_predictions_are_the_same_and_the_setting_is_saved(model: Any, rows: Any, tmp_path: Path) -> None:
+def test_predictions_are_the_same_and_the_setting_is_saved(model, rows, tmp_path):
     expected = predictions(model, rows)
     model.setInferenceOffload("disk").write().save(str(tmp_path / "model"))
     loaded = TorchRegressionModel.load(str(tmp_path / "model"))
@@ -65,7 +64,7 @@ def test_predictions_are_the_same_and_the_setting_is_saved(model: Any, rows: Any
 
 
 @pytest.mark.extras
-def test_the_driver_maps_one_tensor_at_a_time_too(model: Any) -> None:
+def test_the_driver_maps_one_tensor_at_a_time_too(model):
     model.setInferenceOffload("disk").predict(np.array([0.5, 1.0]))
     module = model._predictor().load()
     state = {name: tensor.numel() * 4 for name, tensor in module.state_dict().items()}
@@ -78,7 +77,7 @@ def test_the_driver_maps_one_tensor_at_a_time_too(model: Any) -> None:
 
 
 @pytest.mark.extras
-def test_a_weight_beside_the_parameters_is_one_sentence(tmp_path: Path) -> None:
+def test_a_weight_beside_the_parameters_is_one_sentence(tmp_path):
     save_checkpoint(str(tmp_path), Listed())
     model = TorchModel(model=Listed(), inferenceOffload="disk")._set_trained(str(tmp_path), [(20_000,)], None)
     predictor: Predictor = model._predictor()
@@ -107,7 +106,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_have_all_weights_predicts_with_them(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_have_all_weights_predicts_with_them(tmp_path):
     """`spark.executor.pyspark.memory` limits the worker's address space (RLIMIT_AS), including libraries."""
     spec = ModelSpec("mlp", {"in_features": 2, "hidden": [4096] * 13, "out_features": 1})
     network = build_on_meta(spec.build)

@@ -48,7 +48,7 @@ class WithoutLayers(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """3,000 rows in several partitions; a third are held out."""
     plain = spark.range(0, 3000, 1, 3).selectExpr("id", "array(sin(id), cos(1.7 * id)) as features")
     return plain.selectExpr(
@@ -71,7 +71,7 @@ def column(scored: Any, name: str) -> np.ndarray[Any, Any]:
 @pytest.mark.extras
 @pytest.mark.modes
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
-def test_held_out_rows_differ_as_the_summary_says(table: Any, tmp_path: Path, precision: str) -> None:
+def test_held_out_rows_differ_as_the_summary_says(table, tmp_path, precision):
     stage = TorchRegressor(
         model=network(1), inferencePrecision=precision, validationIndicatorCol="held", **common(tmp_path)
     )
@@ -94,9 +94,7 @@ def test_held_out_rows_differ_as_the_summary_says(table: Any, tmp_path: Path, pr
 
 @pytest.mark.extras
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
-def test_class_probabilities_are_compared_on_training_rows(
-    table: Any, tmp_path: Path, precision: str
-) -> None:
+def test_class_probabilities_are_compared_on_training_rows(table, tmp_path, precision):
     stage = TorchClassifier(
         model=network(2), labelCol="class", inferencePrecision=precision, **common(tmp_path)
     )
@@ -114,7 +112,7 @@ def test_class_probabilities_are_compared_on_training_rows(
 
 
 @pytest.mark.extras
-def test_shards_of_a_run_stay_until_they_are_compared(table: Any, tmp_path: Path) -> None:
+def test_shards_of_a_run_stay_until_they_are_compared(table, tmp_path):
     run = tmp_path / "run"
     settings = common(tmp_path) | {"storageUri": None, "runUri": str(run)}
     stage = TorchRegressor(model=network(1), inferencePrecision="bf16", **settings)
@@ -123,13 +121,13 @@ def test_shards_of_a_run_stay_until_they_are_compared(table: Any, tmp_path: Path
     assert [path.name for path in (run / "shards").iterdir()] == ["manifest.json"]
 
 
-def test_fp32_is_not_compared(table: Any, tmp_path: Path) -> None:
+def test_fp32_is_not_compared(table, tmp_path):
     assert (
         TorchRegressor(model=network(1), **common(tmp_path)).fit(table).summary.precision_difference is None
     )
 
 
-def test_a_recorded_program_quantizes_the_same_layers(tmp_path: Path) -> None:
+def test_a_recorded_program_quantizes_the_same_layers(tmp_path):
     module, x = Own().eval(), torch.randn(500, 2)
     program = record_program(
         module, lambda rows, length=None: (torch.zeros(rows, 2),), [{0: torch.export.Dim("batch", min=1)}], []
@@ -142,7 +140,7 @@ def test_a_recorded_program_quantizes_the_same_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.modes
-def test_a_stream_predicts_in_bf16(spark: Any, tmp_path: Path) -> None:
+def test_a_stream_predicts_in_bf16(spark, tmp_path):
     torch.manual_seed(0)
     save_checkpoint(str(tmp_path / "c"), network(3).build())
     model = TorchClassificationModel(model=network(3), inferencePrecision="bf16")
@@ -158,9 +156,7 @@ def test_a_stream_predicts_in_bf16(spark: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("handling", ["error", pytest.param("skip", marks=pytest.mark.slow), "keep"])
-def test_a_table_without_vectors_is_scored_straight_from_parquet(
-    spark: Any, tmp_path: Path, handling: str
-) -> None:
+def test_a_table_without_vectors_is_scored_straight_from_parquet(spark, tmp_path, handling):
     """Spark then passes its columns to Python by another way than rows."""
     torch.manual_seed(0)
     save_checkpoint(str(tmp_path / "c"), network(1).build())
@@ -187,7 +183,7 @@ def test_a_table_without_vectors_is_scored_straight_from_parquet(
 
 
 @pytest.mark.parametrize("value", ["fp16", "int4", 8])
-def test_other_precisions_are_refused(value: Any) -> None:
+def test_other_precisions_are_refused(value):
     with pytest.raises((ValueError, TypeError), match="must be 'fp32', 'bf16' or 'int8', got"):
         TorchRegressor(inferencePrecision=value)
 
@@ -200,9 +196,7 @@ def test_other_precisions_are_refused(value: Any) -> None:
         (WithoutLayers(), {}, "quantizes linear layers, but WithoutLayers has none"),
     ],
 )
-def test_int8_is_refused_before_the_training(
-    table: Any, tmp_path: Path, model: Any, params: dict[str, Any], words: str
-) -> None:
+def test_int8_is_refused_before_the_training(table, tmp_path, model, params, words):
     stage = TorchRegressor(model=model, inferencePrecision="int8", **params, **common(tmp_path))
     with pytest.raises(ValueError, match=words):
         stage.fit(table)
@@ -213,7 +207,7 @@ def test_int8_is_refused_before_the_training(
 
 
 @pytest.mark.extras
-def test_an_export_has_the_precision_or_says_that_it_has_not(table: Any, tmp_path: Path) -> None:
+def test_an_export_has_the_precision_or_says_that_it_has_not(table, tmp_path):
     model = TorchRegressor(model=network(1), inferencePrecision="bf16", **common(tmp_path)).fit(table)
     model.export(str(tmp_path / "network.pt2"))
     x = torch.randn(9, 2)

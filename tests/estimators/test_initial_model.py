@@ -43,7 +43,7 @@ class KeepFirst(Callback):
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
 
 
@@ -69,7 +69,7 @@ def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", [name for name in ("horovod", "torch") if name in COLLECTIVES])
-def test_the_first_step_sees_the_initial_weights(table: Any, tmp_path: Path, collective: str) -> None:
+def test_the_first_step_sees_the_initial_weights(table, tmp_path, collective):
     # Batch normalisation has buffers, which belong to the weights.
     net = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     first = _estimator(tmp_path, model=net).fit(table)
@@ -94,7 +94,7 @@ def test_the_first_step_sees_the_initial_weights(table: Any, tmp_path: Path, col
     ],
     ids=["average and warm-up", "zero 2"],
 )
-def test_two_fits_of_one_epoch_equal_one_of_two(table: Any, tmp_path: Path, changes: Any) -> None:
+def test_two_fits_of_one_epoch_equal_one_of_two(table, tmp_path, changes):
     whole = _estimator(tmp_path, epochs=2, **changes).fit(table)
     first = _estimator(tmp_path, keepTrainingState=True, **changes).fit(table)
     first.save(str(tmp_path / "model"))
@@ -109,7 +109,7 @@ def test_two_fits_of_one_epoch_equal_one_of_two(table: Any, tmp_path: Path, chan
     assert not _equal(_weights(other), _weights(whole))
 
 
-def test_words_and_classes_keep_their_numbers(spark: Any, tmp_path: Path) -> None:
+def test_words_and_classes_keep_their_numbers(spark, tmp_path):
     def rows(*pairs: tuple[str, str]) -> Any:
         return spark.createDataFrame([*pairs] * 20, "word string, label string").coalesce(1)
 
@@ -164,9 +164,7 @@ class Mean(nn.Module):
     ],
     ids=["seed", "unit"],
 )
-def test_numbers_of_another_meaning_are_refused(
-    spark: Any, tmp_path: Path, column: str, kind: Any, other: str, other_kind: Any, message: str
-) -> None:
+def test_numbers_of_another_meaning_are_refused(spark, tmp_path, column, kind, other, other_kind, message):
     def fit(expression: str, chosen: Any, **changes: Any) -> Any:
         columns = {} if chosen is None else {"columns": {"x": chosen}}
         settings = {"model": Mean(), "inputCols": ["x"], **columns, **changes}
@@ -176,7 +174,7 @@ def test_numbers_of_another_meaning_are_refused(
         fit(other, other_kind, initialModel=fit(column, kind))
 
 
-def test_fields_of_structs_are_found_by_name(spark: Any, tmp_path: Path) -> None:
+def test_fields_of_structs_are_found_by_name(spark, tmp_path):
     rows = spark.range(32).selectExpr("struct(sin(id) AS a, 100 * cos(id) AS b) AS features", "1D AS label")
     model = _estimator(tmp_path).fit(rows)
     turned = rows.selectExpr("struct(features.b, features.a) AS features", "label")
@@ -185,7 +183,7 @@ def test_fields_of_structs_are_found_by_name(spark: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_table_keeps_its_plan(spark: Any, tmp_path: Path) -> None:
+def test_a_table_keeps_its_plan(spark, tmp_path):
     def rows(shift: int) -> Any:
         return spark.range(400).selectExpr(
             f"id % 24 + {shift} AS hour",
@@ -208,7 +206,7 @@ def test_a_table_keeps_its_plan(spark: Any, tmp_path: Path) -> None:
         base.copy({base.initialModel: model}).fit(rows(2).drop("origin"))
 
 
-def test_pipelines_and_folds_start_from_the_model(table: Any, tmp_path: Path) -> None:
+def test_pipelines_and_folds_start_from_the_model(table, tmp_path):
     model = _estimator(tmp_path).fit(table)
     stage = _estimator(tmp_path, initialModel=model, learningRate=1e-12)
     pipeline = Pipeline(stages=[stage]).fit(table)
@@ -227,7 +225,7 @@ def test_pipelines_and_folds_start_from_the_model(table: Any, tmp_path: Path) ->
     assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(best).items())
 
 
-def test_a_saved_stage_names_a_saved_model(table: Any, tmp_path: Path) -> None:
+def test_a_saved_stage_names_a_saved_model(table, tmp_path):
     model = _estimator(tmp_path).fit(table)
     stage = _estimator(tmp_path, initialModel=model)
     grid = ParamGridBuilder().addGrid(stage.learningRate, [1e-12]).build()
@@ -248,7 +246,7 @@ def test_a_saved_stage_names_a_saved_model(table: Any, tmp_path: Path) -> None:
     assert [one.getInitialModel() for one in (piped, validated)] == [str(tmp_path / "model")] * 2
 
 
-def test_what_does_not_fit_the_model_is_refused(table: Any, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_model_is_refused(table, tmp_path):
     model = _estimator(tmp_path).fit(table)
 
     def refused(message: str, rows: Any = table, **changes: Any) -> None:
@@ -283,7 +281,7 @@ def _resident_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_a_stream_trains_one_model(spark: Any, tmp_path: Path) -> None:
+def test_a_stream_trains_one_model(spark, tmp_path):
     arriving, saved, storage = (str(tmp_path / name) for name in ("arriving", "model", "storage"))
     table = spark.range(20 * 64).selectExpr("array(sin(id), cos(id)) AS features", "2 * sin(id) AS label")
     table.repartition(20).write.parquet(arriving)

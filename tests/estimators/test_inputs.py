@@ -101,7 +101,7 @@ def _seen(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
-def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> None:
+def test_fit_and_transform_see_the_same_numbers(spark, tmp_path):
     from pyspark.ml.linalg import Vectors
 
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
@@ -142,12 +142,12 @@ def test_fit_and_transform_see_the_same_numbers(spark: Any, tmp_path: Path) -> N
         ([[[1.0], [1.0, 2.0]]], "arrays of 1 to 2 elements in dimension 1 in transform"),
     ],
 )
-def test_what_fit_refuses_transform_refuses(rows: list[Any], message: str) -> None:
+def test_what_fit_refuses_transform_refuses(rows, message):
     with pytest.raises(ValueError, match=message):
         to_input("x", pa.array(rows))
 
 
-def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none() -> None:
+def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none():
     feed = Feed(name="x", kind=Binary("raw", shape=(2,)), fills_nulls=True)
     assert feed(pa.array([b"ab", None], pa.binary())).tolist() == [[97, 98], [0, 0]]
     image = io.BytesIO()
@@ -157,21 +157,21 @@ def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none() -> None:
         feed(pa.array([image.getvalue()[:-200]], pa.binary()))
 
 
-def test_a_network_gets_the_starts_of_ragged_rows() -> None:
+def test_a_network_gets_the_starts_of_ragged_rows():
     kind = Ragged("int64")
     feeds = [Feed(name="x", kind=kind, part=part) for part in (".values", ".offsets")]
     column = pa.array([[1, 2], [], [3]])
     assert [array.tolist() for array in make_inputs(feeds, [column] * 2)] == [[1, 2, 3], [0, 2, 2]]
 
 
-def test_numbers_beyond_float32_are_refused(spark: Any, tmp_path: Path) -> None:
+def test_numbers_beyond_float32_are_refused(spark, tmp_path):
     frame = spark.range(4).selectExpr("array(id * -1e39D) as x", "1D as label")
     estimator = TorchRegressor(model=nn.Linear(1, 1), inputCols=["x"], storageUri=str(tmp_path))
     with pytest.raises(ValueError, match=r"'x' holds values up to 3e\+39 in the train rows.*float32"):
         estimator.fit(frame)
 
 
-def test_the_mask_of_an_image_struct_without_pixels_is_that_of_the_shards(spark: Any, tmp_path: Path) -> None:
+def test_the_mask_of_an_image_struct_without_pixels_is_that_of_the_shards(spark, tmp_path):
     frame = spark.range(3).selectExpr(
         "id",
         "if(id = 2, null, named_struct('origin', 'a', 'height', 1, 'width', 1, 'nChannels', 1, 'mode', 0, "
@@ -202,9 +202,7 @@ class _Sum(nn.Module):
         return (day % 1_000).float() + price + grid.sum((1, 2)) + 0 * self.zero
 
 
-def test_a_network_is_fitted_on_and_predicts_from_dates_decimals_and_matrices(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_a_network_is_fitted_on_and_predicts_from_dates_decimals_and_matrices(spark, tmp_path):
     frame = spark.range(30).selectExpr(
         "date_add(date'1970-01-01', int(id)) as day",
         "cast(id / 4 as decimal(8,2)) as price",
@@ -242,7 +240,7 @@ def _struct_model(tmp_path: Path, frame: Any, **settings: Any) -> TorchRegressio
     return model
 
 
-def test_the_fields_of_a_struct_are_taken_by_their_names(spark: Any, tmp_path: Path) -> None:
+def test_the_fields_of_a_struct_are_taken_by_their_names(spark, tmp_path):
     frame = spark.range(30).selectExpr(
         "id",
         "named_struct('a', id / 4, 'in', named_struct('b', id % 2 = 0, 'c', int(id))) as x",
@@ -278,7 +276,7 @@ def test_the_fields_of_a_struct_are_taken_by_their_names(spark: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_evaluate_takes_the_fields_of_a_label_by_their_names(spark: Any, tmp_path: Path) -> None:
+def test_evaluate_takes_the_fields_of_a_label_by_their_names(spark, tmp_path):
     frame = spark.range(8).selectExpr(
         "array(float(id), 1F) as features", "named_struct('a', id / 2, 'b', 50D) as label"
     )
@@ -295,7 +293,7 @@ def test_evaluate_takes_the_fields_of_a_label_by_their_names(spark: Any, tmp_pat
         assert known.evaluate(other) == known.evaluate(frame)
 
 
-def test_a_struct_of_integers_stays_whole_whatever_their_widths(spark: Any, tmp_path: Path) -> None:
+def test_a_struct_of_integers_stays_whole_whatever_their_widths(spark, tmp_path):
     frame = spark.range(30).selectExpr(
         "named_struct('a', int(id), 'b', 1, 'c', int(id % 3)) as x", "1D as label", "id"
     )
@@ -304,7 +302,7 @@ def test_a_struct_of_integers_stays_whole_whatever_their_widths(spark: Any, tmp_
     assert [r.prediction for r in rows] == [r.id + 100 + 10_000 * (r.id % 3) for r in rows]
 
 
-def test_a_struct_that_is_or_holds_a_null_is_a_null(spark: Any, tmp_path: Path) -> None:
+def test_a_struct_that_is_or_holds_a_null_is_a_null(spark, tmp_path):
     frame = spark.range(30).selectExpr(
         "id",
         "if(id = 3, null, named_struct('a', id / 4, 'b', if(id = 4, null, 1), 'in', "
@@ -334,7 +332,7 @@ class _Flags(nn.Module):
         return flag + 10 * mask + flags @ torch.tensor([100.0, 1000.0]) + 0 * self.zero
 
 
-def test_nulls_of_booleans_that_the_shards_keep_are_zeros(spark: Any, tmp_path: Path) -> None:
+def test_nulls_of_booleans_that_the_shards_keep_are_zeros(spark, tmp_path):
     frame = spark.range(12).selectExpr(
         "id",
         "if(id = 3, null, id % 2 = 0) as flag",
@@ -357,7 +355,7 @@ def test_nulls_of_booleans_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
     assert [found[row] for row in range(12)] == wanted
 
 
-def test_a_null_boolean_gets_no_prediction_where_nulls_are_kept(spark: Any, tmp_path: Path) -> None:
+def test_a_null_boolean_gets_no_prediction_where_nulls_are_kept(spark, tmp_path):
     frame = spark.range(8).selectExpr("id", "id % 2 = 0 as flag", "1D as label")
     network = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
     model = TorchRegressor(
@@ -368,7 +366,7 @@ def test_a_null_boolean_gets_no_prediction_where_nulls_are_kept(spark: Any, tmp_
     assert [row.id for row in rows if row.prediction is None] == [3]
 
 
-def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: Path) -> None:
+def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark, tmp_path):
     frame = spark.range(12).selectExpr(
         "id",
         "if(id = 3, null, named_struct('a', id, 'b', if(id = 4, null, 1L), 'c', 2L)) as x",
@@ -395,7 +393,7 @@ def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark: Any, tmp_path: 
 
 
 @pytest.mark.extras
-def test_a_served_classifier_of_strings_names_its_classes(tmp_path: Path) -> None:
+def test_a_served_classifier_of_strings_names_its_classes(tmp_path):
     from ringspark.extras.serving.served_model import ServedModel
 
     spec = ModelSpec("linear", {"in_features": 1, "out_features": 3})
@@ -444,9 +442,7 @@ def _model_of(columns: dict[str, str], folder: Path) -> TorchRegressionModel:
     "handling",
     [pytest.param("error", marks=pytest.mark.slow), pytest.param("skip", marks=pytest.mark.slow), "keep"],
 )
-def test_many_columns_are_predicted_like_few(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handling: str
-) -> None:
+def test_many_columns_are_predicted_like_few(spark, tmp_path, monkeypatch, handling):
     types = {"float": "float32", "double": "float64", "bigint": "int64", "boolean": "bool", "date": "int32"}
     columns = {f"{name}.{i}": dtype for name, dtype in types.items() for i in range(8)}
     numbers = [f"{name}.{i}" for name in ("float", "double", "bigint") for i in range(8)]
@@ -473,9 +469,7 @@ def test_many_columns_are_predicted_like_few(
     assert len(complete) == 60 or 0 < len(complete) < 60 == frame.count()
 
 
-def test_the_calls_of_the_jvm_do_not_grow_with_the_number_of_columns(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calls_of_the_jvm_do_not_grow_with_the_number_of_columns(spark, tmp_path, monkeypatch):
     client, calls = spark.sparkContext._gateway._gateway_client, [0]
     send = client.send_command
 

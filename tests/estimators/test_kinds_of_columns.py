@@ -39,7 +39,7 @@ class Cities(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """120 rows: a city, its class, a number."""
     names = [CITIES[i % 3] for i in range(117)] + ["Lima"] * 3
     rows = [(i, name, CLASSES[name], float(i % 2)) for i, name in enumerate(names)]
@@ -62,7 +62,7 @@ def _classifier(tmp_path: Path, **params: Any) -> TorchClassifier:
 
 
 @pytest.mark.modes
-def test_strings_are_features_and_classes_and_come_back_as_strings(table: Any, tmp_path: Path) -> None:
+def test_strings_are_features_and_classes_and_come_back_as_strings(table, tmp_path):
     model = _classifier(tmp_path, metrics=["accuracy"]).fit(table)
     # Sorted by frequency, then by name.
     assert model.labels == ["cold", "warm"]
@@ -77,9 +77,7 @@ def test_strings_are_features_and_classes_and_come_back_as_strings(table: Any, t
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_strings_is_saved_searched_and_loaded(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_with_strings_is_saved_searched_and_loaded(table, tmp_path, monkeypatch):
     monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
     estimator = _classifier(tmp_path, columns={"city": Vocabulary(max_size=3)}, metrics=["accuracy"])
     pipeline = Pipeline(stages=[estimator])
@@ -94,7 +92,7 @@ def test_a_pipeline_with_strings_is_saved_searched_and_loaded(
     assert again.stages[0].labels == ["cold", "warm"]
 
 
-def test_buckets_and_padded_arrays_are_inputs_of_their_own(table: Any, tmp_path: Path) -> None:
+def test_buckets_and_padded_arrays_are_inputs_of_their_own(table, tmp_path):
     class Bags(nn.Module):
         """(batch,) ids and (batch, 3) ids, 0 for none -> (batch,) numbers."""
 
@@ -123,7 +121,7 @@ def test_buckets_and_padded_arrays_are_inputs_of_their_own(table: Any, tmp_path:
 
 
 @pytest.mark.modes
-def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table, tmp_path):
     for params, sentence in (
         (
             {"columns": None},
@@ -155,9 +153,7 @@ def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table: Any,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_vocabulary_without_a_bound_does_not_fill_the_driver(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vocabulary_without_a_bound_does_not_fill_the_driver(table, tmp_path, monkeypatch):
     monkeypatch.setattr("ringspark.pipelines.writing.shards.MAX_WORDS", 3)
     with pytest.raises(ValueError, match=r"'city' has more than 3 different strings; keep .* HashBuckets"):
         _classifier(tmp_path).fit(table)
@@ -165,7 +161,7 @@ def test_a_vocabulary_without_a_bound_does_not_fill_the_driver(
     assert list(tmp_path.glob("shards-*")) == []
 
 
-def test_a_column_named_like_a_part_is_fed_from_itself() -> None:
+def test_a_column_named_like_a_part_is_fed_from_itself():
     name = "user.values"
     inputs = model_inputs([Column(name=name, kind=Ragged("int64"))], [name])
     numbers = ArrayType(LongType())
@@ -178,7 +174,7 @@ def test_a_column_named_like_a_part_is_fed_from_itself() -> None:
         layout_of_inputs([*inputs, *inputs])
 
 
-def test_classes_are_numbered_by_the_alphabet_whatever_their_counts(spark: Any, tmp_path: Path) -> None:
+def test_classes_are_numbered_by_the_alphabet_whatever_their_counts(spark, tmp_path):
     """So thresholds and class weights mean the same in every fold."""
     rows = [(float(i % 2), "no" if i % 4 == 0 else "yes") for i in range(16)]
     model = TorchClassifier(
@@ -194,7 +190,7 @@ def test_classes_are_numbered_by_the_alphabet_whatever_their_counts(spark: Any, 
     assert unnamed.columns == ["x", "y", "rawPrediction", "probability"]
 
 
-def test_nan_inside_arrays_of_a_kind_is_left_out_as_elsewhere(spark: Any, tmp_path: Path) -> None:
+def test_nan_inside_arrays_of_a_kind_is_left_out_as_elsewhere(spark, tmp_path):
     nan = float("nan")
     rows = [(float(i), [1.0] * (i % 3), [[float(i)]]) for i in range(12)] + [(1.0, [nan], [[1.0]])]
     table = spark.createDataFrame(rows, "label double, words array<double>, grid array<array<double>>")
@@ -221,7 +217,7 @@ def test_nan_inside_arrays_of_a_kind_is_left_out_as_elsewhere(spark: Any, tmp_pa
     assert model.transform(table).count() == 12
 
 
-def test_null_strings_are_refused_or_left_out_as_numbers_are(table: Any, tmp_path: Path) -> None:
+def test_null_strings_are_refused_or_left_out_as_numbers_are(table, tmp_path):
     rows = table.withColumn("city", F.when(F.col("id") != 5, F.col("city")))
     with pytest.raises(ValueError, match="'city' has nulls in 1 of 120 rows"):
         _classifier(tmp_path).fit(rows)
@@ -233,7 +229,7 @@ def test_null_strings_are_refused_or_left_out_as_numbers_are(table: Any, tmp_pat
 
 
 @pytest.mark.modes
-def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark: Any, tmp_path: Path) -> None:
+def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark, tmp_path):
     """A linear network over 2^18 features; the target is the sum of the values at even indexes."""
     size = 1 << 18
     rows = []
@@ -273,7 +269,7 @@ def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark: A
         loaded.transform(shorter).collect()
 
 
-def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark: Any, tmp_path: Path) -> None:
+def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark, tmp_path):
     rows = [(i, [i % 5] * (i % 4), float(i % 4)) for i in range(60)]
     table = spark.createDataFrame(rows, "id int, tags array<int>, label double")
 
@@ -312,9 +308,7 @@ def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark: Any, tmp_path
 
 
 @pytest.mark.extras
-def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(
-    table: Any, tmp_path: Path
-) -> None:
+def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(table, tmp_path):
     with pytest.raises(ValueError, match=r"cannot take the input columns \[city .*index out of range"):
         _classifier(tmp_path, model=Cities(4)).fit(table)
     words = table.withColumn("words", F.array(F.lit(3)))
@@ -341,7 +335,7 @@ def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(
 
 
 @pytest.mark.slow
-def test_a_search_learns_the_words_of_each_fold(table: Any, tmp_path: Path) -> None:
+def test_a_search_learns_the_words_of_each_fold(table, tmp_path):
     estimator = _classifier(tmp_path, metrics=["accuracy"])
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [0.3]).build()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,12 +37,12 @@ def regressor(storage_uri: str, **settings: Any) -> TorchRegressor:
 
 
 @pytest.fixture
-def storage_uri(tmp_path: Path) -> str:
+def storage_uri(tmp_path):
     return str(tmp_path / "storage")
 
 
 @pytest.fixture(scope="module")
-def frame(spark: Any) -> Any:
+def frame(spark):
     rng = np.random.default_rng(0)
     rows = [([float(v) for v in x], float(x.sum())) for x in rng.normal(size=(200, 4))]
     return spark.createDataFrame(rows, "features array<float>, label float")
@@ -53,8 +52,8 @@ def frame(spark: Any) -> Any:
 @pytest.mark.spark
 @pytest.mark.parametrize("collective", [pytest.param("horovod", marks=pytest.mark.slow), "torch"])
 def test_exact_settings_together_train_the_network_that_none_of_them_does(
-    frame: Any, storage_uri: str, tmp_path: Path, collective: str
-) -> None:
+    frame, storage_uri, tmp_path, collective
+):
     # Written once, because two writes may order the rows differently.
     uri = write_shards(frame, str(tmp_path / "shards")).uri
     plain = regressor(storage_uri, collective=collective, gradientAccumulation=2).fitOnShards(uri)
@@ -66,7 +65,7 @@ def test_exact_settings_together_train_the_network_that_none_of_them_does(
 
 
 @pytest.mark.spark
-def test_sharded_parameters_come_back_whole(frame: Any, storage_uri: str, tmp_path: Path) -> None:
+def test_sharded_parameters_come_back_whole(frame, storage_uri, tmp_path):
     uri = write_shards(frame, str(tmp_path / "shards")).uri
     plain, sharded = (
         regressor(storage_uri, collective="torch", sync=sync, precision="bf16").fitOnShards(uri)
@@ -82,7 +81,7 @@ def test_sharded_parameters_come_back_whole(frame: Any, storage_uri: str, tmp_pa
 
 
 @pytest.mark.spark
-def test_settings_survive_a_save(spark: Any, storage_uri: str, tmp_path: Path) -> None:
+def test_settings_survive_a_save(spark, storage_uri, tmp_path):
     estimator = regressor(storage_uri, **SETTINGS)
     estimator.save(str(tmp_path / "estimator"))
     loaded = TorchRegressor.load(str(tmp_path / "estimator"))
@@ -100,8 +99,6 @@ def test_settings_survive_a_save(spark: Any, storage_uri: str, tmp_path: Path) -
         ({"gradientCheckpointing": 9}, "must be from 2 to 3"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
-    frame: Any, storage_uri: str, settings: Any, sentence: str
-) -> None:
+def test_what_cannot_be_is_refused_in_a_sentence(frame, storage_uri, settings, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         regressor(storage_uri, **settings).fit(frame)

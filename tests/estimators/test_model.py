@@ -121,7 +121,7 @@ def values_of(frame: Any, *columns: str) -> list[Any]:
 
 
 @pytest.fixture
-def pairs(spark: Any) -> Any:
+def pairs(spark):
     """Six rows of two numbers."""
     rows = [(i, [float(i) / 3, float(-i * i) / 7]) for i in range(6)]
     return spark.createDataFrame(rows, "id long, features array<double>")
@@ -132,9 +132,7 @@ def pairs(spark: Any) -> Any:
 
 @pytest.mark.parametrize("thresholds", [None, [0.9, 0.05, 0.05]])
 @pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_one_vector_is_predicted_as_transform_predicts_it(
-    pairs: Any, tmp_path: Path, width: int, thresholds: list[float] | None
-) -> None:
+def test_one_vector_is_predicted_as_transform_predicts_it(pairs, tmp_path, width, thresholds):
     """Names and types match Spark's own LogisticRegressionModel."""
     vectors = pairs.select(array_to_vector("features").alias("features"))
     manifest = write_shards(vectors, str(tmp_path / "s"))
@@ -151,9 +149,7 @@ def test_one_vector_is_predicted_as_transform_predicts_it(
 
 
 @pytest.mark.parametrize("handling", ["error", pytest.param("keep", marks=pytest.mark.slow)])
-def test_a_table_with_vectors_is_scored_straight_from_parquet(
-    pairs: Any, tmp_path: Path, handling: str
-) -> None:
+def test_a_table_with_vectors_is_scored_straight_from_parquet(pairs, tmp_path, handling):
     """Spark 4.3 converts columns read from Parquet in a way that refuses vectors."""
     stored = str(tmp_path / "table")
     pairs.withColumn("vector", array_to_vector("features")).write.parquet(stored)
@@ -165,9 +161,7 @@ def test_a_table_with_vectors_is_scored_straight_from_parquet(
 
 
 @pytest.mark.parametrize("width", [3, 70])
-def test_a_server_whose_functions_take_no_vectors_gives_the_same(
-    pairs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_a_server_whose_functions_take_no_vectors_gives_the_same(pairs, tmp_path, monkeypatch, width):
     """Spark before 4.1 lacks vectors in functions, also if a newer Spark Connect client calls it."""
     frame = pairs.withColumn("features", F.when(F.col("id") != 2, F.col("features")))
     model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)], handleInvalid="keep")
@@ -177,7 +171,7 @@ def test_a_server_whose_functions_take_no_vectors_gives_the_same(
     assert [row.prediction is None for row in expected] == [i == 2 for i in range(6)]
 
 
-def test_one_vector_of_a_regression_is_a_number_or_several(pairs: Any, tmp_path: Path) -> None:
+def test_one_vector_of_a_regression_is_a_number_or_several(pairs, tmp_path):
     manifest = write_shards(pairs.select("features"), str(tmp_path / "s"))
     expected = [row.features for row in pairs.collect()]
     one = make(TorchRegressionModel, linear(1), tmp_path / "1", [(1,)], manifest)
@@ -186,7 +180,7 @@ def test_one_vector_of_a_regression_is_a_number_or_several(pairs: Any, tmp_path:
     assert two.predict(expected[3]) == pytest.approx([2 * value for value in expected[3]])
 
 
-def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw: Any, pairs: Any, tmp_path: Path) -> None:
+def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw, pairs, tmp_path):
     frame = raw.select("tokens", "number", "id")
     manifest = write_shards(frame, str(tmp_path / "s"), columns={"tokens": Padded()})
     several = make(TorchRegressionModel, Echo(), tmp_path / "a", [(1,)], manifest, inputCols=["number", "id"])
@@ -209,7 +203,7 @@ def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw: Any, pairs:
 
 @pytest.mark.modes
 @pytest.mark.parametrize("width", [1, 2, 3, 70])
-def test_probabilities_are_the_softmax_and_the_largest_wins(pairs: Any, tmp_path: Path, width: int) -> None:
+def test_probabilities_are_the_softmax_and_the_largest_wins(pairs, tmp_path, width):
     model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)])
     rows = values_of(model.transform(pairs), "rawPrediction", "probability", "prediction")
     inputs = torch.tensor(values_of(pairs, "features"), dtype=torch.float32)
@@ -226,7 +220,7 @@ def test_probabilities_are_the_softmax_and_the_largest_wins(pairs: Any, tmp_path
     assert model.numClasses == max(2, width)
 
 
-def test_rows_are_predicted_in_pieces_of_bounded_size(spark: Any, tmp_path: Path) -> None:
+def test_rows_are_predicted_in_pieces_of_bounded_size(spark, tmp_path):
     """16,384 results per row take 128 KiB, so 512 rows take 64 MiB. Spark joins the resulting batches."""
     spec, width = linear(1 << 14, 1), 1 << 14
     info = save_checkpoint(str(tmp_path / "wide"), spec.build())
@@ -269,20 +263,18 @@ def sparks_rule(probability: np.ndarray, thresholds: list[float]) -> float:
     ("width", "thresholds"),
     [(1, [0.9, 0.1]), (1, [1.0, 0.0]), (2, [0.01, 0.5]), (3, [0.2, 1.0, 0.4]), (70, [0.0] + [1.0] * 69)],
 )
-def test_thresholds_divide_probabilities_as_in_spark(
-    pairs: Any, tmp_path: Path, width: int, thresholds: list[float]
-) -> None:
+def test_thresholds_divide_probabilities_as_in_spark(pairs, tmp_path, width, thresholds):
     model = make(TorchClassificationModel, linear(width), tmp_path, [(width,)], thresholds=thresholds)
     rows = values_of(model.transform(pairs), "probability", "prediction")
     assert [prediction for _, prediction in rows] == [sparks_rule(p.toArray(), thresholds) for p, _ in rows]
 
 
-def test_a_class_without_probability_does_not_win_by_a_threshold_of_zero() -> None:
+def test_a_class_without_probability_does_not_win_by_a_threshold_of_zero():
     classes = Classes(width=3, thresholds=(0.0, 1.0, 1.0))
     assert classes.decide(np.array([[-np.inf, 0.0, 1.0], [-30.0, 0.0, 1.0]])).tolist() == [2.0, 0.0]
 
 
-def test_of_equal_logits_the_first_class_wins() -> None:
+def test_of_equal_logits_the_first_class_wins():
     for width in (1, 2, 3):
         assert Classes(width=width).decide(np.zeros((1, width))) == [0.0]
 
@@ -295,15 +287,13 @@ def test_of_equal_logits_the_first_class_wins() -> None:
         ([0.0, 0.0], "must not be negative and at most one may be 0"),
     ],
 )
-def test_thresholds_that_decide_nothing_are_refused(
-    pairs: Any, tmp_path: Path, thresholds: list[float], message: str
-) -> None:
+def test_thresholds_that_decide_nothing_are_refused(pairs, tmp_path, thresholds, message):
     model = make(TorchClassificationModel, linear(2), tmp_path, [(2,)], thresholds=thresholds)
     with pytest.raises(ValueError, match=message):
         model.transform(pairs)
 
 
-def test_an_empty_name_leaves_a_column_out(pairs: Any, tmp_path: Path) -> None:
+def test_an_empty_name_leaves_a_column_out(pairs, tmp_path):
     model = make(
         TorchClassificationModel, linear(2), tmp_path, [(2,)], rawPredictionCol="", probabilityCol=""
     )
@@ -313,7 +303,7 @@ def test_an_empty_name_leaves_a_column_out(pairs: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.modes
-def test_each_output_has_a_column(pairs: Any, tmp_path: Path) -> None:
+def test_each_output_has_a_column(pairs, tmp_path):
     model = make(TorchModel, TwoHeads(), tmp_path, [(), (3,)], predictionCols=["one", "three"])
     result = model.transform(pairs)
     assert [field.dataType.simpleString() for field in result.schema.fields[2:]] == [
@@ -326,7 +316,7 @@ def test_each_output_has_a_column(pairs: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(values_of(result, "three"), three, rtol=1e-6)
 
 
-def test_outputs_need_a_name_each(pairs: Any, tmp_path: Path) -> None:
+def test_outputs_need_a_name_each(pairs, tmp_path):
     model = make(TorchModel, TwoHeads(), tmp_path, [(), (3,)])
     with pytest.raises(ValueError, match=r"the model has 2 outputs, .* set predictionCols"):
         model.transform(pairs)
@@ -334,13 +324,13 @@ def test_outputs_need_a_name_each(pairs: Any, tmp_path: Path) -> None:
         model.setPredictionCols(["one"]).transform(pairs)
 
 
-def test_wide_outputs_and_outputs_of_any_shape_are_arrays(spark: Any, tmp_path: Path) -> None:
+def test_wide_outputs_and_outputs_of_any_shape_are_arrays(spark, tmp_path):
     frame = spark.createDataFrame([(0, [float(i) for i in range(100)])], "id long, features array<float>")
     model = make(TorchRegressionModel, Echo(), tmp_path, [(100,)])
     assert values_of(model.transform(frame), "prediction") == [[2.0 * i for i in range(100)]]
 
 
-def test_a_nan_that_the_network_gives_is_no_null(spark: Any, tmp_path: Path) -> None:
+def test_a_nan_that_the_network_gives_is_no_null(spark, tmp_path):
     frame = spark.createDataFrame([(0, [float("inf")]), (1, [1.0])], "id long, features array<double>")
     module = Echo()
     nn.init.zeros_(module.scale)
@@ -353,9 +343,7 @@ def test_a_nan_that_the_network_gives_is_no_null(spark: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("thresholds", [None, [0.2, 0.5, 0.3]])
 @pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_nan_among_the_logits_makes_the_class_nan(
-    spark: Any, tmp_path: Path, width: int, thresholds: list[float] | None
-) -> None:
+def test_a_nan_among_the_logits_makes_the_class_nan(spark, tmp_path, width, thresholds):
     rows = [[float("inf") if i == hit else 1.0 for i in range(width)] for hit in range(-1, width)]
     frame = spark.createDataFrame(list(enumerate(rows)), "id long, features array<double>")
     module = Echo()
@@ -368,16 +356,14 @@ def test_a_nan_among_the_logits_makes_the_class_nan(
     np.testing.assert_equal([model.predict(row) for row in rows], found)
 
 
-def test_a_class_that_is_nan_has_no_name(spark: Any) -> None:
+def test_a_class_that_is_nan_has_no_name(spark):
     frame = spark.createDataFrame([(0, float("nan")), (1, 1.0), (2, None)], "id int, number double")
     named = frame.withColumn("name", class_name(F.col("number"), ["a", "b"]))
     assert values_of(named, "name") == [None, "b", None]
 
 
 @pytest.mark.parametrize("width", [4, 70])
-def test_a_nan_among_others_is_no_null_in_a_narrow_and_a_wide_output(
-    spark: Any, tmp_path: Path, width: int
-) -> None:
+def test_a_nan_among_others_is_no_null_in_a_narrow_and_a_wide_output(spark, tmp_path, width):
     numbers = [float("inf") if i == 1 else float(i) for i in range(width)]
     frame = spark.createDataFrame([(0, numbers), (1, None)], "id long, features array<double>")
     module = Echo()
@@ -410,12 +396,12 @@ class Exact(nn.Module):
         return whole, torch.full((len(x),), 1 / 3, dtype=torch.float64) + self.zero
 
 
-def test_whole_numbers_and_doubles_are_not_rounded_to_fp32(pairs: Any, tmp_path: Path) -> None:
+def test_whole_numbers_and_doubles_are_not_rounded_to_fp32(pairs, tmp_path):
     model = make(TorchModel, Exact(), tmp_path, [(), ()], predictionCols=["whole", "third"])
     assert set(values_of(model.transform(pairs), "whole", "third")) == {(2**24 + 1, 1 / 3)}
 
 
-def test_rows_around_an_invalid_one_keep_their_exact_predictions(tmp_path: Path) -> None:
+def test_rows_around_an_invalid_one_keep_their_exact_predictions(tmp_path):
     info = save_checkpoint(str(tmp_path), Exact())
     predictor = Predictor(
         model=user_code.dumps(copy_to_meta(Exact())),
@@ -448,9 +434,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("handling", ["error", pytest.param("skip", marks=pytest.mark.slow), "keep"])
 @pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 70])
-def test_a_filter_on_the_prediction_runs_the_network_once(
-    pairs: Any, tmp_path: Path, width: int, handling: str
-) -> None:
+def test_a_filter_on_the_prediction_runs_the_network_once(pairs, tmp_path, width, handling):
     log = tmp_path / "rows"
     model_class = TorchRegressionModel if width == 1 else TorchClassificationModel
     module = Counted(str(log), width)
@@ -486,9 +470,7 @@ QUICK = ("array<double>", "double", "date")
 @pytest.mark.parametrize(
     "data_type", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in INVALID]
 )
-def test_invalid_rows_are_left_out_or_kept_without_a_prediction(
-    spark: Any, tmp_path: Path, data_type: str
-) -> None:
+def test_invalid_rows_are_left_out_or_kept_without_a_prediction(spark, tmp_path, data_type):
     text = data_type == "date"
     frame = spark.createDataFrame(
         list(enumerate(INVALID[data_type])), f"id long, features {'string' if text else data_type}"
@@ -507,7 +489,7 @@ def test_invalid_rows_are_left_out_or_kept_without_a_prediction(
 
 
 @pytest.mark.modes
-def test_invalid_vectors_are_found_dense_and_sparse(spark: Any, tmp_path: Path) -> None:
+def test_invalid_vectors_are_found_dense_and_sparse(spark, tmp_path):
     from pyspark.ml.linalg import Vectors, VectorUDT
     from pyspark.sql.types import LongType, StructField, StructType
 
@@ -529,7 +511,7 @@ def test_invalid_vectors_are_found_dense_and_sparse(spark: Any, tmp_path: Path) 
     assert [row == (None, None, None) for row in kept] == [False, False, True, True, True]
 
 
-def test_ids_beside_a_null_stay_exact(spark: Any, tmp_path: Path) -> None:
+def test_ids_beside_a_null_stay_exact(spark, tmp_path):
     """pandas turns a column with a null into floats, which would round 2**60 + 1 to an even number."""
     rows = [(0, 2**60 + 1, 1.0), (1, None, 1.0), (2, 2**60, None), (3, 2**60 + 1, float("nan"))]
     frame = spark.createDataFrame(rows, "id long, key long, x double").coalesce(1)
@@ -537,7 +519,7 @@ def test_ids_beside_a_null_stay_exact(spark: Any, tmp_path: Path) -> None:
     assert values_of(model.transform(frame), "prediction") == [11.0, None, None, None]
 
 
-def test_skipping_runs_the_network_once_and_no_job_beforehand(spark: Any, tmp_path: Path) -> None:
+def test_skipping_runs_the_network_once_and_no_job_beforehand(spark, tmp_path):
     frame = spark.createDataFrame([(0, None)], "id long, features array<double>")
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], handleInvalid="skip")
     with redirect_stdout(io.StringIO()) as printed:
@@ -551,7 +533,7 @@ def test_skipping_runs_the_network_once_and_no_job_beforehand(spark: Any, tmp_pa
 
 
 @pytest.fixture
-def raw(spark: Any) -> Any:
+def raw(spark):
     """Columns that need an entry in `columns`, and columns that need none."""
     import datetime
 
@@ -575,7 +557,7 @@ def raw(spark: Any) -> Any:
     )
 
 
-def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> None:
+def test_raw_columns_become_what_the_shards_held(raw, tmp_path):
     from pyspark.ml.functions import array_to_vector
     from pyspark.sql import functions as F
 
@@ -615,9 +597,7 @@ def test_raw_columns_become_what_the_shards_held(raw: Any, tmp_path: Path) -> No
         ("date'2024-01-01'", "'x' has type date, but the model was trained on double"),
     ],
 )
-def test_another_type_is_refused_on_the_driver(
-    spark: Any, make_shards: Any, tmp_path: Path, expression: str, message: str
-) -> None:
+def test_another_type_is_refused_on_the_driver(spark, make_shards, tmp_path, expression, message):
     frame = spark.createDataFrame([(0, 1.0)], "id long, x double")
     manifest = write_shards(frame, str(tmp_path / "s"))
     model = make(TorchModel, Echo(), tmp_path, [(1,)], manifest, featuresCol="x")
@@ -626,7 +606,7 @@ def test_another_type_is_refused_on_the_driver(
         model.transform(frame.selectExpr("id", f"{expression} as x"))
 
 
-def test_fractions_are_refused_where_ids_were(spark: Any, tmp_path: Path) -> None:
+def test_fractions_are_refused_where_ids_were(spark, tmp_path):
     frame = spark.createDataFrame([(0, 1)], "id long, x int")
     manifest = write_shards(frame, str(tmp_path / "s"))
     model = make(TorchModel, Echo(), tmp_path, [(1,)], manifest, featuresCol="x")
@@ -635,7 +615,7 @@ def test_fractions_are_refused_where_ids_were(spark: Any, tmp_path: Path) -> Non
         model.transform(frame.selectExpr("id", "double(x) as x"))
 
 
-def test_another_length_is_refused_in_one_sentence(spark: Any, pairs: Any, tmp_path: Path) -> None:
+def test_another_length_is_refused_in_one_sentence(spark, pairs, tmp_path):
     from pyspark.ml.functions import array_to_vector
 
     manifest = write_shards(pairs, str(tmp_path / "s"))
@@ -646,7 +626,7 @@ def test_another_length_is_refused_in_one_sentence(spark: Any, pairs: Any, tmp_p
             model.transform(frame).collect()
 
 
-def test_too_long_a_row_to_pad_is_refused(raw: Any, tmp_path: Path) -> None:
+def test_too_long_a_row_to_pad_is_refused(raw, tmp_path):
     manifest = write_shards(raw.select("id", "tokens"), str(tmp_path / "s"), columns={"tokens": Padded()})
     model = make(TorchModel, Echo(), tmp_path, [(4,)], manifest, inputCols=["tokens"])
     longer = raw.selectExpr("id", "concat(tokens, tokens) as tokens")
@@ -654,7 +634,7 @@ def test_too_long_a_row_to_pad_is_refused(raw: Any, tmp_path: Path) -> None:
         model.transform(longer).collect()
 
 
-def test_a_vector_of_mllib_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> None:
+def test_a_vector_of_mllib_is_refused_in_one_sentence(spark, tmp_path):
     from pyspark.mllib.linalg import Vectors
     from pyspark.mllib.util import MLUtils
 
@@ -670,7 +650,7 @@ def test_a_vector_of_mllib_is_refused_in_one_sentence(spark: Any, tmp_path: Path
 
 
 @pytest.mark.modes
-def test_a_column_of_the_outputs_name_is_not_written_over(pairs: Any, tmp_path: Path) -> None:
+def test_a_column_of_the_outputs_name_is_not_written_over(pairs, tmp_path):
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])
     taken = pairs.selectExpr("*", "'mine' as Prediction")
     with pytest.raises(ValueError, match="Output column prediction already exists"):
@@ -682,7 +662,7 @@ def test_a_column_of_the_outputs_name_is_not_written_over(pairs: Any, tmp_path: 
 
 
 @pytest.mark.modes
-def test_names_with_dots_and_in_another_case_are_found(pairs: Any, tmp_path: Path) -> None:
+def test_names_with_dots_and_in_another_case_are_found(pairs, tmp_path):
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], featuresCol="my.features")
     expected = values_of(model.transform(pairs.withColumnRenamed("features", "my.features")), "prediction")
     other = model.transform(pairs.withColumnRenamed("features", "My.Features"))
@@ -694,7 +674,7 @@ def test_names_with_dots_and_in_another_case_are_found(pairs: Any, tmp_path: Pat
         model.transform(both)
 
 
-def test_columns_that_share_a_name_pass_through(pairs: Any, tmp_path: Path) -> None:
+def test_columns_that_share_a_name_pass_through(pairs, tmp_path):
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])
     twice = pairs.selectExpr("id", "features", "id + 1 as note", "id + 2 as note")
     assert model.transform(twice).columns == ["id", "features", "note", "note", "prediction"]
@@ -721,9 +701,7 @@ class Heavy(nn.Module):
         return hidden.sum(1) + (x @ self.also[0]).sum(1) + self.extra.float().sum()
 
 
-def test_a_users_module_travels_without_its_weights_and_gets_them_all_back(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_a_users_module_travels_without_its_weights_and_gets_them_all_back(spark, tmp_path):
     module = Heavy()
     module.norm.running_mean.normal_()  # type: ignore[union-attr]
     model = make(TorchModel, module, tmp_path, [()])
@@ -741,7 +719,7 @@ def test_a_users_module_travels_without_its_weights_and_gets_them_all_back(
     assert values_of(model.transform(frame.coalesce(1)), "prediction") == expected
 
 
-def test_a_spec_is_built_without_memory_for_its_weights() -> None:
+def test_a_spec_is_built_without_memory_for_its_weights():
     from ringspark.models.meta_device import build_on_meta
 
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1})
@@ -752,7 +730,7 @@ def test_a_spec_is_built_without_memory_for_its_weights() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_local_weights_are_mapped_not_copied(tmp_path: Path) -> None:
+def test_local_weights_are_mapped_not_copied(tmp_path):
     model = make(TorchModel, linear(8, 8), tmp_path, [(8,)])
     module = model.module()
     (place,) = {
@@ -768,7 +746,7 @@ def test_local_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     assert next(model.module().parameters()).abs().sum() > 0, "a change went into the file"
 
 
-def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp_path: Path) -> None:
+def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp_path):
     from ringspark.estimators.training.checkpoint.weights import load_checkpoint, map_checkpoint
     from ringspark.pipelines import storage
 
@@ -802,7 +780,7 @@ class Signed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["module", "spec"])
-def test_the_same_weights_in_another_network_are_another_model(pairs: Any, tmp_path: Path, kind: str) -> None:
+def test_the_same_weights_in_another_network_are_another_model(pairs, tmp_path, kind):
     networks: list[Any] = [Signed(1), Signed(-1)]
     if kind == "spec":
         kwargs = {"in_features": 2, "hidden": [4], "out_features": 1}
@@ -817,7 +795,7 @@ def test_the_same_weights_in_another_network_are_another_model(pairs: Any, tmp_p
             np.testing.assert_allclose(predictions, stage.module()(inputs)[:, 0], rtol=1e-6)
 
 
-def test_a_network_is_the_same_to_the_cache_in_each_transform(tmp_path: Path) -> None:
+def test_a_network_is_the_same_to_the_cache_in_each_transform(tmp_path):
     model = make(TorchModel, Signed(1), tmp_path, [(1,)])
     assert model._predictor().model == model._predictor().model
 
@@ -837,13 +815,13 @@ def test_a_network_is_the_same_to_the_cache_in_each_transform(tmp_path: Path) ->
     ],
 )
 def test_a_task_computes_where_spark_says_else_by_its_partition(
-    use_gpu: bool, addresses: list[str], partition: int, devices: int, expected: str
-) -> None:
+    use_gpu, addresses, partition, devices, expected
+):
     assert choose_inference_device(use_gpu, addresses, partition, devices) == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_gpu_that_is_not_there_is_one_sentence(pairs: Any, tmp_path: Path) -> None:
+def test_a_gpu_that_is_not_there_is_one_sentence(pairs, tmp_path):
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)], inferenceUseGpu=True)
     with pytest.raises(Exception, match="inferenceUseGpu=True needs a GPU on every host"):
         model.transform(pairs).collect()
@@ -851,7 +829,7 @@ def test_a_gpu_that_is_not_there_is_one_sentence(pairs: Any, tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gives_the_predictions_of_the_cpu(pairs: Any, tmp_path: Path) -> None:
+def test_a_gpu_gives_the_predictions_of_the_cpu(pairs, tmp_path):
     model = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])
     expected = values_of(model.transform(pairs), "prediction")
     found = values_of(model.setInferenceUseGpu(True).transform(pairs), "prediction")
@@ -878,9 +856,7 @@ def exported(make_shards: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.extras
-def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(
-    make_shards: Any, tmp_path: Path
-) -> None:
+def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(make_shards, tmp_path):
     model = exported(make_shards, tmp_path)
     model.export(str(tmp_path / "out" / "model.pt2"))
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
@@ -893,9 +869,7 @@ def test_an_exported_program_gives_the_modules_numbers_for_any_number_of_rows(
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_onnx_file_gives_the_modules_numbers_for_any_number_of_rows(
-    make_shards: Any, tmp_path: Path
-) -> None:
+def test_an_onnx_file_gives_the_modules_numbers_for_any_number_of_rows(make_shards, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = exported(make_shards, tmp_path)
@@ -920,7 +894,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.extras
-def test_what_cannot_be_traced_is_one_sentence(make_shards: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_traced_is_one_sentence(make_shards, tmp_path):
     manifest = make_shards({"numbers": np.zeros((8, 2), np.float32)})
     model = make(TorchModel, Branching(), tmp_path, [(1,)], manifest, inputCols=["numbers"])
     with pytest.raises(ValueError, match=r"Branching cannot be exported .* without branches") as failure:
@@ -930,7 +904,7 @@ def test_what_cannot_be_traced_is_one_sentence(make_shards: Any, tmp_path: Path)
 
 
 @pytest.mark.extras
-def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None:
+def test_an_export_writes_over_nothing(make_shards, tmp_path):
     model = exported(make_shards, tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
@@ -945,7 +919,7 @@ def test_an_export_writes_over_nothing(make_shards: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.extras
-def test_an_unknown_format_is_refused(make_shards: Any, tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(make_shards, tmp_path):
     with pytest.raises(
         ValueError, match=r"format must be one of \['torch.export', 'onnx', .*\], got 'tflite'"
     ):
@@ -957,9 +931,7 @@ def _num_on_meta() -> int:
     return sum(issubclass(type(thing), torch.Tensor) and thing.is_meta for thing in gc.get_objects())
 
 
-def test_a_task_of_transform_leaves_nothing_on_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_transform_leaves_nothing_on_its_gpu(tmp_path, monkeypatch):
     """The meta device replaces the GPU: nothing remains on it when the CUDA cache is emptied."""
     predictor = make(TorchRegressionModel, linear(1), tmp_path, [(1,)])._predictor()
     load, before, held, after = Predictor.load, _num_on_meta(), [], []

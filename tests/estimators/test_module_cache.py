@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +21,7 @@ from ringspark.models import ModelSpec
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_goes_first():
     cache: ModuleCache[nn.Module] = ModuleCache()
     made = [cache.get(key, lambda: nn.Linear(1, 1)) for key in range(MAX_MODULES)]
     assert cache.get(0, lambda: nn.Linear(1, 1)) is made[0]
@@ -34,9 +33,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 @pytest.mark.spark
-def test_a_python_worker_loads_a_model_once_and_lets_it_go_after_its_last_use(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_a_python_worker_loads_a_model_once_and_lets_it_go_after_its_last_use(spark, tmp_path):
     """In a Spark Python worker, the cache frees the module and maps it again for the next use."""
     save_checkpoint(str(tmp_path), SPEC.build())
     predictor = TorchRegressionModel(model=SPEC)._set_trained(str(tmp_path), [(1,)], None)._predictor()

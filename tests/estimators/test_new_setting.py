@@ -71,7 +71,7 @@ def _copy(folder: Path) -> int:
     return lines
 
 
-def test_a_new_setting_takes_four_lines_in_two_files(tmp_path: Path) -> None:
+def test_a_new_setting_takes_four_lines_in_two_files(tmp_path):
     assert (_copy(tmp_path), len(CHANGES)) == (4, 2)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

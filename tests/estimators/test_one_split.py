@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from changing_frames import CHANGING, ROWS
 
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.mark.modes
 @pytest.mark.parametrize("kind", CHANGING)
-def test_a_vocabulary_knows_the_training_rows_and_no_others(spark: Any, tmp_path: Path, kind: str) -> None:
+def test_a_vocabulary_knows_the_training_rows_and_no_others(spark, tmp_path, kind):
     rows = CHANGING[kind](spark).selectExpr("id", "x", "concat('w', id) AS word")
     manifest = write_shards(
         rows, str(tmp_path / "s"), columns={"word": Vocabulary()}, validation_fraction=0.4
@@ -38,7 +35,7 @@ def test_a_vocabulary_knows_the_training_rows_and_no_others(spark: Any, tmp_path
 @pytest.mark.extras
 @pytest.mark.modes
 @pytest.mark.parametrize("kind", CHANGING)
-def test_a_table_is_measured_on_the_rows_that_are_trained_on(spark: Any, tmp_path: Path, kind: str) -> None:
+def test_a_table_is_measured_on_the_rows_that_are_trained_on(spark, tmp_path, kind):
     estimator = TorchRegressor(labelCol="x", validationFraction=0.3, storageUri=str(tmp_path))
     prepared = prepare_fit(estimator, CHANGING[kind](spark))
     fit = CheckedFit.of(prepared.estimator, prepared.dataset)
@@ -48,7 +45,7 @@ def test_a_table_is_measured_on_the_rows_that_are_trained_on(spark: Any, tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_rows_are_divided_if_few_rows_differ(spark: Any, seed: int) -> None:
+def test_equal_rows_are_divided_if_few_rows_differ(spark, seed):
     rows = fix_rows(spark.range(0, 1_000, 1, 4).selectExpr("id % 4 AS kind", "id % 2 AS label"))
     split = hold_out_at_random(rows, ["kind", "label"], 0.15, seed)
     held = split.dataset.where(split.indicator).count()
@@ -60,13 +57,13 @@ def test_equal_rows_are_divided_if_few_rows_differ(spark: Any, seed: int) -> Non
 
 
 @pytest.mark.parametrize("rows", [2, 3, 7])
-def test_a_table_of_few_rows_has_both_sides(spark: Any, rows: int) -> None:
+def test_a_table_of_few_rows_has_both_sides(spark, rows):
     for seed in range(4):
         split = hold_out_at_random(spark.range(rows), ["id"], 0.15, seed)
         assert 0 < split.dataset.where(split.indicator).count() < rows
 
 
-def test_equal_rows_stay_together_if_many_rows_differ(spark: Any) -> None:
+def test_equal_rows_stay_together_if_many_rows_differ(spark):
     rows = spark.range(0, 4_000, 1, 4).selectExpr("id % 2000 AS kind")
     split = hold_out_at_random(rows, ["kind"], 0.2, 1)
     sides = split.dataset.select("kind", split.indicator).distinct()
@@ -75,7 +72,7 @@ def test_equal_rows_stay_together_if_many_rows_differ(spark: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_rows_stay_together_in_a_repeated_table(spark: Any, seed: int) -> None:
+def test_equal_rows_stay_together_in_a_repeated_table(spark, seed):
     rows = spark.range(0, 10_000, 1, 4).selectExpr("id % 400 AS kind")
     split = hold_out_at_random(rows, ["kind"], 0.15, seed)
     assert split.dataset.select("kind", split.indicator).distinct().count() == 400
@@ -94,7 +91,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("text", NUMBERS)
-def test_numbers_beyond_2_to_the_53_stay_different(spark: Any, text: str) -> None:
+def test_numbers_beyond_2_to_the_53_stay_different(spark, text):
     frame = spark.range(100).selectExpr(f"{text} AS n")
     number = exact_number(frame, frame["n"], frame.schema["n"].dataType)
     assert frame.select(number).distinct().count() == 100
@@ -102,7 +99,7 @@ def test_numbers_beyond_2_to_the_53_stay_different(spark: Any, text: str) -> Non
     assert 19 <= split.dataset.where(split.indicator).count() <= 21
 
 
-def test_a_time_that_is_no_number_is_no_newest_time(spark: Any) -> None:
+def test_a_time_that_is_no_number_is_no_newest_time(spark):
     frame = spark.range(100).selectExpr("if(id < 50, double('nan'), double(id)) AS t")
     split = hold_out_newest(frame, "t", 0.2)
     assert split.dataset.where(split.indicator).count() == 10

@@ -59,7 +59,7 @@ def _config(**settings: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(("plain", "present"), FORMS)
-def test_both_forms_of_a_setting_give_the_same_config(plain: Any, present: Any) -> None:
+def test_both_forms_of_a_setting_give_the_same_config(plain, present):
     config = _config(**present)
     assert _config(**plain) == config != _config()
     assert TrainConfig.from_json(config.to_json()) == config
@@ -91,7 +91,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_every_class_of_options_keeps_the_promises(kind: type[Options]) -> None:
+def test_every_class_of_options_keeps_the_promises(kind):
     options = kind(**REQUIRED.get(kind.__name__, {}))
     assert kind.of(json.loads(json.dumps(options.to_values()))) == options
     assert eval(repr(options), {kind.__name__: kind}) == options
@@ -103,18 +103,18 @@ def test_every_class_of_options_keeps_the_promises(kind: type[Options]) -> None:
         options.other = 1  # type: ignore[attr-defined]
 
 
-def test_a_signature_has_the_options_and_their_defaults() -> None:
+def test_a_signature_has_the_options_and_their_defaults():
     assert str(inspect.signature(LoRA)).startswith("(*, rank: int, targets: tuple[str, ...], alpha:")
     assert inspect.signature(DiLoCo).parameters["outer_rate"].default == 0.7
     assert not inspect.signature(Hogwild).parameters
 
 
-def test_true_is_no_stage_of_zero() -> None:
+def test_true_is_no_stage_of_zero():
     with pytest.raises(ValueError, match="Zero's stage must be 1, 2 or 3, got True"):
         Zero(stage=True)
 
 
-def test_a_misspelled_option_names_the_nearest_one() -> None:
+def test_a_misspelled_option_names_the_nearest_one():
     with pytest.raises(TypeError, match=r"Mesh has no option 'tensors'; did you mean 'tensor'"):
         Mesh(tensors=2)  # type: ignore[call-arg]
 
@@ -122,7 +122,7 @@ def test_a_misspelled_option_names_the_nearest_one() -> None:
 @pytest.mark.spark
 @pytest.mark.usefixtures("spark_saves")
 @pytest.mark.parametrize(("plain", "present"), FORMS)
-def test_a_saved_stage_keeps_its_options(tmp_path: Any, plain: Any, present: Any) -> None:
+def test_a_saved_stage_keeps_its_options(tmp_path, plain, present):
     stage = TorchRegressor(model=MODEL, **plain)
     stage.save(str(tmp_path / "stage"))
     loaded = TorchRegressor.load(str(tmp_path / "stage"))

@@ -10,7 +10,7 @@ from ringspark.estimators.inference.pandas_batches import _arrow
 from ringspark.pipelines.kinds import TableColumn, TableRow
 
 
-def test_the_row_of_a_table_keeps_its_missing_values() -> None:
+def test_the_row_of_a_table_keeps_its_missing_values():
     words = TableColumn(name="word", type="string", form="words", words=("a",))
     row = TableRow((TableColumn(name="number", center=0.0, scale=1.0), words))
     numbers, given = [1.0, None, None], ["a", None, "a"]

@@ -28,7 +28,7 @@ LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(103, 2))
     rows = [(i, [float(a), float(b)], float(a - b), int(a > 0)) for i, (a, b) in enumerate(x)]
@@ -36,7 +36,7 @@ def table(spark: Any) -> Any:
 
 
 @pytest.fixture
-def common(tmp_path: Path) -> dict[str, Any]:
+def common(tmp_path):
     return {
         "model": LINE,
         "labelCol": "target",
@@ -52,7 +52,7 @@ def _weights(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.module().parameters()])
 
 
-def test_row_counts_follow_an_overwrite(table: Any, common: dict[str, Any], tmp_path: Path) -> None:
+def test_row_counts_follow_an_overwrite(table, common, tmp_path):
     """horovod.spark caches row counts with the data: after an overwrite, it takes the wrong steps per
     epoch.
     """
@@ -65,7 +65,7 @@ def test_row_counts_follow_an_overwrite(table: Any, common: dict[str, Any], tmp_
     assert (summary.steps, summary.rows) == (5, 47)
 
 
-def test_a_fit_reads_the_dataframe_it_was_given(spark: Any, common: dict[str, Any]) -> None:
+def test_a_fit_reads_the_dataframe_it_was_given(spark, common):
     """horovod.spark's cache key is id(df) without the columns: a fit can read another DataFrame's data."""
     estimator = TorchRegressor(**common | {"model": Constant(), "learningRate": 0.5, "batchSize": 100})
     for value in (1.0, 2.0, 3.0):
@@ -97,7 +97,7 @@ class Parity(nn.Module):
         return (key % 2) * self.scale
 
 
-def test_ids_above_two_to_the_24_reach_the_network_exactly(spark: Any, common: dict[str, Any]) -> None:
+def test_ids_above_two_to_the_24_reach_the_network_exactly(spark, common):
     """horovod.spark casts every feature and label to float32: id 16,777,217 becomes 16,777,216."""
     df = spark.range(16_777_217, 16_777_227).selectExpr("id as key", "double(id % 2) as target")
     model = TorchRegressor(**common | {"model": Parity()}, featuresCol="key").fit(df)
@@ -121,9 +121,7 @@ class Order(Callback):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_shuffle_false_and_callbacks_are_obeyed(
-    spark: Any, common: dict[str, Any], tmp_path: Path, shuffle: bool
-) -> None:
+def test_shuffle_false_and_callbacks_are_obeyed(spark, common, tmp_path, shuffle):
     """horovod.spark accepts shuffle=False and callbacks, and ignores both."""
     df = spark.range(0, 50, 1, 1).selectExpr("double(id) as features", "0D as target")
     changes = {"model": Constant(), "shuffle": shuffle, "callbacks": [Order(str(tmp_path / "order"))]}
@@ -138,7 +136,7 @@ def _too_fast_at_last(step: int, num_steps: int) -> float:
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_not_the_last(table: Any, common: dict[str, Any]) -> None:
+def test_the_best_checkpoint_is_not_the_last(table, common):
     """horovod.spark returns the last checkpoint as the best one."""
     changes = {"epochs": 4, "lrSchedule": _too_fast_at_last, "maxGradNorm": 1.0, "learningRate": 0.02}
     estimator = TorchRegressor(**common | changes, validationFraction=0.3, metrics=["mae"])
@@ -152,7 +150,7 @@ def test_the_best_checkpoint_is_not_the_last(table: Any, common: dict[str, Any])
     assert errors[0] < errors[1]
 
 
-def test_resume_is_not_accepted_and_ignored(table: Any, common: dict[str, Any]) -> None:
+def test_resume_is_not_accepted_and_ignored(table, common):
     """horovod.spark's resume starts at epoch 0 without optimizer, random state or data position."""
     with pytest.raises(ValueError, match="resume=True continues the run of a folder; set runUri"):
         TorchRegressor(**common, resume=True).fit(table)
@@ -170,9 +168,7 @@ class Start(Callback):
 
 
 @pytest.mark.slow
-def test_no_fold_starts_from_another_folds_weights(
-    table: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_no_fold_starts_from_another_folds_weights(table, common, tmp_path):
     """horovod.spark's fixed run id makes each fold of a CrossValidator resume from the previous fold."""
     estimator = TorchClassifier(
         **common | {"labelCol": "label", "epochs": 2, "callbacks": [Start(str(tmp_path / "start"))]}
@@ -188,9 +184,7 @@ def test_no_fold_starts_from_another_folds_weights(
     assert len(set(starts)) == 1, "every training starts from the seed's weights"
 
 
-def test_an_unseeded_split_gives_each_row_to_one_side(
-    spark: Any, common: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_unseeded_split_gives_each_row_to_one_side(spark, common, tmp_path):
     """horovod.spark writes train and validation separately: an unseeded split puts rows in both or in
     neither.
     """
@@ -206,7 +200,7 @@ def test_an_unseeded_split_gives_each_row_to_one_side(
     assert model.summary.epochs[0].validation_loss is not None
 
 
-def test_the_learning_rate_is_what_the_user_wrote(table: Any, common: dict[str, Any]) -> None:
+def test_the_learning_rate_is_what_the_user_wrote(table, common):
     """horovod.spark multiplies the learning rate by the number of workers, silently."""
     estimator = TorchRegressor(**common | {"shuffle": False})
     models = estimator.fit(table, [{estimator.numWorkers: n} for n in (1, 3)])
@@ -214,7 +208,7 @@ def test_the_learning_rate_is_what_the_user_wrote(table: Any, common: dict[str, 
     assert (_weights(models[0]) - _weights(models[1])).abs().max() < 1e-5
 
 
-def test_predictions_are_not_rounded_to_the_type_of_the_label(table: Any, common: dict[str, Any]) -> None:
+def test_predictions_are_not_rounded_to_the_type_of_the_label(table, common):
     """horovod.spark rounds predictions to the label's integer type."""
     model = TorchRegressor(**common | {"labelCol": "label"}).fit(table)
     result = model.transform(table)
@@ -224,9 +218,7 @@ def test_predictions_are_not_rounded_to_the_type_of_the_label(table: Any, common
 
 
 @pytest.mark.parametrize("num_workers", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-def test_no_row_is_dropped_or_repeated(
-    spark: Any, common: dict[str, Any], tmp_path: Path, num_workers: int
-) -> None:
+def test_no_row_is_dropped_or_repeated(spark, common, tmp_path, num_workers):
     """horovod.spark takes floor(rows / batch / workers) steps of an endless reader: rows drop or repeat."""
     df = spark.range(0, 103, 1, 4).selectExpr("double(id) as features", "0D as target")
     seen = str(tmp_path / "order")
@@ -250,7 +242,7 @@ class NeedsNoGraph(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_validation_records_no_gradients(table: Any, common: dict[str, Any]) -> None:
+def test_validation_records_no_gradients(table, common):
     """horovod.spark validates without no_grad."""
     model = TorchRegressor(**common | {"model": NeedsNoGraph()}, validationFraction=0.3).fit(table)
     assert model.summary.epochs[0].validation_loss is not None

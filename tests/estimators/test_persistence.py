@@ -40,7 +40,7 @@ LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
 
 @pytest.fixture
-def pairs(spark: Any) -> Any:
+def pairs(spark):
     rows = [(i, float(i), float(-i)) for i in range(4)]
     frame = spark.createDataFrame(rows, "id long, a double, b double")
     return VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(frame)
@@ -60,7 +60,7 @@ def predictions(model: Any, frame: Any) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs: Any, tmp_path: Path) -> None:
+def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs, tmp_path):
     """Spark removes the folder before it saves the model's weights."""
     path = str(tmp_path / "pipeline")
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
@@ -73,7 +73,7 @@ def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs: Any, tmp_pa
         assert predictions(pipeline, pairs.drop("features")) == expected
 
 
-def test_a_model_may_be_saved_over_its_own_folder(pairs: Any, tmp_path: Path) -> None:
+def test_a_model_may_be_saved_over_its_own_folder(pairs, tmp_path):
     path = str(tmp_path / "model")
     model = make(tmp_path / "c")
     expected = predictions(model, pairs)
@@ -86,7 +86,7 @@ def test_a_model_may_be_saved_over_its_own_folder(pairs: Any, tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["c", "model"]
 
 
-def test_a_failed_overwrite_leaves_the_old_stage(pairs: Any, tmp_path: Path, spark: Any) -> None:
+def test_a_failed_overwrite_leaves_the_old_stage(pairs, tmp_path, spark):
     path = str(tmp_path / "model")
     make(tmp_path / "old", seed=1).save(path)
     expected = predictions(TorchRegressionModel.load(path), pairs)
@@ -100,7 +100,7 @@ def test_a_failed_overwrite_leaves_the_old_stage(pairs: Any, tmp_path: Path, spa
     assert sorted(os.listdir(tmp_path)) == ["model", "new", "old"]
 
 
-def test_a_failed_save_leaves_nothing_and_an_empty_folder_as_it_was(tmp_path: Path, spark: Any) -> None:
+def test_a_failed_save_leaves_nothing_and_an_empty_folder_as_it_was(tmp_path, spark):
     broken = make(tmp_path / "c")
     broken._weights = HeldWeights(str(tmp_path / "c"))
     os.remove(tmp_path / "c" / WEIGHTS)
@@ -116,7 +116,7 @@ def test_a_failed_save_leaves_nothing_and_an_empty_folder_as_it_was(tmp_path: Pa
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
 
 
-def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path: Path, spark: Any) -> None:
+def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path, spark):
     model = make(tmp_path / "c")
     model._weights = HeldWeights(str(tmp_path / "c"))
     os.remove(tmp_path / "c" / COMMIT)
@@ -125,7 +125,7 @@ def test_weights_that_are_gone_are_told_before_anything_is_written(tmp_path: Pat
     assert not (tmp_path / "model").exists()
 
 
-def test_a_stage_that_was_saved_with_its_training_state_is_overwritten(tmp_path: Path, spark: Any) -> None:
+def test_a_stage_that_was_saved_with_its_training_state_is_overwritten(tmp_path, spark):
     path = tmp_path / "model"
     make(tmp_path / "old", seed=1).save(str(path))
     step = Path(step_uri(checkpoints_uri(str(path)), 7))
@@ -138,9 +138,7 @@ def test_a_stage_that_was_saved_with_its_training_state_is_overwritten(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "thesis.pkl", "weights/thesis.bin", "metadata/notes.md"])
-def test_overwrite_keeps_a_file_that_somebody_put_into_a_saved_stage(
-    name: str, tmp_path: Path, spark: Any
-) -> None:
+def test_overwrite_keeps_a_file_that_somebody_put_into_a_saved_stage(name, tmp_path, spark):
     make(tmp_path / "c").save(str(tmp_path / "model"))
     (tmp_path / "model" / name).write_text("mine")
     with pytest.raises(ValueError, match=f"holds '{name}', which ringspark did not write there"):
@@ -148,7 +146,7 @@ def test_overwrite_keeps_a_file_that_somebody_put_into_a_saved_stage(
     assert (tmp_path / "model" / name).read_text() == "mine"
 
 
-def test_a_setting_of_another_version_is_not_reported_as_damage(tmp_path: Path, spark: Any) -> None:
+def test_a_setting_of_another_version_is_not_reported_as_damage(tmp_path, spark):
     make(tmp_path / "c").save(str(tmp_path / "model"))
     (file,) = (tmp_path / "model" / METADATA).glob("part-*")
     text = json.loads(file.read_text())
@@ -159,7 +157,7 @@ def test_a_setting_of_another_version_is_not_reported_as_damage(tmp_path: Path, 
         TorchRegressionModel.load(str(tmp_path / "model"))
 
 
-def test_overwrite_takes_no_folder_of_something_else(tmp_path: Path, spark: Any) -> None:
+def test_overwrite_takes_no_folder_of_something_else(tmp_path, spark):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(ValueError, match=r"holds something else than a saved stage \(thesis.tex\)"):
@@ -167,7 +165,7 @@ def test_overwrite_takes_no_folder_of_something_else(tmp_path: Path, spark: Any)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
 
 
-def test_overwrite_takes_no_folder_that_has_metadata_of_something_else(tmp_path: Path, spark: Any) -> None:
+def test_overwrite_takes_no_folder_that_has_metadata_of_something_else(tmp_path, spark):
     for name in ("data/x.parquet", "metadata/v1.metadata.json", "other/metadata/part-00000"):
         file = tmp_path / "table" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -183,9 +181,7 @@ def test_overwrite_takes_no_folder_that_has_metadata_of_something_else(tmp_path:
     assert TorchRegressionModel.load(str(tmp_path / "assembler")).uid == model.uid
 
 
-def test_a_frame_made_before_the_folder_was_replaced_is_not_computed_with_other_weights(
-    pairs: Any, tmp_path: Path
-) -> None:
+def test_a_frame_made_before_the_folder_was_replaced_is_not_computed_with_other_weights(pairs, tmp_path):
     path = str(tmp_path / "model")
     make(tmp_path / "one", seed=1).save(path)
     lazy = TorchRegressionModel.load(path).transform(pairs)
@@ -194,9 +190,7 @@ def test_a_frame_made_before_the_folder_was_replaced_is_not_computed_with_other_
         lazy.collect()
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     """Another checkpoint replaces the folder after the record is read and before the tensors are mapped."""
     uri, module = str(tmp_path / "c"), nn.Linear(2, 1)
     info = save_checkpoint(uri, module)
@@ -216,7 +210,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_noticed(
         map_checkpoint(uri, module, expected_id=info.checkpoint_id)
 
 
-def test_a_copy_that_fails_at_the_adapter_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_copy_that_fails_at_the_adapter_is_no_checkpoint(tmp_path):
     uri, target = tmp_path / "c", tmp_path / "copy"
     save_checkpoint(str(uri), nn.Linear(2, 1))
     (uri / ADAPTER).write_bytes(b"small matrices")
@@ -228,7 +222,7 @@ def test_a_copy_that_fails_at_the_adapter_is_no_checkpoint(tmp_path: Path) -> No
     assert not (target / COMMIT).exists()
 
 
-def test_a_pickled_model_takes_no_other_weights(tmp_path: Path) -> None:
+def test_a_pickled_model_takes_no_other_weights(tmp_path):
     """A process that unpickles the model reads the folder, which may hold another model by then."""
     uri, module, other = str(tmp_path / "c"), nn.Linear(2, 1), nn.Linear(2, 1)
     save_checkpoint(uri, module)
@@ -243,7 +237,7 @@ def test_a_pickled_model_takes_no_other_weights(tmp_path: Path) -> None:
             use()
 
 
-def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs: Any, tmp_path: Path) -> None:
+def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs, tmp_path):
     path = str(tmp_path / "model")
     make(tmp_path / "one", seed=1).save(path)
     first = TorchRegressionModel.load(path)
@@ -268,9 +262,7 @@ class Big(nn.Module):
         return self.line(x)
 
 
-def test_a_users_module_is_saved_with_its_weights_once(
-    pairs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_module_is_saved_with_its_weights_once(pairs, tmp_path, monkeypatch):
     model = make(tmp_path / "c", Big())
     path = tmp_path / "model"
     with pytest.warns(UserWarning, match="the types of its inputs are not known"):
@@ -285,9 +277,7 @@ def test_a_users_module_is_saved_with_its_weights_once(
     assert predictions(TorchRegressionModel.load(str(again)), pairs) == predictions(model, pairs)
 
 
-def test_an_estimator_pickles_only_what_is_python(
-    tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_estimator_pickles_only_what_is_python(tmp_path, spark, monkeypatch):
     def schedule(step: int, num_steps: int) -> float:
         return 1 - step / num_steps
 
@@ -313,7 +303,7 @@ def _in_pipeline(stage: Any, tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, spark: Any) -> Path:
+def saved(tmp_path_factory, spark):
     """A saved model that tests copy and damage."""
     folder = tmp_path_factory.mktemp("saved")
     make(folder / "c").save(str(folder / "model"))
@@ -362,7 +352,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Path, damage: str) -> None:
+def test_what_cannot_be_loaded_is_said_in_one_sentence(saved, tmp_path, damage):
     shutil.copytree(saved, tmp_path / "model")
     apply, message = DAMAGES[damage]
     apply(tmp_path / "model")
@@ -370,7 +360,7 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(saved: Path, tmp_path: Pa
         TorchRegressionModel.load(str(tmp_path / "model"))
 
 
-def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path) -> None:
+def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path):
     """A stage saved on a machine with Horovod and Petastorm loads on a machine without them."""
     path = str(tmp_path / "stage")
     TorchEstimator(model=LINE, reader="arrow").save(path)
@@ -392,13 +382,8 @@ def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path: Path
     ],
 )
 def test_a_network_whose_class_lies_with_the_stage_is_not_imported(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    module: str,
-    packages: list[str],
-    told: str | None,
-) -> None:
+    tmp_path, monkeypatch, stage, module, packages, told
+):
     make(tmp_path / "c").save(str(tmp_path / stage))
     file = tmp_path / f"{module.replace('.', '/')}.py"
     file.write_text(f"import pathlib\nimport torch\npathlib.Path({str(tmp_path)!r}, 'ran').touch()\n"
@@ -417,12 +402,12 @@ def test_a_network_whose_class_lies_with_the_stage_is_not_imported(
     assert not (tmp_path / "ran").exists()
 
 
-def test_another_class_is_named(saved: Path) -> None:
+def test_another_class_is_named(saved):
     with pytest.raises(ValueError, match=r"holds a .*TorchRegressionModel, not a TorchClassificationModel"):
         TorchClassificationModel.load(str(saved))
 
 
-def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) -> None:
+def test_a_model_survives_a_store_that_is_no_disk(pairs, tmp_path):
     """Saves to an object store, overwrites itself there, loads from there, and saves to a disk."""
     store, uri = storage.filesystem("memory://")[0], "memory://ringspark-test/model"
     model = make(tmp_path / "c")
@@ -447,9 +432,7 @@ def test_a_model_survives_a_store_that_is_no_disk(pairs: Any, tmp_path: Path) ->
     assert predictions(TorchRegressionModel.load(str(tmp_path / "model")), pairs) == expected
 
 
-def test_an_overwrite_that_a_store_breaks_off_leaves_the_new_stage_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overwrite_that_a_store_breaks_off_leaves_the_new_stage_whole(tmp_path, monkeypatch):
     store, uri = storage.filesystem("memory://")[0], "memory://ringspark-test/model"
     model = make(tmp_path / "c")
     try:
@@ -475,9 +458,7 @@ def test_an_overwrite_that_a_store_breaks_off_leaves_the_new_stage_whole(
         storage.remove("memory://ringspark-test", recursive=True)
 
 
-def test_an_overwrite_that_a_disk_refuses_leaves_the_old_stage_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overwrite_that_a_disk_refuses_leaves_the_old_stage_alone(tmp_path, monkeypatch):
     model = make(tmp_path / "c")
     model.save(str(tmp_path / "out" / "model"))
 
@@ -492,7 +473,7 @@ def test_an_overwrite_that_a_disk_refuses_leaves_the_old_stage_alone(
     TorchRegressionModel.load(str(tmp_path / "out" / "model")).module()
 
 
-def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path):
     from safetensors.torch import load_file
 
     state = {
@@ -512,7 +493,7 @@ def test_a_checkpoint_is_what_the_safetensors_library_reads(tmp_path: Path) -> N
         assert all(found[name].equal(state[name]) for name in state)
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path):
     with open(tmp_path / "x", "wb") as file:
         with pytest.raises(ValueError, match="'sparse' is no dense tensor"):
             tensor_file.write({"sparse": torch.eye(2).to_sparse()}, file)
@@ -538,7 +519,7 @@ class Norm(nn.Module):
         self.register_buffer("kept", torch.zeros(1))
 
 
-def test_state_that_no_checkpoint_holds_is_named_when_it_has_changed() -> None:
+def test_state_that_no_checkpoint_holds_is_named_when_it_has_changed():
     module = nn.Sequential(Norm(), Norm())
     start = unsaved_buffers(module)
     with torch.no_grad():

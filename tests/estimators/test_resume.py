@@ -84,12 +84,12 @@ def _invert(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
 
 
 @pytest.fixture(scope="module")
-def shards(table: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def shards(table, tmp_path_factory):
     return write_shards(table, str(tmp_path_factory.mktemp("data") / "shards")).uri
 
 
@@ -139,7 +139,7 @@ def _hit(root: Path, rank: int, number: signal.Signals) -> Iterator[list[Beat]]:
         thread.join()
 
 
-def test_a_killed_worker_costs_no_step(table: Any, shards: str, tmp_path: Path) -> None:
+def test_a_killed_worker_costs_no_step(table, shards, tmp_path):
     estimator = _estimator(tmp_path)
     with _hit(tmp_path, 1, signal.SIGKILL) as hits:
         model = estimator.fitOnShards(shards)
@@ -155,7 +155,7 @@ def test_a_killed_worker_costs_no_step(table: Any, shards: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> None:
+def test_a_stopped_worker_is_named_and_ended(shards, tmp_path):
     estimator = _estimator(tmp_path, timeoutSeconds=10.0, maxRestarts=0)
     with _hit(tmp_path, 1, signal.SIGSTOP) as hits, pytest.raises(WorkerError) as caught:
         estimator.fitOnShards(shards)
@@ -168,7 +168,7 @@ def test_a_stopped_worker_is_named_and_ended(shards: str, tmp_path: Path) -> Non
     assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
 
 
-def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
+def test_a_run_is_gone_on_with_or_refused(table, tmp_path):
     run = str(tmp_path / "run")
     (tmp_path / "fails").touch()
     with pytest.raises(WorkerError, match=r"ZeroDivisionError: on purpose; its last checkpoint is kept in "):
@@ -198,9 +198,7 @@ def test_a_run_is_gone_on_with_or_refused(table: Any, tmp_path: Path) -> None:
         _estimator(tmp_path, resume=True, runUri=run, epochs=5).fit(table)
 
 
-def test_a_run_of_given_shards_is_not_gone_on_with_by_a_dataframe(
-    table: Any, shards: str, tmp_path: Path
-) -> None:
+def test_a_run_of_given_shards_is_not_gone_on_with_by_a_dataframe(table, shards, tmp_path):
     (tmp_path / "fails").touch()
     with pytest.raises(WorkerError, match="on purpose"):
         _estimator(tmp_path).fitOnShards(shards)
@@ -212,7 +210,7 @@ def test_a_run_of_given_shards_is_not_gone_on_with_by_a_dataframe(
     assert _estimator(tmp_path, resume=True).fitOnShards(shards).summary.steps == STEPS
 
 
-def test_shards_that_changed_under_a_run_train_nothing(table: Any, tmp_path: Path) -> None:
+def test_shards_that_changed_under_a_run_train_nothing(table, tmp_path):
     manifest = write_shards(table, str(tmp_path / "shards"))
     shard = Path(manifest.paths[0])
     (tmp_path / "flag").touch()
@@ -230,14 +228,14 @@ def test_shards_that_changed_under_a_run_train_nothing(table: Any, tmp_path: Pat
     assert model.summary.resumed_steps
 
 
-def test_a_failure_before_any_checkpoint_leaves_nothing(table: Any, tmp_path: Path) -> None:
+def test_a_failure_before_any_checkpoint_leaves_nothing(table, tmp_path):
     (tmp_path / "fails").touch()
     with pytest.raises(WorkerError, match="on purpose"):
         _estimator(tmp_path, checkpointEverySteps=1000).fit(table)
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_stop_if_the_folder_of_their_run_is_removed(shards: str, tmp_path: Path) -> None:
+def test_ranks_stop_if_the_folder_of_their_run_is_removed(shards, tmp_path):
     run = tmp_path / "run"
     changes: dict[str, Any] = {"checkpointEverySteps": None, "logEverySteps": 1}
     with pytest.raises(WorkerError, match="/run' was removed, so "):
@@ -245,7 +243,7 @@ def test_ranks_stop_if_the_folder_of_their_run_is_removed(shards: str, tmp_path:
     assert not run.exists()
 
 
-def test_folders_that_cannot_be_used_are_refused_at_once(table: Any, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_used_are_refused_at_once(table, tmp_path):
     with pytest.raises(ValueError, match="resume=True continues the run of a folder; set runUri to that"):
         TorchRegressor(model=ModelSpec("linear", {}), resume=True).fit(table)
     estimator = _estimator(tmp_path)
@@ -261,7 +259,7 @@ def test_folders_that_cannot_be_used_are_refused_at_once(table: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(
         f"import sys; sys.path[:0] = {sys.path!r}\n"

@@ -28,7 +28,7 @@ class Raises(Callback):
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     return spark.range(0, 96, 1, 2).selectExpr(
         "array(sin(id), cos(id)) as features", "array(sin(2 * id), cos(3 * id)) as label"
     )
@@ -65,7 +65,7 @@ def _weights(model: Any) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in model.module().state_dict().values()])
 
 
-def test_more_epochs_equal_one_long_run(table: Any, tmp_path: Path, capfd: Any) -> None:
+def test_more_epochs_equal_one_long_run(table, tmp_path, capfd):
     long = _estimator(tmp_path, epochs=4, runUri=str(tmp_path / "long")).fit(table)
     _estimator(tmp_path, epochs=1).fit(table)
     _estimator(tmp_path, epochs=2).fit(table)
@@ -84,7 +84,7 @@ def test_more_epochs_equal_one_long_run(table: Any, tmp_path: Path, capfd: Any) 
         _estimator(tmp_path, epochs=3).fit(table)
 
 
-def test_a_schedule_is_planned_again(table: Any, tmp_path: Path) -> None:
+def test_a_schedule_is_planned_again(table, tmp_path):
     _estimator(tmp_path, epochs=2, lrSchedule="linear").fit(table)
     model = _estimator(tmp_path, epochs=4, lrSchedule="linear").fit(table)
     note = "from epoch 3, step 13 on: epochs 2 -> 4; lrSchedule 'linear' is planned again over all epochs"
@@ -104,9 +104,7 @@ def test_a_schedule_is_planned_again(table: Any, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_sharding_continues_the_same_training(
-    table: Any, tmp_path: Path, before: Any, after: Any
-) -> None:
+def test_another_sharding_continues_the_same_training(table, tmp_path, before, after):
     whole = _estimator(tmp_path, epochs=4, sync=before, runUri=str(tmp_path / "long")).fit(table)
     _estimator(tmp_path, epochs=2, sync=before).fit(table)
     model = _estimator(tmp_path, epochs=4, sync=after).fit(table)
@@ -114,7 +112,7 @@ def test_another_sharding_continues_the_same_training(
     assert model.summary.setting_changes[1] == f"from epoch 3, step 13 on: sync {before} -> {after}"
 
 
-def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table: Any, tmp_path: Path) -> None:
+def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table, tmp_path):
     fails, run = _failing(tmp_path)
     with pytest.raises(WorkerError, match="on purpose"):
         _estimator(tmp_path, precision="fp16", **run).fit(table)
@@ -136,7 +134,7 @@ def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table: Any, tmp_pat
 
 
 @pytest.mark.slow
-def test_changes_with_which_nothing_was_trained_are_joined(table: Any, tmp_path: Path) -> None:
+def test_changes_with_which_nothing_was_trained_are_joined(table, tmp_path):
     fails, run = _failing(tmp_path)
     run["numWorkers"] = 1
     resumes: list[dict[str, Any]] = [
@@ -154,14 +152,14 @@ def test_changes_with_which_nothing_was_trained_are_joined(table: Any, tmp_path:
     assert [record.learning_rate for record in model.summary.epochs] == [0.001] * 3
 
 
-def test_a_new_loss_scale_starts_with_fp16(table: Any, tmp_path: Path) -> None:
+def test_a_new_loss_scale_starts_with_fp16(table, tmp_path):
     _estimator(tmp_path).fit(table)
     model = _estimator(tmp_path, epochs=2, precision="fp16").fit(table)
     assert model.summary.setting_changes[1].endswith("precision fp32 -> fp16; the loss scale starts new")
     assert model.summary.epochs[1].train_loss < model.summary.epochs[0].train_loss
 
 
-def test_a_compression_of_gradients_stays(table: Any, tmp_path: Path) -> None:
+def test_a_compression_of_gradients_stays(table, tmp_path):
     _estimator(tmp_path).fit(table)
     with pytest.raises(ValueError, match="cannot be resumed, because these changed: sync: "):
         _estimator(tmp_path, epochs=2, sync={"name": "allreduce", "compression": "fp16"}).fit(table)
@@ -176,7 +174,7 @@ class StopsAfter(Callback):
 
 
 @pytest.mark.slow
-def test_more_epochs_follow_an_early_stop(table: Any, tmp_path: Path) -> None:
+def test_more_epochs_follow_an_early_stop(table, tmp_path):
     changes: dict[str, Any] = {"numWorkers": 1, "callbacks": [StopsAfter()]}
     first = _estimator(tmp_path, epochs=4, **changes).fit(table)
     assert (len(first.summary.epochs), first.summary.stop_reason) == (2, "enough")
@@ -190,7 +188,7 @@ def test_more_epochs_follow_an_early_stop(table: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_started_epoch_is_not_left_out(table: Any, tmp_path: Path) -> None:
+def test_a_started_epoch_is_not_left_out(table, tmp_path):
     fails = tmp_path / "fails"
     fails.touch()
     changes: dict[str, Any] = {
@@ -208,7 +206,7 @@ def test_a_started_epoch_is_not_left_out(table: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_saved_without_the_state_of_a_later_training(table: Any, tmp_path: Path) -> None:
+def test_a_model_is_saved_without_the_state_of_a_later_training(table, tmp_path):
     first = _estimator(tmp_path, numWorkers=1).fit(table)
     _estimator(tmp_path, numWorkers=1, epochs=2).fit(table)
     # Its weights were held, but its training state has been replaced.

@@ -15,7 +15,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 PLAIN = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
 
 
-def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> None:
+def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path):
     run = RunFolder(str(tmp_path), is_given=True)
     (tmp_path / "checkpoints" / "step-0000000010").mkdir(parents=True)
     (tmp_path / "heartbeat").mkdir()
@@ -26,7 +26,7 @@ def test_a_finished_run_has_nothing_of_what_was_under_way(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.json", "result.json"]
 
 
-def test_a_run_of_an_older_format_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_run_of_an_older_format_is_not_called_damaged(tmp_path):
     (tmp_path / "run.json").write_text('{"format_version": 1, "identity": {}}')
     told = r"cannot be resumed: its format is 1, from before the first release, .* that wrote it, or"
     with pytest.raises(ValueError, match=told):
@@ -42,7 +42,7 @@ def _fill(folder: Path, *names: str) -> list[Path]:
 
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("name", ["journal.log", "shards-0123456789ab"])
-def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, name: str, resume: bool) -> None:
+def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path, name, resume):
     # A search writes "journal.log" and trials; population-based training writes only shards.
     others = ["journal.log", "trials/3/result.json"] if name == "journal.log" else []
     before = _fill(tmp_path, "owner.json", "shards-0123456789ab/manifest.json", *others)
@@ -51,7 +51,7 @@ def test_the_folder_of_a_search_is_no_run_to_resume(tmp_path: Path, name: str, r
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_that_dies_early_leaves_the_folder_and_the_files_that_were_there(tmp_path: Path) -> None:
+def test_a_run_that_dies_early_leaves_the_folder_and_the_files_that_were_there(tmp_path):
     _fill(tmp_path / "resumed", "owner.json", "notes.txt")
     (tmp_path / "resumed" / "run.json").write_text(json.dumps(asdict(Begun(identity={}))))
     (tmp_path / "empty").mkdir()
@@ -65,6 +65,6 @@ def test_a_run_that_dies_early_leaves_the_folder_and_the_files_that_were_there(t
         assert left == ([path.name for path in folder.iterdir()] if folder.exists() else None)
 
 
-def test_a_setting_of_one_run_alone_is_a_difference() -> None:
+def test_a_setting_of_one_run_alone_is_a_difference():
     found = list_differences({"settings": {"a": 1}}, {"settings": {"b": 2}})
     assert found == ["a: 1 -> null", "b: null -> 2"]

@@ -15,13 +15,12 @@ from ringspark.estimators.run.identity import FORMAT_VERSION
 from ringspark.estimators.run.shards import run_shards
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.pipelines import Padded, Vocabulary
-from ringspark.pipelines.kinds import Kind
 
 pytestmark = pytest.mark.spark
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> FitData:
+def data(tmp_path):
     return FitData(
         columns=("x",),
         validation_col=None,
@@ -33,12 +32,12 @@ def data(tmp_path: Path) -> FitData:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return RunFolder(str(tmp_path / "run"), is_given=True)
 
 
 @pytest.fixture
-def begun(spark: Any, data: FitData, run: RunFolder) -> dict[Path, int]:
+def begun(spark, data, run):
     """Starts a run of ten rows; returns its shard files and their modification times."""
     run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     _begin(run)
@@ -66,14 +65,7 @@ def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return written
 
 
-def test_a_resume_writes_once_more_and_trains_on_the_first(
-    spark: Any,
-    data: FitData,
-    run: RunFolder,
-    begun: dict[Path, int],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_resume_writes_once_more_and_trains_on_the_first(spark, data, run, begun, monkeypatch, caplog):
     written = count_writes(monkeypatch)
     manifest = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
     assert len(written) == 1
@@ -90,14 +82,7 @@ def test_a_resume_writes_once_more_and_trains_on_the_first(
         ("if(id < 9, id * 0.5D, 4.6D) as x", "maximum of column 'x': 4.5 -> 4.6"),
     ],
 )
-def test_a_resume_with_other_rows_is_refused(
-    spark: Any,
-    data: FitData,
-    run: RunFolder,
-    begun: dict[Path, int],
-    rows: str,
-    told: str,
-) -> None:
+def test_a_resume_with_other_rows_is_refused(spark, data, run, begun, rows, told):
     with pytest.raises(ValueError, match=told):
         run_shards(spark.range(10).selectExpr(rows), data, run)
     assert files_of(run) == begun
@@ -110,9 +95,7 @@ def test_a_resume_with_other_rows_is_refused(
         (Vocabulary(words=("a", "b")), Vocabulary(words=("b", "a")), "words of column 'x': "),
     ],
 )
-def test_columns_made_in_another_way_are_refused(
-    spark: Any, data: FitData, run: RunFolder, begun_with: Kind, resumed_with: Kind, told: str
-) -> None:
+def test_columns_made_in_another_way_are_refused(spark, data, run, begun_with, resumed_with, told):
     """The stored rows or statistics are the same, but mean something else."""
     values = (
         "if(id % 2 = 0, 'a', 'b')"
@@ -130,13 +113,7 @@ def test_columns_made_in_another_way_are_refused(
         run_shards(rows, changed, run)
 
 
-def test_rows_that_only_statistics_prove_equal_are_told(
-    spark: Any,
-    data: FitData,
-    run: RunFolder,
-    begun: dict[Path, int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_rows_that_only_statistics_prove_equal_are_told(spark, data, run, begun, caplog):
     manifest = run_shards(spark.range(10).selectExpr("(9 - id) * 0.5D as x"), data, run)
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
     assert files_of(run) == begun

@@ -126,7 +126,7 @@ print(json.dumps(worst))
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Any:
+def own(tmp_path):
     """Imports the user's file from a folder and then removes the folder."""
     folder = tmp_path / "job"
     folder.mkdir()
@@ -180,7 +180,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_every_kind_of_network_predicts_in_a_new_process(own: Any, tmp_path: Path) -> None:
+def test_every_kind_of_network_predicts_in_a_new_process(own, tmp_path):
     paths = {}
     for number, (name, case) in enumerate(CASES.items()):
         model = _fitted(case, own, tmp_path / f"checkpoint-{number}")
@@ -205,7 +205,7 @@ def test_every_kind_of_network_predicts_in_a_new_process(own: Any, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_a_fitted_pipeline_predicts_in_a_new_session(spark: Any, own: Any, tmp_path: Path) -> None:
+def test_a_fitted_pipeline_predicts_in_a_new_session(spark, own, tmp_path):
     """A whole run: fit, save a Pipeline, remove the file, start a new Spark, `transform`."""
     frame = spark.range(40).selectExpr(
         "id", "array(id / 40, 1.0, 0.5, 0.0) as numbers", "cast(id % 2 as double) as label"
@@ -234,9 +234,7 @@ print(json.dumps([list(row.probability) for row in model.transform(frame).orderB
     np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), expected, rtol=0, atol=1e-6)
 
 
-def test_what_cannot_be_recorded_is_pickled_with_a_warning(
-    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_recorded_is_pickled_with_a_warning(own, tmp_path, monkeypatch):
     model = _fitted(Case(lambda own: own.Branches(), _floats(4), ((2,),)), own, tmp_path / "c")
     path = str(tmp_path / "model")
     with pytest.warns(
@@ -251,9 +249,7 @@ def test_what_cannot_be_recorded_is_pickled_with_a_warning(
     assert type(TorchModel.load(path).module()).__name__ == "Branches"
 
 
-def test_the_class_comes_back_where_pickles_are_allowed(
-    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_class_comes_back_where_pickles_are_allowed(own, tmp_path, monkeypatch):
     model = _fitted(CASES["own with recomputation"], own, tmp_path / "c")
     path, again = tmp_path / "model", tmp_path / "again"
     monkeypatch.setenv(ALLOW_PICKLE, "1")
@@ -351,7 +347,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_a_damaged_program_is_refused_in_one_sentence(own: Any, tmp_path: Path) -> None:
+def test_a_damaged_program_is_refused_in_one_sentence(own, tmp_path):
     _fitted(CASES["own without layers"], own, tmp_path / "c").save(str(tmp_path / "model"))
     for name, (damage, message) in DAMAGES.items():
         folder = tmp_path / "damaged" / name
@@ -375,14 +371,14 @@ def test_a_damaged_program_is_refused_in_one_sentence(own: Any, tmp_path: Path) 
         ({"config": {"hidden_size": 3}}, "the config of Bert.* does not fit transformers"),
     ],
 )
-def test_a_description_of_transformers_builds_nothing_else(change: dict[str, Any], message: str) -> None:
+def test_a_description_of_transformers_builds_nothing_else(change, message):
     description = describe(_bert(None))
     assert description is not None
     with pytest.raises(ValueError, match=message):
         build(description | change)
 
 
-def test_a_network_of_transformers_that_was_changed_has_no_description() -> None:
+def test_a_network_of_transformers_that_was_changed_has_no_description():
     network: Any = _bert(None)
     network.dropout.p = 0.5
     assert describe(network) is None
@@ -392,7 +388,7 @@ def test_a_network_of_transformers_that_was_changed_has_no_description() -> None
     assert describe(network) is None
 
 
-def test_a_network_of_from_pretrained_is_described_as_it_was(tmp_path: Path) -> None:
+def test_a_network_of_from_pretrained_is_described_as_it_was(tmp_path):
     network: Any = _bert(None)
     network.save_pretrained(tmp_path)
     loaded = type(network).from_pretrained(tmp_path).eval()
@@ -404,7 +400,7 @@ def test_a_network_of_from_pretrained_is_described_as_it_was(tmp_path: Path) -> 
     assert torch.allclose(again(ids).logits, loaded(ids).logits, atol=1e-6)
 
 
-def test_a_tie_or_a_method_that_was_changed_by_hand_is_no_description() -> None:
+def test_a_tie_or_a_method_that_was_changed_by_hand_is_no_description():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     network: Any = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2))
@@ -416,7 +412,7 @@ def test_a_tie_or_a_method_that_was_changed_by_hand_is_no_description() -> None:
     assert describe(network) is None
 
 
-def test_an_lstm_and_bags_do_not_read_past_their_tensors(own: Any) -> None:
+def test_an_lstm_and_bags_do_not_read_past_their_tensors(own):
     bags = record_module(own.Bags(), model_inputs([Column(name="words", kind=Ragged("int64"))], ["words"]))
     with pytest.raises(ValueError, match="offsets of an EmbeddingBag must rise"):
         bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1 << 40, 2]))
@@ -430,7 +426,7 @@ def test_an_lstm_and_bags_do_not_read_past_their_tensors(own: Any) -> None:
         program(torch.zeros(2, 5, 3))
 
 
-def test_writes_of_a_network_are_recorded_without_writes(own: Any) -> None:
+def test_writes_of_a_network_are_recorded_without_writes(own):
     network = own.Writes().eval()
     image = [Column(name="image", kind=Array("float32", shape=(3, 6, 6)))]
     program = record_module(network, model_inputs(image, ["image"]))
@@ -451,7 +447,7 @@ class AsLongAsTheLongest(Padded):
         }
 
 
-def test_rows_and_batches_of_varying_length_are_recorded(own: Any) -> None:
+def test_rows_and_batches_of_varying_length_are_recorded(own):
     bags, texts = own.Bags().eval(), own.Texts().eval()
     program = record_module(bags, model_inputs([Column(name="words", kind=Ragged("int64"))], ["words"]))
     for values, offsets in (([], [0]), ([3], [0]), ([1, 2, 3, 4], [0, 0, 3])):
@@ -465,7 +461,7 @@ def test_rows_and_batches_of_varying_length_are_recorded(own: Any) -> None:
         assert program(ids, mask).equal(texts(ids, mask))
 
 
-def test_a_branch_on_the_length_is_no_program() -> None:
+def test_a_branch_on_the_length_is_no_program():
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()

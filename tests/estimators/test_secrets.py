@@ -6,7 +6,6 @@ import base64
 import logging
 import secrets
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ def files_with_it(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["storageUri", "runUri"])
-def test_a_param_refuses_a_uri_with_a_password(name: str, caplog: Any) -> None:
+def test_a_param_refuses_a_uri_with_a_password(name, caplog):
     caplog.set_level(logging.DEBUG)
     setter = f"set{name[0].upper()}{name[1:]}"
     for give in (
@@ -40,7 +39,7 @@ def test_a_param_refuses_a_uri_with_a_password(name: str, caplog: Any) -> None:
     assert "hunter2" not in caplog.text
 
 
-def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
+def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path):
     estimator = TorchRegressor(model=SPEC, featuresCol="x", labelCol="y", storageUri="s3://bucket/runs")
     with pytest.raises(ValueError, match="must not hold a password or token"):
         estimator.copy({estimator.storageUri: URI})
@@ -66,7 +65,7 @@ def test_a_copy_and_a_saved_stage_hold_no_password(tmp_path: Path) -> None:
         ({"tags": {"source": "from s3://KEY:hunter2@bucket/rows"}}, "tags .*; set it in the environment"),
     ],
 )
-def test_trackers_refuse_a_password(options: dict[str, Any], told: str) -> None:
+def test_trackers_refuse_a_password(options, told):
     from ringspark.extras.tracking.mlflow_tracker import MlflowTracker
 
     for tracker in ({"name": "mlflow", **options}, MlflowTracker(**options)):
@@ -75,7 +74,7 @@ def test_trackers_refuse_a_password(options: dict[str, Any], told: str) -> None:
         assert "hunter2" not in str(caught.value)
 
 
-def test_no_tracker_gets_a_password_in_settings_or_errors(tmp_path: Path) -> None:
+def test_no_tracker_gets_a_password_in_settings_or_errors(tmp_path):
     uri = "https://user:hunter2@host/weights"
     settings = plain_values(TorchRegressor(model=ModelSpec("linear", {"weights": [uri]})))
     run = RunStart(name="stage", run_uri=str(tmp_path), settings=settings)
@@ -88,9 +87,7 @@ def test_no_tracker_gets_a_password_in_settings_or_errors(tmp_path: Path) -> Non
 
 
 @pytest.mark.spark
-def test_a_whole_fit_leaves_the_gangs_key_nowhere(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, capfd: Any
-) -> None:
+def test_a_whole_fit_leaves_the_gangs_key_nowhere(spark, tmp_path, monkeypatch, caplog, capfd):
     monkeypatch.setattr(secrets, "token_bytes", lambda size: GANG_KEY[:size])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     caplog.set_level(logging.DEBUG, logger="ringspark")

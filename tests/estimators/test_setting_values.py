@@ -27,7 +27,7 @@ from ringspark.estimators import LoRA, Mesh, TorchClassifier, TorchEstimator
         ("shuffle", np.True_, True),
     ],
 )
-def test_numbers_and_names_of_other_libraries_are_taken(name: str, given: Any, value: Any) -> None:
+def test_numbers_and_names_of_other_libraries_are_taken(name, given, value):
     found = getattr(TorchClassifier(**{name: given}), f"get{name[0].upper()}{name[1:]}")()
     assert found == value
     assert type(found) is type(value)
@@ -46,12 +46,12 @@ def test_numbers_and_names_of_other_libraries_are_taken(name: str, given: Any, v
         *(("useGpu", given) for given in (1, 0, "true", np.int64(1))),
     ],
 )
-def test_what_only_looks_like_the_value_is_refused(name: str, given: Any) -> None:
+def test_what_only_looks_like_the_value_is_refused(name, given):
     with pytest.raises(ValueError, match=f"^{name} must "):
         TorchEstimator(**{name: given})
 
 
-def test_none_clears_a_setting_by_every_way() -> None:
+def test_none_clears_a_setting_by_every_way():
     stage = TorchEstimator(inputCols=["a"])
     stage.set(stage.inputCols, None)
     assert not stage.isSet(stage.inputCols)
@@ -69,7 +69,7 @@ def test_none_clears_a_setting_by_every_way() -> None:
         ("innerCols", {"encoder": "vector"}),
     ],
 )
-def test_a_list_or_dict_of_the_caller_is_no_part_of_the_stage(name: str, given: Any) -> None:
+def test_a_list_or_dict_of_the_caller_is_no_part_of_the_stage(name, given):
     stage = TorchEstimator(**{name: given})
     before = str(stage.getOrDefault(name))
     for held in (given, getattr(stage, f"get{name[0].upper()}{name[1:]}")()):
@@ -84,7 +84,7 @@ def _change(held: Any) -> None:
     held.clear()
 
 
-def test_a_plan_of_any_mapping_is_a_dict_of_its_own() -> None:
+def test_a_plan_of_any_mapping_is_a_dict_of_its_own():
     layers = {"head": ["row"]}
     mesh = Mesh(tensor=2, plan=MappingProxyType(layers))
     layers["head"].clear()

@@ -37,14 +37,14 @@ def _config(**changes: Any) -> TrainConfig:
     return TrainConfig(**(required | changes))
 
 
-def test_the_stages_have_every_declared_setting_and_no_other() -> None:
+def test_the_stages_have_every_declared_setting_and_no_other():
     found = {param.name: param.doc for kind in STAGES for param in kind().params}
     declared = {name: setting.words for name, setting in SETTINGS.items()}
     assert found == declared
 
 
 @pytest.mark.parametrize("kind", STAGES)
-def test_a_param_has_getter_setter_and_the_declared_default(kind: type[TorchEstimator]) -> None:
+def test_a_param_has_getter_setter_and_the_declared_default(kind):
     stage = kind()
     for param in stage.params:
         suffix = param.name[0].upper() + param.name[1:]
@@ -57,7 +57,7 @@ def test_a_param_has_getter_setter_and_the_declared_default(kind: type[TorchEsti
             assert setter(default) is stage
 
 
-def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise() -> None:
+def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise():
     """torch includes NCCL, while a Horovod build may lack it."""
     model = ModelSpec("linear", {"in_features": 1, "out_features": 1})
     stage = TorchRegressor(model=model, useGpu=True)
@@ -66,7 +66,7 @@ def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise() -> None:
     assert config_of(stage, "regression", ["y"])[0].collective == "horovod"
 
 
-def test_a_config_without_wishes_is_that_of_a_stage_without_wishes() -> None:
+def test_a_config_without_wishes_is_that_of_a_stage_without_wishes():
     plain = _config()
     for setting in SETTINGS.values():
         if setting.field and setting.default is not None and setting.name not in ("loss", "labelCol"):
@@ -76,7 +76,7 @@ def test_a_config_without_wishes_is_that_of_a_stage_without_wishes() -> None:
 @pytest.mark.parametrize(
     "name", [n for n, s in SETTINGS.items() if s.rule and not (s.on_driver or s.rule_words)]
 )
-def test_one_mistake_has_one_sentence_wherever_it_is_made(name: str) -> None:
+def test_one_mistake_has_one_sentence_wherever_it_is_made(name):
     setting = SETTINGS[name]
     mistake = MISTAKES.get(setting.kinds[0], "nonsense")
     with pytest.raises(ValueError, match=f"^{name} must .*, got ") as in_config:
@@ -92,15 +92,13 @@ def test_one_mistake_has_one_sentence_wherever_it_is_made(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "registry"), [("reader", READERS), ("collective", COLLECTIVES)])
-def test_a_part_that_is_listed_is_reachable_from_the_stages(
-    name: str, registry: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_is_listed_is_reachable_from_the_stages(name, registry, monkeypatch):
     monkeypatch.setitem(registry, "of my own", next(iter(registry.values())))
     stage = TorchRegressor(**{name: "of my own"})
     assert getattr(_config(**{name: stage.getOrDefault(name)}), name) == "of my own"
 
 
-def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
+def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself():
     declared = {setting.field for setting in SETTINGS.values() if setting.field}
     assert {f.name for f in fields(TrainConfig)} - declared == {
         "shards_uri",
@@ -129,7 +127,7 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself() -> None:
         ({"numWorkers": 2, "sync": LocalSGD(steps=4)}, False),
     ],
 )
-def test_a_noise_scale_that_nothing_measures_is_said(others: dict[str, Any], is_measured: bool) -> None:
+def test_a_noise_scale_that_nothing_measures_is_said(others, is_measured):
     told = list(settings_without_effect(TorchRegressor(noiseScale=True, **others), on_shards=False))
     assert any(text.startswith("noiseScale has no effect") for text in told) is not is_measured
 
@@ -149,14 +147,14 @@ def test_a_noise_scale_that_nothing_measures_is_said(others: dict[str, Any], is_
         ("auto", []),
     ],
 )
-def test_ways_of_an_axis_that_has_no_workers_are_said(mesh: Any, told: list[str]) -> None:
+def test_ways_of_an_axis_that_has_no_workers_are_said(mesh, told):
     found = list(settings_without_effect(TorchRegressor(parallelism=mesh), on_shards=False))
     assert len(found) == len(told)
     assert all(re.search(pattern, text) for pattern, text in zip(told, found, strict=True))
 
 
 @pytest.mark.parametrize(("data", "is_used"), [(1, False), (2, True)])
-def test_a_compression_without_replicas_is_said(data: int, is_used: bool) -> None:
+def test_a_compression_without_replicas_is_said(data, is_used):
     mesh = {"data": data, "tensor": 2}
     stage = TorchRegressor(
         parallelism=mesh, numWorkers=2 * data, sync=AllReduce(compression="fp16"), optimizer="momentum"

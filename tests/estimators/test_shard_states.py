@@ -15,19 +15,19 @@ MakeShards = Callable[..., ShardManifest]
 
 
 @pytest.fixture
-def manifest(make_shards: MakeShards) -> ShardManifest:
+def manifest(make_shards):
     """A manifest with a NaN statistic."""
     return make_shards({"x": np.array([[1.0, 2.0]] * 70, np.float32), "y": np.full(70, np.nan)})
 
 
 @pytest.fixture
-def states(manifest: ShardManifest, tmp_path: Path) -> ShardStates:
+def states(manifest, tmp_path):
     states = ShardStates(manifest, str(tmp_path / "run"))
     states.record()
     return states
 
 
-def test_what_nobody_changed_is_as_it_was(states: ShardStates, manifest: ShardManifest) -> None:
+def test_what_nobody_changed_is_as_it_was(states, manifest):
     states.check()
     for path in map(Path, manifest.paths):
         path.touch()
@@ -35,9 +35,7 @@ def test_what_nobody_changed_is_as_it_was(states: ShardStates, manifest: ShardMa
 
 
 @pytest.mark.parametrize(("old", "new"), [('"float32"', '"float64"'), ("64", "65")])
-def test_another_manifest_is_refused(
-    states: ShardStates, manifest: ShardManifest, old: str, new: str
-) -> None:
+def test_another_manifest_is_refused(states, manifest, old, new):
     path = Path(manifest.uri, "manifest.json")
     text = path.read_text()
     assert old in text
@@ -48,7 +46,7 @@ def test_another_manifest_is_refused(
     states.check()
 
 
-def test_a_missing_manifest_is_named(states: ShardStates, manifest: ShardManifest) -> None:
+def test_a_missing_manifest_is_named(states, manifest):
     Path(manifest.uri, "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"holds no shards \(no manifest\.json"):
         states.check()

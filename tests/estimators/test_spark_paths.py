@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,7 +78,7 @@ def run(script: str, *arguments: str) -> Any:
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.telling
-def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path: Path) -> None:
+def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path):
     told = [run(SAVE_AND_LOAD, str(tmp_path), step) for step in ("save", "load")]
     assert told[0] == told[1]
     assert not os.path.exists("/data/pipe")
@@ -93,7 +92,7 @@ def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path: Pat
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path: Path) -> None:
+def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path):
     found = run(TRAIN, str(tmp_path), "train")
     mount = f"file://{tmp_path}"
     assert found["uris"][:2] == [f"{mount}/shards", f"{mount}/disk"]
@@ -106,9 +105,7 @@ def test_every_path_of_a_user_lies_where_spark_means_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-def test_a_path_is_what_it_is_to_spark_or_refused(
-    spark: Any, mounts: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_path_is_what_it_is_to_spark_or_refused(spark, mounts, caplog):
     for given in ("/data/x", f"viewfs://{mounts.name}/data/x", f"file:{mounts}/x", f"file://{mounts}/x"):
         assert resolve(spark, given) == f"file://{mounts}/x"
     assert resolve(spark, "s3://bucket/x/") == "s3://bucket/x"
@@ -132,7 +129,7 @@ def test_a_path_is_what_it_is_to_spark_or_refused(
 
 @pytest.mark.spark
 @pytest.mark.usefixtures("spark")
-def test_on_databricks_a_mount_is_a_mount(monkeypatch: pytest.MonkeyPatch, spark: Any) -> None:
+def test_on_databricks_a_mount_is_a_mount(monkeypatch, spark):
     """A partial test: the default file system here is the local disk, not Databricks'."""
     monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
     assert resolve(spark, "/Volumes/main/default/x/") == "/Volumes/main/default/x"
@@ -144,9 +141,7 @@ def test_on_databricks_a_mount_is_a_mount(monkeypatch: pytest.MonkeyPatch, spark
 @pytest.mark.spark
 @pytest.mark.modes
 @pytest.mark.usefixtures("spark")
-def test_on_a_local_default_a_path_means_the_local_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_local_default_a_path_means_the_local_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert meaning_of(str(tmp_path / "a b%")) == str(tmp_path / "a b%")
     assert meaning_of(f"file://{tmp_path}/x") == meaning_of(f"file:{tmp_path}/x") == f"{tmp_path}/x"
@@ -161,7 +156,7 @@ def test_on_a_local_default_a_path_means_the_local_disk(
 @pytest.mark.spark
 @pytest.mark.modes
 @pytest.mark.usefixtures("spark")
-def test_a_pipeline_is_in_one_folder_whatever_its_name(tmp_path: Path) -> None:
+def test_a_pipeline_is_in_one_folder_whatever_its_name(tmp_path):
     uri = f"file://{tmp_path}/p%20q"
     Pipeline(stages=[TorchRegressor()]).save(uri)
     assert os.listdir(tmp_path) == ["p%20q"]
@@ -171,8 +166,8 @@ def test_a_pipeline_is_in_one_folder_whatever_its_name(tmp_path: Path) -> None:
 @pytest.mark.spark
 @pytest.mark.connect
 def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folder_of_its_own(
-    spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    spark, monkeypatch
+):
     if not is_remote(spark):
         pytest.skip("Spark Classic asks Hadoop itself")
     monkeypatch.setattr(spark_paths, "_DEFAULTS", WeakKeyDictionary())
@@ -188,7 +183,7 @@ def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folde
 
 
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])
-def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri: str) -> None:
+def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri):
     with pytest.raises(
         ValueError, match="does not name the host of its store, which only Hadoop knows; add the host"
     ):

@@ -33,12 +33,12 @@ LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
 
 @pytest.fixture(scope="module")
-def storage_uri(tmp_path_factory: Any) -> str:
+def storage_uri(tmp_path_factory):
     return str(tmp_path_factory.mktemp("storage"))
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """240 rows: two numbers, a class computed from them, a target linear in them."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2))
@@ -60,9 +60,7 @@ def _predictions(frame: Any) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_in_a_pipeline_with_sparks_own_stages(
-    spark: Any, table: Any, storage_uri: str, tmp_path: Path, spark_stages: None
-) -> None:
+def test_in_a_pipeline_with_sparks_own_stages(spark, table, storage_uri, tmp_path, spark_stages):
     stages = [
         VectorAssembler(inputCols=["a", "b"], outputCol="assembled"),
         StandardScaler(inputCol="assembled", outputCol="scaled", withMean=True),
@@ -88,7 +86,7 @@ def test_in_a_pipeline_with_sparks_own_stages(
     )
 
 
-def test_probabilities_and_raw_predictions_agree_with_the_module(table: Any, storage_uri: str) -> None:
+def test_probabilities_and_raw_predictions_agree_with_the_module(table, storage_uri):
     model = TorchClassifier(
         model=MLP, epochs=2, batchSize=64, storageUri=storage_uri, showProgress=False
     ).fit(table)
@@ -102,7 +100,7 @@ def test_probabilities_and_raw_predictions_agree_with_the_module(table: Any, sto
     assert [row.prediction for row in rows] == logits.argmax(1).tolist()
 
 
-def test_one_logit_is_the_binary_case(table: Any, storage_uri: str) -> None:
+def test_one_logit_is_the_binary_case(table, storage_uri):
     model = TorchClassifier(
         model=LINE, epochs=5, batchSize=32, learningRate=0.1, storageUri=storage_uri, showProgress=False
     ).fit(table)
@@ -115,7 +113,7 @@ def test_one_logit_is_the_binary_case(table: Any, storage_uri: str) -> None:
     assert np.mean([row.prediction == row.label for row in rows]) > 0.9
 
 
-def test_a_regression_finds_the_line_and_keeps_fractions(table: Any, storage_uri: str) -> None:
+def test_a_regression_finds_the_line_and_keeps_fractions(table, storage_uri):
     model = TorchRegressor(
         model=LINE,
         labelCol="target",
@@ -144,7 +142,7 @@ class TwoInputs(nn.Module):
 
 
 @pytest.mark.modes
-def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark: Any, storage_uri: str) -> None:
+def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark, storage_uri):
     rows = [(2**24 + i, 0.25 * i, 1) for i in range(64)]
     frame = spark.createDataFrame(rows, "key long, number double, label long")
     model = TorchRegressor(
@@ -162,7 +160,7 @@ def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark: Any, s
         assert row.prediction == pytest.approx(row.key % 2 + scale * row.number, rel=1e-5)
 
 
-def test_column_names_with_dots_are_names(table: Any, storage_uri: str) -> None:
+def test_column_names_with_dots_are_names(table, storage_uri):
     frame = table.select("id", F.col("features").alias("my.features"), F.col("label").alias("my.label"))
     model = TorchClassifier(
         model=MLP,
@@ -175,7 +173,7 @@ def test_column_names_with_dots_are_names(table: Any, storage_uri: str) -> None:
     assert model.transform(frame).count() == 240
 
 
-def test_array_labels_give_array_predictions(table: Any, storage_uri: str) -> None:
+def test_array_labels_give_array_predictions(table, storage_uri):
     frame = table.select("id", "features", F.array("target", "a").alias("label"))
     spec = ModelSpec("linear", {"in_features": 2, "out_features": 2})
     model = TorchRegressor(
@@ -190,8 +188,8 @@ class Own(nn.Sequential):
 
 
 def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_does_not(
-    spark: Any, table: Any, storage_uri: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+    spark, table, storage_uri, tmp_path, monkeypatch
+):
     module = Own(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     estimator = TorchClassifier(
         model=module, epochs=1, batchSize=64, storageUri=storage_uri, showProgress=False
@@ -211,7 +209,7 @@ def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_doe
 
 
 @pytest.mark.modes
-def test_fit_on_shards_leaves_the_shards_and_equals_fit(table: Any, storage_uri: str, tmp_path: Path) -> None:
+def test_fit_on_shards_leaves_the_shards_and_equals_fit(table, storage_uri, tmp_path):
     # In one order, because two writes may order the partitions differently.
     rows = table.select("id", "features", "label").coalesce(1).sortWithinPartitions("id")
     manifest = write_shards(rows.select("features", "label"), str(tmp_path / "shards"))
@@ -225,7 +223,7 @@ def test_fit_on_shards_leaves_the_shards_and_equals_fit(table: Any, storage_uri:
 
 
 @pytest.mark.modes
-def test_the_indicator_tells_validation_rows_apart(table: Any, storage_uri: str) -> None:
+def test_the_indicator_tells_validation_rows_apart(table, storage_uri):
     frame = table.withColumn("held_out", F.col("id") % 4 == 0)
     model = TorchClassifier(
         model=MLP,
@@ -257,9 +255,7 @@ class LayersSeen(Callback):
 
 
 @pytest.mark.modes
-def test_precision_and_checkpointing_are_params(
-    table: Any, storage_uri: str, spark_stages: None, tmp_path: Path
-) -> None:
+def test_precision_and_checkpointing_are_params(table, storage_uri, spark_stages, tmp_path):
     deep = ModelSpec("mlp", {"in_features": 2, "hidden": [16] * 4, "out_features": 2})
     common: dict[str, Any] = {
         "model": deep,
@@ -283,7 +279,7 @@ def test_precision_and_checkpointing_are_params(
     assert accuracy > 0.95
 
 
-def test_a_runs_folder_holds_the_model_and_no_data(table: Any, tmp_path: Path) -> None:
+def test_a_runs_folder_holds_the_model_and_no_data(table, tmp_path):
     model = TorchClassifier(model=MLP, epochs=1, storageUri=str(tmp_path / "s"), showProgress=False).fit(
         table
     )
@@ -302,14 +298,14 @@ def test_a_runs_folder_holds_the_model_and_no_data(table: Any, tmp_path: Path) -
     ]
 
 
-def test_progress_is_shown_on_the_driver(table: Any, storage_uri: str, capsys: Any) -> None:
+def test_progress_is_shown_on_the_driver(table, storage_uri, capsys):
     TorchClassifier(model=MLP, epochs=2, batchSize=64, storageUri=storage_uri).fit(table)
     printed = capsys.readouterr().err
     assert "epoch 1: loss 0." in printed
     assert "epoch 2: loss 0." in printed
 
 
-def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) -> None:
+def test_vectors_and_arrays_give_the_same_model(table, storage_uri):
     """One shard file each, so both fits read the rows in the same order."""
     common: dict[str, Any] = {"model": MLP, "epochs": 1, "storageUri": storage_uri, "showProgress": False}
     ordered = table.orderBy("id").coalesce(1)
@@ -322,7 +318,7 @@ def test_vectors_and_arrays_give_the_same_model(table: Any, storage_uri: str) ->
 
 
 @pytest.mark.extras
-def test_texts_of_numbers_and_dates_are_read_on_every_spark(spark: Any) -> None:
+def test_texts_of_numbers_and_dates_are_read_on_every_spark(spark):
     """Before Spark 4.0, a column has no try_cast, but answers to every name."""
     rows = spark.range(200).selectExpr(
         "id % 2 AS label",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,7 +17,7 @@ SPEC = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 3})
 
 @pytest.mark.modes
 @pytest.mark.parametrize("handling", ["skip", pytest.param("keep", marks=pytest.mark.slow)])
-def test_a_stream_scores_files_as_they_arrive(spark: Any, tmp_path: Path, handling: str) -> None:
+def test_a_stream_scores_files_as_they_arrive(spark, tmp_path, handling):
     torch.manual_seed(0)
     save_checkpoint(str(tmp_path / "c"), SPEC.build())
     model = TorchClassificationModel(model=SPEC, handleInvalid=handling)

@@ -241,7 +241,7 @@ class Fitted:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def fitted(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+def fitted(request, spark, tmp_path_factory):
     case, folder = CASES[request.param], tmp_path_factory.mktemp("kind")
     label = (F.col("id") % 5 / 4.0).alias("label")
     table = case.convert(spark.range(ROWS).select("id", F.expr(case.sql).alias("x"), label))
@@ -270,7 +270,7 @@ def scores(frame: Any) -> list[float]:
 @pytest.mark.extras
 @pytest.mark.extras
 @pytest.mark.parametrize("runtime", [None, "torch"])
-def test_a_served_model_gives_what_transform_gives(fitted: Fitted, tmp_path: Path, runtime: Any) -> None:
+def test_a_served_model_gives_what_transform_gives(fitted, tmp_path, runtime):
     from ringspark.extras.serving import plain
     from ringspark.extras.serving.served_folder import write_served
     from ringspark.extras.serving.served_model import ServedModel
@@ -285,34 +285,34 @@ def test_a_served_model_gives_what_transform_gives(fitted: Fitted, tmp_path: Pat
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_fit_sees_every_row_in_every_epoch(fitted: Fitted) -> None:
+def test_fit_sees_every_row_in_every_epoch(fitted):
     summary = fitted.model.stages[0].summary
     assert [*summary.history.rows] == [ROWS] * 3
     assert summary.history.train_loss.iloc[-1] < summary.history.train_loss.iloc[0]
 
 
 @pytest.mark.slow
-def test_two_workers_end_with_the_weights_of_one(fitted: Fitted) -> None:
+def test_two_workers_end_with_the_weights_of_one(fitted):
     estimator = make_estimator(fitted.case, fitted.folder, numWorkers=2, collective="torch")
     one, two = fitted.model.stages[0].module(), estimator.fit(fitted.table).module()
     for ours, theirs in zip(two.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_transform_gives_what_the_network_gives_for_the_values(fitted: Fitted) -> None:
+def test_transform_gives_what_the_network_gives_for_the_values(fitted):
     values = [row.x for row in fitted.table.orderBy("id").collect()]
     with torch.no_grad():
         wanted = fitted.model.stages[0].module()(*fitted.case.tensors(values)).flatten()
     assert torch.allclose(torch.tensor(scores(fitted.model.transform(fitted.table))), wanted, atol=1e-5)
 
 
-def test_a_saved_pipeline_predicts_the_same_where_nothing_may_be_unpickled(fitted: Fitted) -> None:
+def test_a_saved_pipeline_predicts_the_same_where_nothing_may_be_unpickled(fitted):
     fitted.model.write().overwrite().save(str(fitted.folder / "model"))
     loaded = PipelineModel.load(str(fitted.folder / "model"))
     assert scores(loaded.transform(fitted.table)) == scores(fitted.model.transform(fitted.table))
 
 
-def test_a_stream_is_scored_as_the_table_is(fitted: Fitted) -> None:
+def test_a_stream_is_scored_as_the_table_is(fitted):
     arriving, scored = str(fitted.folder / "arriving"), str(fitted.folder / "scored")
     fitted.table.write.parquet(arriving)
     stream = fitted.table.sparkSession.readStream.schema(fitted.table.schema).parquet(arriving)

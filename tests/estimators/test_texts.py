@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
+def table(spark):
     """71 rows: the last step of batches of 10 has one row, and the second worker has none."""
     rows = [(i, TEXTS[i % 7], CLASSES[i % 7]) for i in range(71)]
     return spark.createDataFrame(rows, "id long, text string, weather string").repartition(2)
@@ -79,7 +79,7 @@ def by_hand(model: Any, texts: list[str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_texts_are_features_saved_loaded_and_streamed(spark: Any, table: Any, tmp_path: Path) -> None:
+def test_texts_are_features_saved_loaded_and_streamed(spark, table, tmp_path):
     fitted = Pipeline(stages=[classifier(tmp_path)]).fit(table)
     fitted.save(str(tmp_path / "model"))
     assert not list((tmp_path / "model").rglob("*.pkl"))
@@ -106,7 +106,7 @@ def test_texts_are_features_saved_loaded_and_streamed(spark: Any, table: Any, tm
     assert [row.predictedLabel for row in scored.orderBy("id").collect()] == wanted
 
 
-def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path: Path, spark: Any) -> None:
+def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path, spark):
     estimator = classifier(tmp_path)
     estimator.save(str(tmp_path / "estimator"))
     assert not list((tmp_path / "estimator").rglob("*.pkl"))
@@ -114,7 +114,7 @@ def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path: Path, spark: A
 
 
 @pytest.mark.slow
-def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp_path: Path) -> None:
+def test_two_workers_are_one_though_each_pads_to_its_own_longest(table, tmp_path):
     """This includes a worker without rows, and micro-batches."""
     weights = []
     for workers, accumulation in ((1, 1), (2, 1), (1, 3)):
@@ -133,7 +133,7 @@ def test_two_workers_are_one_though_each_pads_to_its_own_longest(table: Any, tmp
 
 
 @pytest.mark.slow
-def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table: Any, tmp_path: Path) -> None:
+def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table, tmp_path):
     """Two pipeline stages train on texts of one to four tokens; the model predicts each row alone."""
     spec = ModelSpec("recurrent", SIZES | {"hidden": 8, "depth": 2})
     settings: dict[str, Any] = {"numWorkers": 2, "collective": "torch"}
@@ -147,7 +147,7 @@ def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table: An
 
 
 @pytest.mark.slow
-def test_a_run_of_texts_goes_on_exactly(table: Any, tmp_path: Path) -> None:
+def test_a_run_of_texts_goes_on_exactly(table, tmp_path):
     settings: dict[str, Any] = {"model": TRANSFORMER, "epochs": 2}
     whole = classifier(tmp_path, **settings).fit(table)
     settings |= {"storageUri": None, "runUri": str(tmp_path / "run"), "checkpointEverySteps": 5}
@@ -162,7 +162,7 @@ def test_a_run_of_texts_goes_on_exactly(table: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table: Any, tmp_path: Path) -> None:
+def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table, tmp_path):
     holey = table.withColumn("text", F.when(F.col("id") != 5, F.col("text")))
     with pytest.raises(ValueError, match="column 'text' has nulls in 1 of 71 rows"):
         classifier(tmp_path).fit(holey)
@@ -174,7 +174,7 @@ def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table: Any
 
 
 @pytest.mark.extras
-def test_a_text_that_is_too_long_is_refused_where_that_is_asked_for(table: Any, tmp_path: Path) -> None:
+def test_a_text_that_is_too_long_is_refused_where_that_is_asked_for(table, tmp_path):
     short = Tokens.of(tokenizer(), max_length=4, too_long="refuse")
     with pytest.raises(ValueError, match="column 'text' holds a text of 5 tokens, but max_length=4 is"):
         classifier(tmp_path, columns={"text": short}).fit(table)

@@ -22,7 +22,7 @@ except ValueError as error:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Any) -> Any:
+def folder(tmp_path, monkeypatch):
     """A folder of importable modules; its modules are removed from `sys.modules` at the end."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,7 +39,7 @@ def _elsewhere(value: Any, tmp_path: Path) -> str:
     return done.stdout.strip()
 
 
-def test_a_function_travels_with_the_files_it_uses(folder: Path) -> None:
+def test_a_function_travels_with_the_files_it_uses(folder):
     (folder / "rs_helper.py").write_text("FACTOR = 6\ndef times(x):\n    return FACTOR * x\n")
     (folder / "rs_main.py").write_text("import rs_helper\ndef answer():\n    return rs_helper.times(7)\n")
     import rs_main  # type: ignore[import-not-found]
@@ -47,7 +47,7 @@ def test_a_function_travels_with_the_files_it_uses(folder: Path) -> None:
     assert _elsewhere(rs_main.answer, folder) == "42"
 
 
-def test_a_package_of_another_environment_stays_there(folder: Path, monkeypatch: Any) -> None:
+def test_a_package_of_another_environment_stays_there(folder, monkeypatch):
     """All nodes have the installed packages, also if a job's environment comes before them."""
     installed = folder / "site-packages"
     installed.mkdir()
@@ -58,7 +58,7 @@ def test_a_package_of_another_environment_stays_there(folder: Path, monkeypatch:
     assert user_code.loads(user_code.dumps(rs_package.answer)) is rs_package.answer, "a copy came back"
 
 
-def test_modules_that_cannot_travel_say_why(folder: Path) -> None:
+def test_modules_that_cannot_travel_say_why(folder):
     (folder / "rs_g.py").write_text("import rs_h\ndef answer():\n    return rs_h.value()\n")
     (folder / "rs_h.py").write_text("import rs_g\ndef value():\n    return 1\n")
     import rs_g  # type: ignore[import-not-found]
@@ -69,7 +69,7 @@ def test_modules_that_cannot_travel_say_why(folder: Path) -> None:
     assert len(told.splitlines()) == 1
 
 
-def test_libraries_travel_by_name(tmp_path: Path) -> None:
+def test_libraries_travel_by_name(tmp_path):
     from json import dumps
 
     assert len(user_code.dumps(dumps)) < 200

@@ -11,7 +11,7 @@ def _opened(marks: Marks, frame: bytes) -> bytes:
     return marks.open(frame[:LENGTH_BYTES], frame[LENGTH_BYTES:])
 
 
-def test_only_the_next_message_of_the_other_end_is_taken() -> None:
+def test_only_the_next_message_of_the_other_end_is_taken():
     client = Marks(KEY, serves=False)
     first, second = client.seal(b"1"), client.seal(b"2")
     server = Marks(KEY, serves=True)

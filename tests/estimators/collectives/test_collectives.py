@@ -97,7 +97,7 @@ def _operations(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
-def test_operations_agree_on_all_ranks(name: str, size: int) -> None:
+def test_operations_agree_on_all_ranks(name, size):
     for road in _contract(size, name):
         for rank, result in enumerate(found["operations"] for found in road):
             assert result["rank"] == rank
@@ -149,7 +149,7 @@ def _gathers(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
-def test_tensors_of_any_length_are_gathered_by_rank(name: str, size: int) -> None:
+def test_tensors_of_any_length_are_gathered_by_rank(name, size):
     for rank, found in (one for road in _contract(size, name) for one in enumerate(road)):
         result = found["gathers"]
         on_root = {
@@ -193,7 +193,7 @@ def _exchanges(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
-def test_every_rank_gets_its_own_piece_from_every_other(name: str, size: int) -> None:
+def test_every_rank_gets_its_own_piece_from_every_other(name, size):
     for road in _contract(size, name):
         assert all(all(rank["exchanges"]) for rank in road)
 
@@ -223,7 +223,7 @@ def _scatters(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), sorted(set(SIZES)))
-def test_sums_are_scattered_in_any_parts_and_gathered_again(name: str, size: int) -> None:
+def test_sums_are_scattered_in_any_parts_and_gathered_again(name, size):
     offset = size * (size - 1) / 2
     wanted = [size * i + offset for i in range(6)]
     by_road = enumerate(_contract(size, name))
@@ -270,7 +270,7 @@ def _traffic(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), [("horovod", 3), ("local", 1), ("torch", 3)])
-def test_bytes_are_counted_as_the_ring_sends_them(name: str, size: int) -> None:
+def test_bytes_are_counted_as_the_ring_sends_them(name, size):
     roads = [[found["traffic"] for found in road] for road in _contract(size, name)]
     for rank, counts in (one for road in roads for one in enumerate(road)):
         assert counts["connecting"] == counts["barrier"] == counts["synchronize"] == 0
@@ -312,7 +312,7 @@ def _fails_on_rank_one(by: str, collective: Collective, device: str, status: Sta
         *(pytest.param(by, marks=pytest.mark.slow) for by in ("start_sum", "library's all_reduce")),
     ],
 )
-def test_a_failing_rank_ends_its_peers_and_is_named(name: str, by: str) -> None:
+def test_a_failing_rank_ends_its_peers_and_is_named(name, by):
     with pytest.raises(
         WorkerError, match=r"rank 1 on host .* failed in phase 'step 3': KeyError: 'lost'"
     ) as caught:
@@ -330,7 +330,7 @@ def test_a_failing_rank_ends_its_peers_and_is_named(name: str, by: str) -> None:
         ("mat1 and mat2 shapes cannot be multiplied", False),
     ],
 )
-def test_a_lost_peer_is_told_from_an_error_of_the_network(message: str, is_peers: bool) -> None:
+def test_a_lost_peer_is_told_from_an_error_of_the_network(message, is_peers):
     with pytest.raises(RuntimeError) as caught, backward_errors():
         raise RuntimeError(message)
     assert isinstance(caught.value, CollectiveError) == is_peers
@@ -342,7 +342,7 @@ def _environment_after(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
-def test_connecting_leaves_no_environment_variable(name: str) -> None:
+def test_connecting_leaves_no_environment_variable(name):
     assert run_ranks(2, name, _environment_after) == [[], []]
 
 
@@ -356,7 +356,7 @@ def _interface_told(collective: Collective) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
 @pytest.mark.parametrize("own", [None, "ib0"])
-def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch: Any, name: str, own: str | None) -> None:
+def test_nccl_is_told_the_interface_until_the_gang_ends(monkeypatch, name, own):
     """NCCL connects at its first operation, long after the gang started; a user's setting stays."""
     if own is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", own)
@@ -398,7 +398,7 @@ def _gradients(by: str, collective: Collective) -> Any:
     ("name", "size", "by"),
     [*((*pair, "flat") for pair in sorted(set(SIZES))), *((name, 3, "buckets") for name in GANGS)],
 )
-def test_gradients_are_the_mean_over_the_global_batch(name: str, size: int, by: str) -> None:
+def test_gradients_are_the_mean_over_the_global_batch(name, size, by):
     for gradient, expected in (one for road in _results(size, name, partial(_gradients, by)) for one in road):
         for got, wanted in zip(gradient, expected, strict=True):
             assert got == pytest.approx(wanted, rel=1e-6)
@@ -454,7 +454,7 @@ def _branches(by: str, collective: Collective) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", GANGS)
 @pytest.mark.parametrize(("size", "by"), [(1, "flat"), (2, "flat"), (2, "buckets")])
-def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, size: int, by: str) -> None:
+def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name, size, by):
     """Zeros instead would let weight decay and momentum change the parameters."""
     expected_had, expected = run_one(partial(_branches, "flat"))
     used, unused = ["always", "positive", "zero"], ["always", "zero"]
@@ -464,12 +464,12 @@ def test_parameters_without_a_gradient_on_any_rank_stay_as_on_one(name: str, siz
         assert weights == pytest.approx(expected, abs=1e-6)
 
 
-def test_an_unknown_collective_lists_the_known_ones() -> None:
+def test_an_unknown_collective_lists_the_known_ones():
     with pytest.raises(ValueError, match="collective must be one of horovod, local, torch, got 'mpi'"):
         collective_class("mpi")
 
 
-def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setattr("ringspark.estimators.collectives.find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"not installed; set collective='torch', or build Horovod for this torch"
@@ -481,9 +481,7 @@ def test_a_missing_library_is_named_with_the_remedy(monkeypatch: Any) -> None:
     ("name", "problem"),
     [("localhost", "resolves to 127.0.0.1"), ("no.such.host.invalid", "does not resolve")],
 )
-def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
-    monkeypatch: Any, name: str, problem: str
-) -> None:
+def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(monkeypatch, name, problem):
     """Applies to several hosts only; the build of the setup script binds to the interface."""
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     two = Member(rank=0, size=2, local_rank=0, local_size=1, host="10.77.0.9")
@@ -494,12 +492,12 @@ def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(
     _check_name(replace(two, local_size=2))
 
 
-def test_local_refuses_more_than_one_worker() -> None:
+def test_local_refuses_more_than_one_worker():
     with pytest.raises(ValueError, match="serves one worker, got 2"):
         LocalCollective(Member(size=2))
 
 
-def test_the_environment_is_put_back() -> None:
+def test_the_environment_is_put_back():
     os.environ["RINGSPARK_A"] = "old"
     try:
         with environment({"RINGSPARK_A": "new", "RINGSPARK_B": "new"}):
@@ -510,6 +508,6 @@ def test_the_environment_is_put_back() -> None:
         del os.environ["RINGSPARK_A"]
 
 
-def test_the_interface_of_loopback_is_found() -> None:
+def test_the_interface_of_loopback_is_found():
     assert interface_of("127.0.0.1") is not None
     assert interface_of("203.0.113.7") is None

@@ -20,7 +20,7 @@ print("started twice")
 """
 
 
-def test_both_settings_survive_a_second_start_in_one_process() -> None:
+def test_both_settings_survive_a_second_start_in_one_process():
     pytest.importorskip("horovod.torch")
     place = {
         f"HOROVOD_{part}_{what}": str(int(what == "SIZE"))
@@ -38,7 +38,7 @@ def test_both_settings_survive_a_second_start_in_one_process() -> None:
     assert (done.returncode, done.stdout) == (0, "started twice\n"), done.stderr
 
 
-def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch):
     pytest.importorskip("horovod")
     monkeypatch.delenv(NAME, raising=False)
     assert _cycle(is_rare=True) == {NAME: "30"}
@@ -47,16 +47,14 @@ def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch
     assert _cycle(is_rare=True) == {NAME: "3"}
 
 
-def test_a_cycle_time_that_horovod_tunes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cycle_time_that_horovod_tunes_is_left_to_it(monkeypatch):
     pytest.importorskip("horovod")
     monkeypatch.delenv(NAME, raising=False)
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
     assert _cycle(is_rare=True) == {NAME: None}
 
 
-def test_a_build_that_would_end_the_process_gets_no_cycle_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_build_that_would_end_the_process_gets_no_cycle_time(monkeypatch, caplog):
     horovod = pytest.importorskip("horovod")
     monkeypatch.setattr(horovod, "__version__", "0.28.1+iface")
     monkeypatch.setenv(NAME, "3")

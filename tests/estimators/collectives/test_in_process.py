@@ -10,7 +10,7 @@ import torch
 from ringspark.estimators.collectives.in_process import InProcessCollective, RankError, run_in_turns
 
 
-def test_every_operation_gives_what_a_gang_does() -> None:
+def test_every_operation_gives_what_a_gang_does():
     def work(collective: InProcessCollective) -> list[Any]:
         rank = collective.rank
         own = torch.tensor([float(rank), 1.0, 2.0])
@@ -47,7 +47,7 @@ def test_every_operation_gives_what_a_gang_does() -> None:
     ]
 
 
-def test_ranks_that_wait_for_each_other_and_ranks_that_fail_end_all_of_them() -> None:
+def test_ranks_that_wait_for_each_other_and_ranks_that_fail_end_all_of_them():
     def waits(collective: InProcessCollective) -> None:
         if collective.rank:
             collective.barrier()
@@ -64,7 +64,7 @@ def test_ranks_that_wait_for_each_other_and_ranks_that_fail_end_all_of_them() ->
         run_in_turns(3, fails)
 
 
-def test_each_rank_draws_its_own_random_numbers() -> None:
+def test_each_rank_draws_its_own_random_numbers():
     def work(collective: InProcessCollective) -> list[float]:
         torch.manual_seed(collective.rank)
         collective.barrier()

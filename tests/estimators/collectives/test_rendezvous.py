@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
@@ -43,7 +42,7 @@ _opened: list[RendezvousClient | socket.socket] = []
 
 
 @pytest.fixture
-def server() -> Iterator[RendezvousServer]:
+def server():
     """Rendezvous server of a gang of two; closes the connections of `member` and `raw` at the end."""
     opened = RendezvousServer(HOST, 2, SECRET)
     yield opened
@@ -90,7 +89,7 @@ def said_until_closed(connection: socket.socket) -> bytes:
     return heard
 
 
-def test_members_share_keys_and_the_port_closes_when_all_have_come(server: RendezvousServer) -> None:
+def test_members_share_keys_and_the_port_closes_when_all_have_come(server):
     first = member(0, server)
     assert not is_closed(server, 0.05)
     second = member(1, server)
@@ -109,7 +108,7 @@ def test_members_share_keys_and_the_port_closes_when_all_have_come(server: Rende
     assert not second.delete("a")
 
 
-def test_a_thread_that_waits_delays_no_other(server: RendezvousServer) -> None:
+def test_a_thread_that_waits_delays_no_other(server):
     first, second = member(0, server), member(1, server)
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(first.get, key, 600.0) for key in "ab"]
@@ -124,7 +123,7 @@ def test_a_thread_that_waits_delays_no_other(server: RendezvousServer) -> None:
             waiting[0].result()
 
 
-def test_rank_0_gathers_values_in_rank_order(server: RendezvousServer) -> None:
+def test_rank_0_gathers_values_in_rank_order(server):
     first, second = member(0, server), member(1, server)
     with ThreadPoolExecutor() as pool:
         late = pool.submit(first.gather, "values", b"zero", 600.0)
@@ -132,12 +131,12 @@ def test_rank_0_gathers_values_in_rank_order(server: RendezvousServer) -> None:
         assert late.result() == [b"zero", b""]
 
 
-def test_ranks_that_do_not_come_are_named(server: RendezvousServer) -> None:
+def test_ranks_that_do_not_come_are_named(server):
     with pytest.raises(CollectiveError, match=r"rank 1 of 2 did not come to the rendezvous within 0.2 s"):
         member(0, server).meet("ready", 0.2)
 
 
-def test_a_peer_without_the_secret_is_told_nothing(server: RendezvousServer) -> None:
+def test_a_peer_without_the_secret_is_told_nothing(server):
     with pytest.raises(CollectiveError, match="could not join the rendezvous") as caught:
         RendezvousClient(Member(rank=1, size=2), server.address, b"\0" * 32, 0.5)
     assert "secret" in str(caught.value) or "closed" in str(caught.value)
@@ -149,7 +148,7 @@ def test_a_peer_without_the_secret_is_told_nothing(server: RendezvousServer) -> 
 @pytest.mark.parametrize(
     "said", [b"GET /global/0 HTTP/1.1\r\n\r\n" * 9, b"\xff" * 4096, struct.pack("!I", 2**32 - 1) * 40]
 )
-def test_garbage_ends_the_connection_and_nothing_else(server: RendezvousServer, said: bytes) -> None:
+def test_garbage_ends_the_connection_and_nothing_else(server, said):
     stranger = raw(server)
     stranger.sendall(said)
     said_until_closed(stranger)
@@ -158,7 +157,7 @@ def test_garbage_ends_the_connection_and_nothing_else(server: RendezvousServer, 
     assert first.get("a") == b""
 
 
-def test_a_proof_heard_before_is_worth_nothing(server: RendezvousServer) -> None:
+def test_a_proof_heard_before_is_worth_nothing(server):
     """A relay records the bytes of a member and sends them again."""
     relay = socket.create_server((HOST, 0))
     recorded = []
@@ -182,7 +181,7 @@ def test_a_proof_heard_before_is_worth_nothing(server: RendezvousServer) -> None
     assert len(said_until_closed(again)) == len(MAGIC) + 32
 
 
-def test_a_server_without_the_secret_is_not_believed() -> None:
+def test_a_server_without_the_secret_is_not_believed():
     with socket.create_server((HOST, 0)) as impostor:
 
         def answer() -> None:
@@ -200,7 +199,7 @@ def test_a_server_without_the_secret_is_not_believed() -> None:
         thread.join()
 
 
-def test_a_changed_message_and_an_announced_flood_end_the_connection(server: RendezvousServer) -> None:
+def test_a_changed_message_and_an_announced_flood_end_the_connection(server):
     for rank, sent in enumerate([pack(b"set", b"k", b"v") + b"\0" * 32, b""]):
         connection = raw(server)
         prove_as_client(connection, SECRET, rank)
@@ -210,7 +209,7 @@ def test_a_changed_message_and_an_announced_flood_end_the_connection(server: Ren
         assert said_until_closed(connection) == b""
 
 
-def test_a_crowd_that_holds_connections_keeps_no_member_out(server: RendezvousServer) -> None:
+def test_a_crowd_that_holds_connections_keeps_no_member_out(server):
     for _ in range(2 * MAX_STRANGERS):
         raw(server)
     first, second = member(0, server), member(1, server)
@@ -219,11 +218,11 @@ def test_a_crowd_that_holds_connections_keeps_no_member_out(server: RendezvousSe
 
 
 @pytest.mark.parametrize("size", [200, pytest.param(1024, marks=pytest.mark.slow)])
-def test_many_ranks_meet_while_two_hundred_strangers_attack(size: int) -> None:
+def test_many_ranks_meet_while_two_hundred_strangers_attack(size):
     assert rendezvous_crowd.run(size, 200).attacks >= 200
 
 
-def test_a_gang_raises_a_limit_of_open_files_that_is_too_low_for_it() -> None:
+def test_a_gang_raises_a_limit_of_open_files_that_is_too_low_for_it():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -234,7 +233,7 @@ def test_a_gang_raises_a_limit_of_open_files_that_is_too_low_for_it() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_rank_comes_once(server: RendezvousServer) -> None:
+def test_a_rank_comes_once(server):
     member(0, server)
     with pytest.raises(CollectiveError):
         member(0, server).set("a", b"")
@@ -242,7 +241,7 @@ def test_a_rank_comes_once(server: RendezvousServer) -> None:
         member(7, server, size=8).set("a", b"")
 
 
-def test_nothing_is_left_after_close(server: RendezvousServer) -> None:
+def test_nothing_is_left_after_close(server):
     client = member(0, server)
     raw(server)
     server.close()
@@ -257,7 +256,7 @@ def test_nothing_is_left_after_close(server: RendezvousServer) -> None:
     assert not [t.name for t in threading.enumerate() if "ringspark-rendezvous" in t.name]
 
 
-def test_the_store_is_bounded_and_refuses_odd_requests() -> None:
+def test_the_store_is_bounded_and_refuses_odd_requests():
     loop = asyncio.new_event_loop()
     store, answers = KeyValues(loop), list[bytes]()
     big = b"x" * (MAX_STORED_BYTES // 4)
@@ -284,7 +283,7 @@ def test_the_store_is_bounded_and_refuses_odd_requests() -> None:
             unpack(message)
 
 
-def test_a_stranger_on_a_data_connection_is_found_out() -> None:
+def test_a_stranger_on_a_data_connection_is_found_out():
     nonce, members = os.urandom(32), [Member(rank=rank, size=2) for rank in range(2)]
     sent = [proofs_for(each, nonce, SECRET) for each in members]
     received = [b"".join(proofs[32 * rank : 32 * rank + 32] for proofs in sent) for rank in range(2)]
@@ -300,11 +299,11 @@ def test_a_stranger_on_a_data_connection_is_found_out() -> None:
         check_proofs(members[0], nonce, SECRET, echoed)
 
 
-def test_a_channel_error_is_an_os_error() -> None:
+def test_a_channel_error_is_an_os_error():
     assert issubclass(ChannelError, OSError)
 
 
-def test_ranks_that_were_told_no_port_meet_where_the_secret_says() -> None:
+def test_ranks_that_were_told_no_port_meet_where_the_secret_says():
     """A stranger has the first port, and an earlier start of the gang has the second."""
     ports = meeting_ports(SECRET)
     assert meeting_ports(SECRET[::-1]) != ports

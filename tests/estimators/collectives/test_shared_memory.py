@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def _opens_with_few_descriptors(collective: Collective) -> Any:
 
 
 @pytest.mark.distributed
-def test_ranks_without_descriptors_share_no_memory_and_leak_none() -> None:
+def test_ranks_without_descriptors_share_no_memory_and_leak_none():
     first, *others = run_ranks(3, "torch", _opens_with_few_descriptors)
     assert others == [first, first]
     for short in SHORT:
@@ -132,7 +131,7 @@ def _reduces(collective: Collective) -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
-def test_tensors_of_any_length_are_reduced_place_by_place(size: int) -> None:
+def test_tensors_of_any_length_are_reduced_place_by_place(size):
     for text in run_ranks(size, "torch", _reduces):
         assert all(text), text
 
@@ -163,7 +162,7 @@ def _receives_less(collective: Collective) -> str:
 
 
 @pytest.mark.distributed
-def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
+def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so():
     _, message = run_ranks(2, "torch", _receives_less)
     assert message.startswith(
         "rank 0 sends a tensor of 1 elements, but rank 1 expects 3 elements; build the same model"
@@ -171,7 +170,7 @@ def test_a_rank_that_is_sent_a_tensor_of_another_size_is_told_so() -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers() -> None:
+def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers():
     """The slots still hold earlier data of a peer."""
     for sizes, kinds in run_ranks(2, "torch", _differ):
         assert sizes.startswith(
@@ -180,7 +179,7 @@ def test_ranks_that_sum_different_tensors_are_told_so_instead_of_wrong_numbers()
         assert kinds.startswith("some ranks reduce a tensor while other ranks gather one; build")
 
 
-def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (child := os.fork()):
         with suppress(BaseException), ExitStack() as stack:
@@ -196,19 +195,17 @@ def _is_sharing(collective: Collective) -> bool:
 
 
 @pytest.mark.distributed
-def test_ranks_of_one_host_share_memory_unless_the_environment_forbids_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_one_host_share_memory_unless_the_environment_forbids_it(monkeypatch):
     assert run_ranks(2, "torch", _is_sharing) == [True, True]
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     assert run_ranks(2, "torch", _is_sharing) == [False, False]
 
 
-def test_the_sockets_of_the_most_ranks_are_few_beside_the_usual_limit_of_descriptors() -> None:
+def test_the_sockets_of_the_most_ranks_are_few_beside_the_usual_limit_of_descriptors():
     assert 2 < MOST_RANKS * (MOST_RANKS - 1) < 1024 // 2
 
 
-def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
+def test_a_stranger_at_the_door_gets_no_memory(tmp_path):
     with ExitStack() as stack:
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
         door.bind(str(tmp_path / "door"))
@@ -231,7 +228,7 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_gets_no_memory_though_it_knows_the_token() -> None:
+def test_another_user_gets_no_memory_though_it_knows_the_token():
     with ExitStack() as stack:
         door = open_listener(stack)
         assert door is not None

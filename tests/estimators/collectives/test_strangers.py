@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import attacked_gang
 import pytest
 from ranks import TORCH_AND_SLOW_OTHERS
@@ -11,7 +9,7 @@ from ranks import TORCH_AND_SLOW_OTHERS
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_a_training_with_strangers_at_its_ports_ends_as_one_without(collective: str, tmp_path: Path) -> None:
+def test_a_training_with_strangers_at_its_ports_ends_as_one_without(collective, tmp_path):
     quiet = attacked_gang.run(collective, tmp_path, steps=150, attacked=False)
     attacked = attacked_gang.run(collective, tmp_path, steps=150, attacked=True)
     assert quiet.reached == quiet.refused == 0

@@ -81,7 +81,7 @@ LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_rank_finds_the_card_that_spark_gave_it(name: str) -> None:
+def test_each_rank_finds_the_card_that_spark_gave_it(name):
     layout, devices = LAYOUTS[name]
     claims = _claims(layout)
     assert assign_devices(claims) == devices
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Layout, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_gang_without_a_card_for_each_rank_is_refused_in_one_sentence(name: str) -> None:
+def test_a_gang_without_a_card_for_each_rank_is_refused_in_one_sentence(name):
     layout, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as caught:
         assign_devices(_claims(layout))
@@ -132,7 +132,7 @@ def test_a_gang_without_a_card_for_each_rank_is_refused_in_one_sentence(name: st
 
 
 @given(st.data())
-def test_no_two_ranks_share_a_card_on_any_node(data: st.DataObject) -> None:
+def test_no_two_ranks_share_a_card_on_any_node(data):
     num_cards = data.draw(st.integers(1, 8))
     visible = tuple(f"card-{number}" for number in range(num_cards))
     given_addresses = data.draw(st.lists(st.integers(0, num_cards - 1), min_size=1, max_size=8))
@@ -144,7 +144,7 @@ def test_no_two_ranks_share_a_card_on_any_node(data: st.DataObject) -> None:
         assert assign_devices(claims) == [f"cuda:{a}" for a in given_addresses]
 
 
-def test_a_task_with_several_gpus_computes_on_its_first() -> None:
+def test_a_task_with_several_gpus_computes_on_its_first():
     claims = [
         Claim(host="h", addresses=("2", "3"), visible=(A, B, C, D)),
         Claim(host="h", addresses=("0", "1"), visible=(A, B, C, D)),
@@ -152,6 +152,6 @@ def test_a_task_with_several_gpus_computes_on_its_first() -> None:
     assert assign_devices(claims) == ["cuda:2", "cuda:0"]
 
 
-def test_a_claim_survives_its_way_through_the_exchange() -> None:
+def test_a_claim_survives_its_way_through_the_exchange():
     claim = Claim(host="h", addresses=("0",), visible=(A, B))
     assert record(Claim, json.loads(json.dumps(asdict(claim)))) == claim

@@ -26,7 +26,7 @@ from ringspark.estimators.training.phase import Status
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=12))
-def test_ranks_are_grouped_by_host(hosts: list[str]) -> None:
+def test_ranks_are_grouped_by_host(hosts):
     members = assign_ranks(hosts)
     assert sorted(m.rank for m in members) == list(range(len(hosts)))
     assert [m.host for m in members] == hosts
@@ -51,7 +51,7 @@ def _sum_of_ranks(collective: Collective, device: str, status: Status) -> str:
 @pytest.mark.spark
 @pytest.mark.modes
 @pytest.mark.parametrize("name", [n for n in COLLECTIVES if n != "local"])
-def test_a_gang_runs_in_reused_workers_again_and_again(spark: Any, name: str) -> None:
+def test_a_gang_runs_in_reused_workers_again_and_again(spark, name):
     expected = ["0 of 2: 1.0 cpu []", "1 of 2: 1.0 cpu []"]
     for _ in range(2):
         assert run_gang(spark, 2, name, _sum_of_ranks) == expected
@@ -81,7 +81,7 @@ class _NeverComes:
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_rank_that_never_comes_ends_the_gang_in_the_usual_error(spark: Any) -> None:
+def test_a_rank_that_never_comes_ends_the_gang_in_the_usual_error(spark):
     with pytest.raises(WorkerError, match=r"WorkerLost: .* \(Python worker exited unexpectedly"):
         run_gang(spark, 2, "torch", _NeverComes(), max_restarts=0)
     assert len(run_gang(spark, 2, "torch", _sum_of_ranks)) == 2
@@ -97,7 +97,7 @@ def _fails(collective: Collective, device: str, status: Status) -> str:
 
 @pytest.mark.spark
 @pytest.mark.modes
-def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark: Any) -> None:
+def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark):
     with pytest.raises(WorkerError) as caught:
         run_gang(spark, 2, "horovod", _fails)
     first_line = str(caught.value).splitlines()[0]
@@ -118,7 +118,7 @@ def _fails_and_hangs(collective: Collective, device: str, status: Status) -> str
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_users_error_ends_a_gang_whose_ranks_all_hang(spark: Any) -> None:
+def test_a_users_error_ends_a_gang_whose_ranks_all_hang(spark):
     with pytest.raises(WorkerError, match=r"^rank 1 .* ZeroDivisionError: on purpose"):
         run_gang(spark, 2, "torch", _fails_and_hangs, timeout_seconds=8.0)
 
@@ -141,7 +141,7 @@ def _leaves_a_cycle(path: str, fails: bool, collective: Collective, device: str,
 
 @pytest.mark.spark
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_task_gives_its_gpu_memory_back(spark: Any, tmp_path: Path, fails: bool) -> None:
+def test_a_task_gives_its_gpu_memory_back(spark, tmp_path, fails):
     """Spark reuses the Python worker, so torch would keep the memory."""
     path = tmp_path / "memory"
     with pytest.raises(WorkerError, match="on purpose") if fails else nullcontext():
@@ -150,9 +150,7 @@ def test_a_task_gives_its_gpu_memory_back(spark: Any, tmp_path: Path, fails: boo
 
 
 @pytest.mark.spark
-def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
-    spark: Any, monkeypatch: Any
-) -> None:
+def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(spark, monkeypatch):
     """On a cluster, each worker checks too, because its Horovod may differ from the driver's."""
     sentence = "collective='horovod' needs a Horovod that is built with NCCL, .* set collective='torch'"
     with pytest.raises(ValueError, match=sentence):
@@ -168,9 +166,7 @@ def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(
 
 @pytest.mark.spark
 @pytest.mark.modes
-def test_more_workers_than_slots_is_refused_before_spark_starts_anything(
-    spark: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark, caplog):
     """If slots stay idle, the log reports the number of threads per worker."""
     slots = count_slots(spark)
     assert slots is not None

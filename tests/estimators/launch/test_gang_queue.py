@@ -31,7 +31,7 @@ def _until(condition: Callable[[], bool]) -> None:
     raise AssertionError("never happened")
 
 
-def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit() -> None:
+def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit():
     queue, done = GangQueue(), [Event() for _ in range(3)]
     order: list[int] = []
 
@@ -61,7 +61,7 @@ def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit() -> Non
             future.result()
 
 
-def test_gangs_that_fit_together_run_together() -> None:
+def test_gangs_that_fit_together_run_together():
     queue, both = GangQueue(), Barrier(2)
 
     def gang() -> None:
@@ -74,7 +74,7 @@ def test_gangs_that_fit_together_run_together() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_gang_that_fails_or_is_interrupted_gives_its_slots_back(error: type[BaseException]) -> None:
+def test_a_gang_that_fails_or_is_interrupted_gives_its_slots_back(error):
     queue = GangQueue()
 
     def interrupted() -> int:
@@ -94,7 +94,7 @@ def test_a_gang_that_fails_or_is_interrupted_gives_its_slots_back(error: type[Ba
         assert queue.num_waiting == 0
 
 
-def test_without_devices_of_its_own_a_gang_runs_alone_and_with_unknown_slots_it_does_not_wait() -> None:
+def test_without_devices_of_its_own_a_gang_runs_alone_and_with_unknown_slots_it_does_not_wait():
     queue = GangQueue()
     order: list[str] = []
 
@@ -114,7 +114,7 @@ def test_without_devices_of_its_own_a_gang_runs_alone_and_with_unknown_slots_it_
         assert queue.num_waiting == 0
 
 
-def test_an_interrupt_of_the_main_thread_ends_the_wait() -> None:
+def test_an_interrupt_of_the_main_thread_ends_the_wait():
     queue = GangQueue()
     main = threading.main_thread().ident
     assert main is not None
@@ -144,7 +144,7 @@ def _expected(num_workers: int) -> list[str]:
 @pytest.mark.spark
 @pytest.mark.modes
 @pytest.mark.parametrize("num_gangs", [2, 4])
-def test_gangs_that_do_not_fit_together_all_finish(spark: Any, num_gangs: int) -> None:
+def test_gangs_that_do_not_fit_together_all_finish(spark, num_gangs):
     slots = count_slots(spark)
     assert slots is not None
     # No two gangs fit into the slots at once.
@@ -173,7 +173,7 @@ def _hold(folder: str) -> Any:
 
 @pytest.mark.spark
 @pytest.mark.modes
-def test_a_gang_waits_for_the_slots_of_another_job_and_then_runs(spark: Any, tmp_path: Path) -> None:
+def test_a_gang_waits_for_the_slots_of_another_job_and_then_runs(spark, tmp_path):
     slots = count_slots(spark)
     assert slots is not None
     num_workers = max(2, slots - 1)

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyspark
 import pytest
@@ -107,9 +106,7 @@ spark.stop()
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.slow)])
-def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(
-    kind: str, tmp_path: Path, connect_port: None
-) -> None:
+def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(kind, tmp_path, connect_port):
     if int(pyspark.__version__.split(".")[0]) < 4:
         pytest.skip("the stages of a DataFrame take a resource profile from Spark 4.0 on")
     script = tmp_path / "gpus.sh"

@@ -59,7 +59,7 @@ def measure(**variables: str) -> list[int]:
     return [outside, inside, round(kept / pages), round(after / pages)]
 
 
-def test_freed_tensors_are_kept_until_the_end() -> None:
+def test_freed_tensors_are_kept_until_the_end():
     outside, inside, kept, after = measure()
     assert (outside, inside) == (1, 0)
     assert kept > 100
@@ -73,5 +73,5 @@ def test_freed_tensors_are_kept_until_the_end() -> None:
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
     ],
 )
-def test_thresholds_that_the_user_set_stay(variables: dict[str, str]) -> None:
+def test_thresholds_that_the_user_set_stay(variables):
     assert measure(**variables)[:2] == [1, 1]

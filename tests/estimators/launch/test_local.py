@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ print(run_spawned(2, "torch", Work()), __file__)
 
 
 @pytest.mark.distributed
-def test_a_script_without_a_guard_is_not_run_again_by_its_ranks(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_is_not_run_again_by_its_ranks(tmp_path):
     notes = tmp_path / "notes.txt"
     (tmp_path / "script.py").write_text(SCRIPT.format(notes=str(notes)))
 

@@ -35,9 +35,7 @@ spark.stop()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("conf", "loaded"), [([], True), (["pyspark.daemon"], False)])
-def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(
-    tmp_path: Path, conf: list[str], loaded: bool
-) -> None:
+def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(tmp_path, conf, loaded):
     script = tmp_path / "driver.py"
     script.write_text(CHOOSER)
     command = [sys.executable, str(script), *conf]
@@ -47,7 +45,7 @@ def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(tmp_path_factory):
     """The .zip for --py-files."""
     dist = tmp_path_factory.mktemp("dist")
     build = ROOT / "scripts" / "build_package.py"
@@ -58,9 +56,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", [False, True], ids=["not_installed", "another_version_installed"])
-def test_a_driver_that_has_ringspark_from_py_files_keeps_the_daemon_of_spark(
-    package: Path, tmp_path: Path, installed: bool
-) -> None:
+def test_a_driver_that_has_ringspark_from_py_files_keeps_the_daemon_of_spark(package, tmp_path, installed):
     # Spark's JVM starts the daemon without the --py-files on PYTHONPATH.
     python = Path(sys.executable)
     if not installed:
@@ -103,7 +99,7 @@ spark.stop()
 
 
 @pytest.mark.slow
-def test_neither_a_refused_fit_nor_one_on_gpus_chooses_a_daemon(tmp_path: Path) -> None:
+def test_neither_a_refused_fit_nor_one_on_gpus_chooses_a_daemon(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(UNCHANGED)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
@@ -132,7 +128,7 @@ spark.stop()
 
 
 @pytest.mark.slow
-def test_spark_has_its_own_daemon_back_when_this_one_dies(tmp_path: Path) -> None:
+def test_spark_has_its_own_daemon_back_when_this_one_dies(tmp_path):
     # Imitates a crash in native code.
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("")
@@ -174,7 +170,7 @@ spark.stop()
 
 
 @pytest.mark.slow
-def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
+def test_workers_are_forks_of_a_process_that_has_torch(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
@@ -187,7 +183,7 @@ def test_workers_are_forks_of_a_process_that_has_torch(tmp_path: Path) -> None:
     assert number != other_number
 
 
-def test_a_broken_library_does_not_end_the_daemon(tmp_path: Path) -> None:
+def test_a_broken_library_does_not_end_the_daemon(tmp_path):
     (tmp_path / "broken.py").write_text("raise RuntimeError('built for\\nanother version')")
     (tmp_path / "sound.py").write_text("")
     code = """
@@ -205,7 +201,7 @@ assert "sound" in sys.modules
     assert line.startswith("broken could not be imported: RuntimeError(")
 
 
-def test_what_libraries_print_does_not_reach_spark() -> None:
+def test_what_libraries_print_does_not_reach_spark():
     code = """
 import os
 
@@ -221,7 +217,7 @@ print("the port")
     assert "from below\n" in done.stderr
 
 
-def test_an_archive_is_listed_again_when_it_has_changed(tmp_path: Path) -> None:
+def test_an_archive_is_listed_again_when_it_has_changed(tmp_path):
     code = """
 import importlib, sys, zipfile, zipimport
 from ringspark.estimators.launch.python_daemon import _list_archives_once

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,9 +90,7 @@ def _is_killed() -> None:
         (_raises, "ValueError: the rank's own error", SENTENCE),
     ],
 )
-def test_the_error_of_a_rank_that_ends_has_its_last_lines(
-    end: Callable[[], None], message: str, last: str
-) -> None:
+def test_the_error_of_a_rank_that_ends_has_its_last_lines(end, message, last):
     def work(collective: Collective, device: str, status: Status) -> str:
         if collective.rank == 1:
             print(SENTENCE)  # not flushed: a pipe has no line buffering
@@ -116,9 +113,7 @@ class _Snowman(nn.Linear):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("place", ["here", "rank", "prediction"])
-def test_a_print_that_the_encoding_lacks_ends_nothing(
-    place: str, make_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_print_that_the_encoding_lacks_ends_nothing(place, make_shards, tmp_path, monkeypatch):
     network = _Snowman(1, 1)
 
     if place == "rank":
@@ -179,9 +174,7 @@ def _fit(spark: Any, folder: Path, end: str) -> Any:
         ("hangs", r"the worker .*timeoutSeconds=5", SENTENCE),
     ],
 )
-def test_the_error_of_a_training_says_what_the_rank_printed_last(
-    end: str, message: str, last: str, spark: Any, tmp_path: Path
-) -> None:
+def test_the_error_of_a_training_says_what_the_rank_printed_last(end, message, last, spark, tmp_path):
     with pytest.raises(WorkerError, match=rf"^rank 1 on host .* {message}") as caught:
         _fit(spark, tmp_path / "storage", end)
     assert str(caught.value).endswith(f"  | {last}")
@@ -190,7 +183,7 @@ def test_the_error_of_a_training_says_what_the_rank_printed_last(
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_what_the_ranks_print_is_read_on_the_driver(spark: Any, tmp_path: Path) -> None:
+def test_what_the_ranks_print_is_read_on_the_driver(spark, tmp_path):
     summary = _fit(spark, tmp_path, "").summary
     for rank in (0, 1):
         (line,) = [line for line in summary.logs() if f"epoch 1 of rank {rank}" in line]
@@ -199,7 +192,7 @@ def test_what_the_ranks_print_is_read_on_the_driver(spark: Any, tmp_path: Path) 
         assert line not in summary.logs(1 - rank)
 
 
-def test_a_rank_that_dies_before_it_reads_an_answer_is_stored(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_it_reads_an_answer_is_stored(tmp_path):
     """A child of the rank holds the pipe of the answers open, as this process does, and never reads it."""
     (tmp_path / "heartbeat").mkdir()
     died = tmp_path / "heartbeat" / "rank-3.died"
@@ -231,7 +224,7 @@ def test_a_rank_that_dies_before_it_reads_an_answer_is_stored(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
-def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path: Path, end: str) -> None:
+def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path, end):
     """This also holds if a child process keeps the rank's standard error open after the rank ends."""
     (tmp_path / "heartbeat").mkdir()
     log, died = tmp_path / "log", tmp_path / "heartbeat" / "rank-3.died"
@@ -274,7 +267,7 @@ assert [os.fstat(descriptor).st_ino for descriptor in (1, 2)] == before
 """
 
 
-def test_what_c_python_logging_and_children_print_is_kept_of_every_start(tmp_path: Path) -> None:
+def test_what_c_python_logging_and_children_print_is_kept_of_every_start(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PRINTS, str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -302,7 +295,7 @@ with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
 """
 
 
-def test_a_rank_whose_log_process_is_killed_prints_on(tmp_path: Path) -> None:
+def test_a_rank_whose_log_process_is_killed_prints_on(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLS_WITNESS, str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -324,7 +317,7 @@ with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
 """
 
 
-def test_a_print_that_waits_for_a_killed_log_process_reaches_the_log(tmp_path: Path) -> None:
+def test_a_print_that_waits_for_a_killed_log_process_reaches_the_log(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLS_WITNESS_AND_PRINTS_ON, str(tmp_path)],
         capture_output=True,
@@ -338,7 +331,7 @@ def test_a_print_that_waits_for_a_killed_log_process_reaches_the_log(tmp_path: P
 
 
 @given(st.lists(st.binary(max_size=12), max_size=30))
-def test_the_kept_ends_are_the_ends(parts: list[bytes]) -> None:
+def test_the_kept_ends_are_the_ends(parts):
     kept, whole = KeptEnds(8, 16), b"".join(parts)
     for part in parts:
         kept.add(part)
@@ -352,7 +345,7 @@ def test_the_kept_ends_are_the_ends(parts: list[bytes]) -> None:
     assert len(tail) <= 16
 
 
-def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path: Path) -> None:
+def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path):
     for launch in range(4):
         line = rank_log.format_start(0, "host", 1, rank_log.name_start("token", launch))
         rank_log.store(str(tmp_path), 0, line, b"%d\n" % launch * 20_000)
@@ -374,7 +367,7 @@ print("after")
 """
 
 
-def test_a_rank_ends_although_a_child_holds_its_output_open(tmp_path: Path) -> None:
+def test_a_rank_ends_although_a_child_holds_its_output_open(tmp_path):
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)]
         # Far shorter than the child's life, and far longer than the rank waits for its log process.

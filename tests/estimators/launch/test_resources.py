@@ -73,7 +73,7 @@ PLANS: dict[str, tuple[dict[str, str], str, int | None, int | None]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_worker_gets_its_share_of_cores_and_one_gpu(name: str) -> None:
+def test_a_worker_gets_its_share_of_cores_and_one_gpu(name):
     conf, version, task_cpus, slots = PLANS[name]
     plan = plan_stage(conf, version, use_gpu=True)
     assert plan.task_cpus == task_cpus
@@ -108,7 +108,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name: str) -> None:
+def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name):
     conf, version, reason = PROBLEMS[name]
     plan = plan_stage(conf, version, use_gpu=True)
     assert plan.task_cpus is None
@@ -145,13 +145,11 @@ SLOTS: list[tuple[dict[str, str], int | None, int | None]] = [
 
 
 @pytest.mark.parametrize(("conf", "total_cores", "slots"), SLOTS)
-def test_slots_follow_from_cores_gpus_and_the_size_of_a_task(
-    conf: dict[str, str], total_cores: int | None, slots: int | None
-) -> None:
+def test_slots_follow_from_cores_gpus_and_the_size_of_a_task(conf, total_cores, slots):
     assert slots_of_conf(conf, None, total_cores) == slots
 
 
-def test_dynamic_allocation_is_refused_on_every_cluster_before_spark_refuses_it() -> None:
+def test_dynamic_allocation_is_refused_on_every_cluster_before_spark_refuses_it():
     refused: dict[tuple[str, str], str] = {}
     for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]", "local[4]", "local"):
         for enabled in ("true", "false"):
@@ -165,7 +163,7 @@ def test_dynamic_allocation_is_refused_on_every_cluster_before_spark_refuses_it(
     assert all(wanted in sentence for sentence in refused.values())
 
 
-def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch):
     check_address_space(_conf(STANDALONE))
     bounded = _conf(STANDALONE, executor_pyspark_memory="4g")
     monkeypatch.setattr("ringspark.estimators.launch.slots.spark_conf", lambda spark: bounded)
@@ -178,9 +176,7 @@ def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch: pyt
 @pytest.mark.parametrize(
     "key", ["spark.ssl.enabled", "spark.ssl.rpc.enabled", "spark.network.crypto.enabled"]
 )
-def test_a_session_that_encrypts_hears_that_gradients_do_not(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_encrypts_hears_that_gradients_do_not(key, monkeypatch):
     monkeypatch.setattr(slots, "_count", lambda *_: 2)
 
     def warn(value: str, workers: int, master: str = STANDALONE) -> list[str]:
@@ -211,7 +207,5 @@ def test_a_session_that_encrypts_hears_that_gradients_do_not(
         (None, None, True, False),
     ],
 )
-def test_a_gang_of_four_waits_only_for_executors_that_are_promised(
-    slots: int | None, expected: int | None, is_young: bool, waits: bool
-) -> None:
+def test_a_gang_of_four_waits_only_for_executors_that_are_promised(slots, expected, is_young, waits):
     assert may_grow(slots, 4, expected, is_young) == waits

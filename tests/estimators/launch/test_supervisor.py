@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,14 +71,14 @@ def _play(detector: HangDetector, seconds: int, script: Any) -> tuple[float, Any
     return None
 
 
-def test_ranks_that_beat_and_tick_do_not_hang() -> None:
+def test_ranks_that_beat_and_tick_do_not_hang():
     assert (
         _play(HangDetector(2, TIMEOUT), 200, lambda s: [_beat(r, beats=s // 5, ticks=s // 3) for r in (0, 1)])
         is None
     )
 
 
-def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
+def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it():
     def script(second: int) -> list[Beat]:
         return [_beat(0, beats=second // 5, ticks=min(second, 31)), _stopped(second)]
 
@@ -89,7 +88,7 @@ def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
     assert when <= 30 + TIMEOUT + 1
 
 
-def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner() -> None:
+def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner():
     def script(second: int) -> list[Beat]:
         failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
         return [failed if second > 32 else _beat(0, beats=second // 5, ticks=second), _stopped(second)]
@@ -100,7 +99,7 @@ def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner() -> None:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: bool) -> None:
+def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended):
     """Imitates NCCL: the rank spins for data and still sends heartbeats; the failed rank may hang in its
     abort.
     """
@@ -120,7 +119,7 @@ def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended: boo
     assert "another worker has failed" in hung.reason
 
 
-def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed() -> None:
+def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed():
     def script(second: int) -> list[Beat]:
         failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
         # The rank computes for a long time and notices the failure in its next collective call.
@@ -130,7 +129,7 @@ def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed() -> None:
     assert _play(HangDetector(2, 600.0), 200, script) is None
 
 
-def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> None:
+def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed():
     def script(second: int) -> list[Beat]:
         return [_beat(r, beats=second // 5, ticks=min(second, 40 - (r == 2))) for r in range(3)]
 
@@ -141,7 +140,7 @@ def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed() -> 
     assert when > 40 + TIMEOUT
 
 
-def test_a_rank_that_never_started_is_blamed() -> None:
+def test_a_rank_that_never_started_is_blamed():
     when, hung = _play(HangDetector(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
     assert (hung.rank, hung.beat, when) == (1, None, START_SECONDS)
     longer = 2 * START_SECONDS
@@ -149,7 +148,7 @@ def test_a_rank_that_never_started_is_blamed() -> None:
     assert (hung.rank, hung.beat, when) == (1, None, longer)
 
 
-def test_those_that_wait_for_one_that_starts_late_do_not_hang() -> None:
+def test_those_that_wait_for_one_that_starts_late_do_not_hang():
     def script(second: int) -> list[Beat]:
         late = [_beat(1, beats=second // 5, ticks=min(second, 60))] if second > 50 else []
         return [_beat(0, beats=second // 5, ticks=max(1, min(second, 60) - 50)), *late]
@@ -160,14 +159,14 @@ def test_those_that_wait_for_one_that_starts_late_do_not_hang() -> None:
     assert "no progress" in hung.reason
 
 
-def test_a_driver_that_could_not_look_blames_nobody_for_that_time() -> None:
+def test_a_driver_that_could_not_look_blames_nobody_for_that_time():
     detector = HangDetector(1, TIMEOUT)
     detector.update([_beat(0)], 0.0)
     detector.update([_beat(0)], 1000.0)
     assert detector.find_hung(1000.0) is None
 
 
-def test_a_silent_rank_is_found_where_every_look_takes_long() -> None:
+def test_a_silent_rank_is_found_where_every_look_takes_long():
     """Reads take long on a slow store or with many ranks. One very slow read must not blame a rank."""
     detector = HangDetector(1, TIMEOUT)
     looks = [(30.0 * look, detector.update([_beat(0)], 30.0 * look)) for look in range(4)]
@@ -179,7 +178,7 @@ def test_a_silent_rank_is_found_where_every_look_takes_long() -> None:
     assert detector.find_hung(1000.0) is None
 
 
-def test_a_cancel_that_gets_lost_is_sent_again(tmp_path: Path) -> None:
+def test_a_cancel_that_gets_lost_is_sent_again(tmp_path):
     pulse = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0)
     storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
     sent: list[int] = []
@@ -207,9 +206,7 @@ class _Client(LocalFileSystem):
         return super().cat_file(path)  # type: ignore[no-any-return]
 
 
-def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_result(monkeypatch, tmp_path):
     fsspec.register_implementation("client", _Client, clobber=True)
     monkeypatch.setattr(monitor_module, "POLL_SECONDS", 0.05)
     pulse = Pulse(run_uri=f"client://{tmp_path}", token="t", timeout_seconds=0.4)
@@ -231,13 +228,8 @@ def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_resul
     ],
 )
 def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
-    spark: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    min_workers: int | None,
-    mesh: dict[str, int],
-    room: int,
-    go_on: int,
-) -> None:
+    spark, monkeypatch, min_workers, mesh, room, go_on
+):
     """If fewer workers are allowed, the run continues with whole replicas after the normal startup wait."""
     monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
     workers = math.prod(mesh.values()) if mesh else 2
@@ -263,9 +255,7 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
         ({"data": 2}, 0, "add executors"),
     ],
 )
-def test_a_lower_minimum_is_suggested_only_if_a_replica_fits(
-    spark: Any, mesh: dict[str, int], room: int, remedy: str
-) -> None:
+def test_a_lower_minimum_is_suggested_only_if_a_replica_fits(spark, mesh, room, remedy):
     config = TrainConfig(
         shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), collective="torch",
         num_workers=math.prod(mesh.values()), timeout_seconds=0.1, parallelism=Mesh.of(mesh),
@@ -287,7 +277,7 @@ def _no_file_can_be_written() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path: Path) -> None:
+def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path):
     pulse = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0)
     storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
     cancelled = threading.Event()
@@ -300,7 +290,7 @@ def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path: Pa
     assert "no heartbeat" in monitor.verdict.sentence
 
 
-def test_a_gang_is_idle_if_all_are_done_or_silent() -> None:
+def test_a_gang_is_idle_if_all_are_done_or_silent():
     detector = HangDetector(2, TIMEOUT)
     assert detector.is_idle(0.0)
     detector.update([_beat(0), _beat(1, ended=True)], 0.0)
@@ -308,7 +298,7 @@ def test_a_gang_is_idle_if_all_are_done_or_silent() -> None:
     assert detector.is_idle(12.0)
 
 
-def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
+def test_nonsense_in_the_folder_is_no_beat(tmp_path):
     folder = tmp_path / "heartbeat"
     folder.mkdir()
     for text in (b"", b"[]", b'{"rank": "0"}', b"\xff", b'{"__reduce__": 1}'):
@@ -316,7 +306,7 @@ def test_nonsense_in_the_folder_is_no_beat(tmp_path: Path) -> None:
         assert read_beats(str(tmp_path), 1, "t", 0) == []
 
 
-def test_a_heartbeat_tells_where_the_rank_is_and_how_it_ended(tmp_path: Path) -> None:
+def test_a_heartbeat_tells_where_the_rank_is_and_how_it_ended(tmp_path):
     pulse, status = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0), Status("phase one")
     with Heartbeat(pulse, status, rank=0, host="h", task=0) as beating:
         wait_for("a beat", lambda: len(read_beats(str(tmp_path), 1, "t", 0)) == 1)
@@ -328,7 +318,7 @@ def test_a_heartbeat_tells_where_the_rank_is_and_how_it_ended(tmp_path: Path) ->
     assert read_beats(str(tmp_path), 1, "t", 1) == read_beats(str(tmp_path), 1, "other", 0) == []
 
 
-def test_rank_0_stops_where_another_driver_works_on_the_run(tmp_path: Path) -> None:
+def test_rank_0_stops_where_another_driver_works_on_the_run(tmp_path):
     status = Status()
     write_owner(str(tmp_path), "mine", 0)
     with Heartbeat(Pulse(run_uri=str(tmp_path), token="mine", timeout_seconds=1.0), status, 0, "h", 0):
@@ -358,7 +348,7 @@ def _tick_on(status: Status) -> None:
         ("Connection refused", False, False),
     ],
 )  # fmt: skip
-def test_what_spark_says_of_a_job(text: str, cancelled: bool, lost: bool) -> None:
+def test_what_spark_says_of_a_job(text, cancelled, lost):
     error = RuntimeError(text)
     assert was_cancelled(error) is cancelled
     assert (find_lost_workers(error) is not None) is lost
@@ -377,7 +367,7 @@ def test_what_spark_says_of_a_job(text: str, cancelled: bool, lost: bool) -> Non
         (MemoryError(), False),
     ],
 )
-def test_only_faults_of_the_infrastructure_may_pass(error: BaseException, may_pass: bool) -> None:
+def test_only_faults_of_the_infrastructure_may_pass(error, may_pass):
     own = Failure.of(error, 1, "p", from_peer=False)
     assert own.may_pass is may_pass
     peer = Failure.of(RuntimeError("peer"), 0, "p", from_peer=True)

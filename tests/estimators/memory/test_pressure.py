@@ -58,7 +58,7 @@ def _linear(width: int) -> ModelSpec:
 
 
 @pytest.fixture
-def shards(make_shards: Any) -> ShardManifest:
+def shards(make_shards):
     """1,000 rows of 64 numbers, in row groups of 10."""
     x = np.zeros((1000, 64), np.float32)
     manifest: ShardManifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=10)
@@ -92,7 +92,7 @@ def _taken(config: TrainConfig) -> Any:
 @pytest.mark.extras
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["wide data", "big network"])
-def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> None:
+def test_the_need_is_below_what_a_worker_takes(make_shards, case):
     is_wide = case == "wide data"
     x = np.zeros((600, 8192) if is_wide else (200, 64), np.float32)
     model = _linear(8192) if is_wide else ModelSpec("mlp", BIG)
@@ -109,7 +109,7 @@ def test_the_need_is_below_what_a_worker_takes(make_shards: Any, case: str) -> N
 
 @pytest.mark.extras
 @pytest.mark.distributed
-def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> None:
+def test_a_rank_refuses_what_its_process_may_not_hold(shards):
     # It needs 20 GiB. The limit leaves room for the libraries and threads of any build of torch.
     model = ModelSpec("mlp", BIG | {"hidden": [16384] * 6})
     config = check_training(_config(shards, model, num_workers=2), NOTHING, shards).config
@@ -135,7 +135,7 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards: ShardManifest) -> 
 
 
 @pytest.mark.extras
-def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManifest) -> None:
+def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards):
     config = _config(shards, _linear(64))
     need = sum(worker_needs(config, NOTHING, shards).values())
     check_memory(config, NOTHING, shards, [None])
@@ -158,9 +158,7 @@ def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards: ShardManif
         ("horovod", "gradients", {}, "take an optimizer with less state"),
     ],
 )
-def test_the_remedy_is_not_what_is_set_already_or_refused(
-    shards: ShardManifest, collective: str, sharding: str, mesh: dict[str, int], remedy: str
-) -> None:
+def test_the_remedy_is_not_what_is_set_already_or_refused(shards, collective, sharding, mesh, remedy):
     settings = {"num_workers": 4, "collective": collective, "sync": sync_of(sharding=sharding)}
     config = _config(shards, ModelSpec("mlp", BIG), parallelism=mesh, **settings)
     with pytest.raises(ValueError, match=f"available.*; {remedy}, "):
@@ -177,9 +175,7 @@ def test_the_remedy_is_not_what_is_set_already_or_refused(
         ("parameters", (0.25, 0.25, 0.5)),
     ],
 )
-def test_what_is_cut_over_the_ranks_counts_in_part(
-    shards: ShardManifest, sharding: str, parts: tuple[float, float, float]
-) -> None:
+def test_what_is_cut_over_the_ranks_counts_in_part(shards, sharding, parts):
     config = _config(shards, ModelSpec("mlp", BIG), num_workers=4, sync=sync_of(sharding=sharding))
     needs = worker_needs(config, NOTHING, shards)
     whole = worker_needs(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards)["parameters"]
@@ -188,7 +184,7 @@ def test_what_is_cut_over_the_ranks_counts_in_part(
 
 
 @pytest.mark.extras
-def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> None:
+def test_what_a_mesh_leaves_a_worker_counts_in_part(shards):
     model = ModelSpec("mlp", BIG)
     names = ("parameters", "gradients", "optimizer state")
     whole = worker_needs(_config(shards, model), NOTHING, shards)
@@ -211,7 +207,7 @@ def test_what_a_mesh_leaves_a_worker_counts_in_part(shards: ShardManifest) -> No
 
 @pytest.mark.extras
 @pytest.mark.parametrize("optimizer", optimizer_names())
-def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardManifest, optimizer: str) -> None:
+def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards, optimizer):
     spec = ModelSpec("mlp", {"in_features": 64, "hidden": [256, 256], "out_features": 1})
     module = spec.build()
     made = make_optimizer(optimizer, module.parameters(), 1e-3, 0.0)
@@ -230,7 +226,7 @@ def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards: ShardMani
 
 
 @pytest.mark.extras
-def test_the_state_of_a_users_own_optimizer_counts(shards: ShardManifest) -> None:
+def test_the_state_of_a_users_own_optimizer_counts(shards):
     objects = UserObjects(optimizer=lambda parameters: torch.optim.Adam(parameters, amsgrad=True))
     needs = worker_needs(_config(shards, ModelSpec("mlp", BIG)), objects, shards)
     assert needs["optimizer state"] == pytest.approx(3 * needs["gradients"], rel=1e-5)
@@ -247,9 +243,7 @@ def test_the_state_of_a_users_own_optimizer_counts(shards: ShardManifest) -> Non
         ({"checkpoint_every_seconds": 60.0}, False),
     ],
 )
-def test_the_copy_for_a_checkpoint_counts_where_one_is_certain(
-    shards: ShardManifest, settings: dict[str, Any], copied: bool
-) -> None:
+def test_the_copy_for_a_checkpoint_counts_where_one_is_certain(shards, settings, copied):
     needs = worker_needs(_config(shards, ModelSpec("mlp", BIG), **settings), NOTHING, shards)
     copy = 3 * needs["parameters"] if copied else 0
     assert needs.get("copy for a checkpoint", 0) == pytest.approx(copy, rel=1e-5)
@@ -269,7 +263,7 @@ class Unused(nn.Module):
 
 
 @pytest.mark.extras
-def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest) -> None:
+def test_parameters_without_gradient_have_no_state_either(shards):
     objects = UserObjects(module=Unused())
     config = check_training(_config(shards, None), objects, shards).config
     needs = worker_needs(config, objects, shards)
@@ -283,7 +277,7 @@ def test_parameters_without_gradient_have_no_state_either(shards: ShardManifest)
 
 
 @pytest.mark.extras
-def test_on_a_gpu_the_host_holds_the_network_once(shards: ShardManifest) -> None:
+def test_on_a_gpu_the_host_holds_the_network_once(shards):
     big, small = (
         worker_needs(_config(shards, model, use_gpu=True), NOTHING, shards)
         for model in (ModelSpec("mlp", BIG), _linear(64))
@@ -301,15 +295,13 @@ def test_on_a_gpu_the_host_holds_the_network_once(shards: ShardManifest) -> None
         ({}, None),
     ],
 )
-def test_spark_divides_the_memory_of_its_python_workers_by_cores(
-    conf: dict[str, str], num_bytes: int | None
-) -> None:
+def test_spark_divides_the_memory_of_its_python_workers_by_cores(conf, num_bytes):
     found = find_spark_limit(conf)
     assert (found and found.num_bytes) == num_bytes
 
 
 @pytest.mark.extras
-def test_the_driver_refuses_what_spark_leaves_no_room_for(shards: ShardManifest) -> None:
+def test_the_driver_refuses_what_spark_leaves_no_room_for(shards):
     conf = {"spark.master": "yarn", "spark.executor.pyspark.memory": "100m"}
     config = check_training(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards).config
     with pytest.raises(
@@ -328,7 +320,7 @@ def _write(root: Path, files: dict[str, str]) -> str:
     return str(root)
 
 
-def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path: Path) -> None:
+def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path):
     group = "sys/fs/cgroup/"
     files = {
         "proc/self/cgroup": "0::/pod/one\n",

@@ -43,7 +43,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, None])
-def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes: int | None) -> None:
+def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes):
     """A single all-reduce starts after the backward pass, so its gradients may come in several parts."""
     module = Twice()
     rows = torch.ones(3, 2, requires_grad=True)
@@ -69,9 +69,7 @@ class InPlace(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, None])
-def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
-    bucket_bytes: int | None,
-) -> None:
+def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(bucket_bytes):
     """The zeroed gradients stay in the buffer; the unused gradient stays None."""
     module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1)])
     optimizer = InPlace(module.parameters(), lr=0.1)
@@ -88,7 +86,7 @@ def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(
 
 
 @given(st.integers(1, 1 << 34))
-def test_buckets_over_a_network_leave_the_backward_pass_something_to_hide(num_bytes: int) -> None:
+def test_buckets_over_a_network_leave_the_backward_pass_something_to_hide(num_bytes):
     """Overlap does not help over shared memory, and small networks lose more on extra messages."""
     size = choose_bucket_bytes(num_bytes, by_network=True)
     assert (size is None) == (num_bytes <= NETWORK_FLAT_BYTES)
@@ -121,7 +119,7 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("tie", [_summed, _zero])
-def test_a_callback_may_differentiate_between_steps(tie: Tie) -> None:
+def test_a_callback_may_differentiate_between_steps(tie):
     """A backward pass outside a step sends nothing and does not affect the next step."""
     module, alone = Recomputed(), Recomputed()
     sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), LocalCollective())
@@ -152,7 +150,7 @@ def _sockets() -> int:
 
 
 @pytest.mark.parametrize("tie", [_summed, _zero])
-def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie: Tie) -> None:
+def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie):
     """The error keeps the frames alive; a running all-reduce would keep the group and block its peers."""
     before = _sockets()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -6,7 +6,7 @@ from torch import nn
 from ringspark.estimators.parallel.data.gradient_buckets import GradientBucket
 
 
-def test_a_gradient_that_only_other_ranks_have_is_zeros_here_and_one_that_none_has_is_none() -> None:
+def test_a_gradient_that_only_other_ranks_have_is_zeros_here_and_one_that_none_has_is_none():
     parameters = {name: nn.Parameter(torch.zeros(2)) for name in ("here", "there", "nowhere")}
     bucket = GradientBucket(parameters)
     for parameter in parameters.values():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,9 +84,7 @@ def _train_in_reused_processes(configs: Sequence[TrainConfig]) -> list[TrainResu
         ),
     ],
 )
-def test_a_process_with_another_rank_trains_the_same_weights(
-    make_shards: Callable[..., ShardManifest], tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_process_with_another_rank_trains_the_same_weights(make_shards, tmp_path, changes):
     features = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
     manifest = make_shards({"x": features, "y": features.sum(1)})
 

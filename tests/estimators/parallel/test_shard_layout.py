@@ -21,7 +21,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [even_layout, whole_layout])
 
 @LAYOUTS
 @given(sizes=SIZES, num_ranks=st.integers(1, 5), limit=st.integers(1, 60))
-def test_every_element_is_one_ranks(layout: object, sizes: list[int], num_ranks: int, limit: int) -> None:
+def test_every_element_is_one_ranks(layout, sizes, num_ranks, limit):
     kinds = [index % 2 for index in range(len(sizes))]
     members = fill_buckets(sizes, kinds, [limit] * len(sizes))
     buckets = layout(members, sizes, num_ranks)  # type: ignore[operator]
@@ -37,16 +37,14 @@ def test_every_element_is_one_ranks(layout: object, sizes: list[int], num_ranks:
 
 
 @given(sizes=SIZES, num_ranks=st.integers(1, 5))
-def test_an_even_layout_gives_all_ranks_the_same_number(sizes: list[int], num_ranks: int) -> None:
+def test_an_even_layout_gives_all_ranks_the_same_number(sizes, num_ranks):
     for bucket in even_layout(fill_buckets(sizes, [0] * len(sizes), [50] * len(sizes)), sizes, num_ranks):
         assert len(set(bucket.counts)) == 1
         assert bucket.num_elements - bucket.slots[-1].stop < num_ranks
 
 
 @given(sizes=SIZES, num_ranks=st.integers(1, 5))
-def test_a_whole_layout_cuts_nothing_and_is_balanced_but_for_the_largest(
-    sizes: list[int], num_ranks: int
-) -> None:
+def test_a_whole_layout_cuts_nothing_and_is_balanced_but_for_the_largest(sizes, num_ranks):
     buckets = whole_layout(fill_buckets(sizes, [0] * len(sizes), [50] * len(sizes)), sizes, num_ranks)
     loads = [0] * num_ranks
     for bucket in buckets:
@@ -57,12 +55,12 @@ def test_a_whole_layout_cuts_nothing_and_is_balanced_but_for_the_largest(
 
 
 @pytest.mark.parametrize("name", optimizer_names())
-def test_only_elementwise_optimizers_of_the_registry_are_cut(name: str) -> None:
+def test_only_elementwise_optimizers_of_the_registry_are_cut(name):
     optimizer = make_optimizer(name, nn.Linear(300, 300).parameters(), 0.1, 0.0)
     assert is_elementwise(optimizer) is (name in ELEMENTWISE_NAMES)
 
 
-def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
+def test_pieces_share_the_memory_of_parameters_of_any_layout():
     conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
     before = {name: p.detach().clone() for name, p in conv.named_parameters()}
     optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
@@ -80,7 +78,7 @@ def test_pieces_share_the_memory_of_parameters_of_any_layout() -> None:
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_whole_parameters_are_dealt_largest_first() -> None:
+def test_whole_parameters_are_dealt_largest_first():
     """In the given order, the last and largest parameter would go to a rank that is already full."""
     (bucket,) = whole_layout([[0, 1, 2, 3]], [1, 1, 1, 3], 2)
     assert bucket.counts == [3, 3]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,9 +42,7 @@ def _columns(rows: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("sharding", "collective"), SHARDED)
-def test_the_best_checkpoint_of_two_workers_is_that_of_one(
-    make_shards: MakeShards, tmp_path: Path, sharding: str, collective: str
-) -> None:
+def test_the_best_checkpoint_of_two_workers_is_that_of_one(make_shards, tmp_path, sharding, collective):
     """The last training batch and the only validation batch leave a rank without rows."""
     held_out = np.arange(104) >= 97
     manifest = make_shards(_columns(104), validation=held_out, row_group_rows=97)
@@ -73,9 +70,7 @@ def test_the_best_checkpoint_of_two_workers_is_that_of_one(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("policy", [pytest.param("sqrt", marks=pytest.mark.slow), "all"])
-def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(
-    make_shards: MakeShards, tmp_path: Path, policy: str
-) -> None:
+def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(make_shards, tmp_path, policy):
     manifest = make_shards(_columns(97))
     plain = _config(manifest, tmp_path / "a", num_workers=2, collective="torch", precision="bf16")
     sharded = replace(plain, run_uri=str(tmp_path / "b"), sync=Zero(stage=3), gradient_checkpointing=policy)
@@ -98,9 +93,7 @@ class _FailsOnRankOne(nn.Module):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sharding", ["gradients", "parameters"])
-def test_a_model_that_raises_on_one_rank_ends_the_others(
-    make_shards: MakeShards, tmp_path: Path, sharding: str
-) -> None:
+def test_a_model_that_raises_on_one_rank_ends_the_others(make_shards, tmp_path, sharding):
     manifest = make_shards(_columns(200))
     config = _config(
         manifest,

@@ -33,7 +33,7 @@ def _gradients(module: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_rows_are_clipped_with_all_other_gradients(max_norm: float) -> None:
+def test_rows_are_clipped_with_all_other_gradients(max_norm):
     found = []
     for is_sparse in (False, True):
         module = _network(is_sparse=is_sparse)
@@ -45,7 +45,7 @@ def test_rows_are_clipped_with_all_other_gradients(max_norm: float) -> None:
     assert float(found[1].norm()) <= max_norm
 
 
-def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
+def test_rows_count_in_the_noise_as_a_dense_table_does():
     """One rank measures it from micro-batches, several ranks from their local gradients."""
     states, squares = [], []
     for is_sparse in (False, True):
@@ -65,7 +65,7 @@ def test_rows_count_in_the_noise_as_a_dense_table_does() -> None:
     torch.testing.assert_close(squares[1], squares[0])
 
 
-def test_rows_of_a_table_too_long_for_indices_of_32_bits_keep_their_places() -> None:
+def test_rows_of_a_table_too_long_for_indices_of_32_bits_keep_their_places():
     last = 2**31 + 5
     # All rows share one number, so the table needs no memory.
     table = nn.Parameter(torch.zeros(1, 1).expand(last + 1, 1), requires_grad=True)
@@ -78,7 +78,7 @@ def test_rows_of_a_table_too_long_for_indices_of_32_bits_keep_their_places() -> 
     assert table.grad.coalesce().indices().tolist() == [[4, last]]
 
 
-def test_a_table_without_a_gradient_is_not_one_with_an_empty_gradient() -> None:
+def test_a_table_without_a_gradient_is_not_one_with_an_empty_gradient():
     table = nn.Embedding(4, 2, sparse=True)
     rows = SparseRows({"weight": table.weight}, torch.optim.SparseAdam([table.weight]), LocalCollective())
     rows.sum()

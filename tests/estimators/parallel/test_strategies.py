@@ -256,9 +256,7 @@ def _alone() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
 @pytest.mark.parametrize("training", TRAININGS)
-def test_weights_after_twenty_steps_are_those_of_one_worker(
-    strategy: str, collective: str, training: str
-) -> None:
+def test_weights_after_twenty_steps_are_those_of_one_worker(strategy, collective, training):
     if (strategy, training) == ("zero3", "adafactor"):
         pytest.skip("refused: see test_an_optimizer_that_looks_at_whole_parameters_is_refused")
     first, second = (result[training] for result in _results(strategy, collective))
@@ -268,7 +266,7 @@ def test_weights_after_twenty_steps_are_those_of_one_worker(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
-def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy: str, collective: str) -> None:
+def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy, collective):
     first, second = (result["overflow"] for result in _results(strategy, collective))
     assert first == second
     assert (first["skipped"], first["scale"]) == (1, 4.0)
@@ -277,15 +275,13 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy: str, collective
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
-def test_no_rank_multiplies_its_loss_and_overflows_where_one_worker_does_not(
-    strategy: str, collective: str
-) -> None:
+def test_no_rank_multiplies_its_loss_and_overflows_where_one_worker_does_not(strategy, collective):
     assert [result["bytes"]["loss factor"] for result in _results(strategy, collective)] == [1.0, 1.0]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "collective"), _params(SHARDED))
-def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy: str, collective: str) -> None:
+def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy, collective):
     first, second = (result["overflow of one element"] for result in _results(strategy, collective))
     assert first == second
     assert first["skipped"] == 1
@@ -293,7 +289,7 @@ def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy: str, coll
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
-def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy: str, collective: str) -> None:
+def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy, collective):
     whole = _alone()["bytes"]["state"]
     cut = {"data_parallel": [], "compressed": [], "zero1": ["optimizer"], "zero2": ["optimizer", "gradients"]}
     for result in _results(strategy, collective):
@@ -305,7 +301,7 @@ def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy: str, collective: 
 
 
 @pytest.mark.distributed
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
     for result in _results("zero3", "torch"):
         optimizer, scalar = result["refusals"]
         assert "optimizer Adafactor needs whole parameters; take one of" in optimizer
@@ -316,7 +312,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
 @pytest.mark.parametrize(
     ("strategy", "collective"), _params([c for c in CASES if c[0] in ("zero1", "zero2")])
 )
-def test_zero_sends_what_data_parallelism_sends(strategy: str, collective: str) -> None:
+def test_zero_sends_what_data_parallelism_sends(strategy, collective):
     """Reduce-scatter plus all-gather send an all-reduce's bytes, plus flags for missing gradients."""
     num_bytes = _alone()["bytes"]["state"]["gradients"]
     num_parameters = len([p for p in Net().parameters() if p.requires_grad])

@@ -89,9 +89,7 @@ def _ranks(collective: str) -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("case", CASES)
-def test_many_buckets_and_late_gradients_give_the_weights_and_state_of_one_worker(
-    collective: str, case: tuple[bool, int | None]
-) -> None:
+def test_many_buckets_and_late_gradients_give_the_weights_and_state_of_one_worker(collective, case):
     weights, state = run_one(partial(_train, *case))
     for rank, cases in enumerate(_ranks(collective)):
         own_weights, own_state = cases[CASES.index(case)]

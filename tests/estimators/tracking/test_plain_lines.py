@@ -34,7 +34,7 @@ class Log:
         self.shown.progress(progress)
 
 
-def test_there_is_one_line_a_period_however_often_the_position_is_read() -> None:
+def test_there_is_one_line_a_period_however_often_the_position_is_read():
     log = Log()
     for half in range(1, 183):
         seconds = half / 2
@@ -47,14 +47,14 @@ def test_there_is_one_line_a_period_however_often_the_position_is_read() -> None
     ]
 
 
-def test_a_training_without_a_step_in_the_period_says_so_without_a_guess() -> None:
+def test_a_training_without_a_step_in_the_period_says_so_without_a_guess():
     log = Log()
     log.at(1, START)
     log.at(31, START)
     assert log.lines == ["training: epoch 1/5, step 0/3,000"]
 
 
-def test_the_time_left_counts_from_where_the_workers_started_again() -> None:
+def test_the_time_left_counts_from_where_the_workers_started_again():
     log = Log()
     log.at(0, replace(START, step=2_000))
     log.at(10, replace(START, step=2_900))
@@ -64,7 +64,7 @@ def test_the_time_left_counts_from_where_the_workers_started_again() -> None:
     assert log.lines == ["training: epoch 1/5, step 1,020/3,000, 33 min left"]
 
 
-def test_an_epoch_has_its_line_at_once() -> None:
+def test_an_epoch_has_its_line_at_once():
     log = Log()
     log.shown.epoch(EPOCH)
     log.shown.epoch(replace(EPOCH, epoch=3, validation_loss=0.6))
@@ -86,10 +86,10 @@ def test_an_epoch_has_its_line_at_once() -> None:
         (172_800, "2 d"),
     ],
 )
-def test_durations_have_two_units_at_most(seconds: float, words: str) -> None:
+def test_durations_have_two_units_at_most(seconds, words):
     assert duration(seconds) == words
 
 
-def test_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_standard_error(capsys):
     PlainLines().epoch(EPOCH)
     assert capsys.readouterr() == ("", "epoch 2: loss 0.5124, 61.2 s\n")

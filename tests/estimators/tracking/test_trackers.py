@@ -6,7 +6,7 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pandas as pd
 import pytest
@@ -50,7 +50,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.extras
-def test_each_listed_name_is_a_tracker_that_a_setting_may_name() -> None:
+def test_each_listed_name_is_a_tracker_that_a_setting_may_name():
     assert set(TRACKERS) == set(get_args(TrackerName))
     for name, tracker in TRACKERS.items():
         assert tracker.name == name
@@ -58,7 +58,7 @@ def test_each_listed_name_is_a_tracker_that_a_setting_may_name() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_mistyped_option_is_one_sentence(name: str) -> None:
+def test_a_mistyped_option_is_one_sentence(name):
     with pytest.raises(ValueError, match=f"tracking: '{name}' has no option 'lgo_dir'"):
         make_trackers([{"name": name, "lgo_dir": "x"}], shows_progress=False)
 
@@ -77,13 +77,13 @@ def test_a_mistyped_option_is_one_sentence(name: str) -> None:
         ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be a non-empty string"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+def test_options_that_mean_nothing_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
         make_trackers([options], shows_progress=False)
 
 
 @pytest.mark.parametrize("content", ["export PATH=/bin\n", '{"version": 1}\n', "\0\n"])
-def test_lines_are_not_appended_to_a_file_of_another_program(tmp_path: Path, content: str) -> None:
+def test_lines_are_not_appended_to_a_file_of_another_program(tmp_path, content):
     file = tmp_path / "settings"
     file.write_text(content)
     options = [{"name": "jsonl", "path": str(file)}]
@@ -94,7 +94,7 @@ def test_lines_are_not_appended_to_a_file_of_another_program(tmp_path: Path, con
         make_trackers(options, shows_progress=False)
 
 
-def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_shows_a_bar(monkeypatch, capsys):
     run = RunStart(name="r", run_uri="u")
     assert isinstance(ConsoleTracker().start(run), PlainLines)
     # IPython's kernel keeps its shell there; its standard error is no terminal.
@@ -107,7 +107,7 @@ def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.extras
-def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_path):
     (tracker,) = make_trackers(["tensorboard"], shows_progress=False)
     folder = tmp_path / "tracking" / "tensorboard"
     start = RunStart(name="stage", run_uri=str(tmp_path), settings={"epochs": 2})
@@ -130,7 +130,7 @@ def test_tensorboard_shows_each_step_once_after_a_rollback_and_a_restart(tmp_pat
 
 
 @pytest.mark.extras
-def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path) -> None:
+def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path):
     (tracker,) = make_trackers([{"name": "tensorboard", "log_dir": str(tmp_path)}], shows_progress=False)
     for search, loss in (("first", 0.5), ("second", 0.4), ("first", 0.3)):
         # The third start resumes the first run and replaces only the first run's events.
@@ -143,7 +143,7 @@ def test_tensorboard_keeps_runs_of_one_name_apart_in_one_log_dir(tmp_path: Path)
 
 @pytest.mark.extras
 @pytest.mark.parametrize(("name", "folder"), [("jsonl", "tracking"), ("tensorboard", "tracking/tensorboard")])
-def test_a_file_in_a_store_is_written_again_when_it_has_grown_by_a_tenth(name: str, folder: str) -> None:
+def test_a_file_in_a_store_is_written_again_when_it_has_grown_by_a_tenth(name, folder):
     (tracker,) = make_trackers([name], shows_progress=False)
     listener = tracker.start(RunStart(name="stage", run_uri=f"memory://long-{name}"))
     fs, place = storage.filesystem(f"memory://long-{name}/{folder}")
@@ -165,7 +165,7 @@ def test_a_file_in_a_store_is_written_again_when_it_has_grown_by_a_tenth(name: s
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
-def test_one_fit_is_told_to_mlflow_and_tensorboard(spark: Any, tmp_path: Path) -> None:
+def test_one_fit_is_told_to_mlflow_and_tensorboard(spark, tmp_path):
     mlflow = pytest.importorskip("mlflow")
     plain = spark.range(0, 96, 1, 2).selectExpr("id", "sin(id) as a", "cos(1.7 * id) as b")
     frame = plain.select(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ class _FaultyListener(Listener):
 
 
 @pytest.fixture
-def released() -> Iterator[threading.Event]:
+def released():
     """Ends hanging tracker calls when the test is over."""
     event = threading.Event()
     yield event
@@ -83,9 +82,7 @@ def told(run_uri: Path, tracker: Tracker) -> list[str]:
 
 
 @pytest.mark.parametrize("at", AT)
-def test_a_tracker_that_raises_is_a_warning_and_harms_no_other(
-    at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_raises_is_a_warning_and_harms_no_other(at, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ringspark"):
         assert told(tmp_path, Faulty(at, None)) == ["start", "epoch", "end"]
     (record,) = caplog.records
@@ -114,7 +111,7 @@ class _FlakyListener(Listener):
         self._seen.append(record.epoch)
 
 
-def test_a_tracker_that_fails_now_and_then_receives_every_later_epoch(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_now_and_then_receives_every_later_epoch(tmp_path):
     history = [asdict(replace(EPOCH, epoch=epoch)) for epoch in range(1, 10)]
     (tmp_path / run_layout.HISTORY).write_text(json.dumps(history))
     tracker = Flaky()
@@ -124,13 +121,7 @@ def test_a_tracker_that_fails_now_and_then_receives_every_later_epoch(tmp_path: 
 
 
 @pytest.mark.parametrize("at", AT)
-def test_a_tracker_that_hangs_for_ever_is_left_alone_at_the_end(
-    at: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    released: threading.Event,
-) -> None:
+def test_a_tracker_that_hangs_for_ever_is_left_alone_at_the_end(at, tmp_path, caplog, monkeypatch, released):
     monkeypatch.setattr(watcher, "END_SECONDS", 1.0)
     hanging = Faulty(at, released)
     with caplog.at_level(logging.WARNING, "ringspark"):
@@ -142,9 +133,7 @@ def test_a_tracker_that_hangs_for_ever_is_left_alone_at_the_end(
     assert "the tracker faulty has not answered" in record.getMessage()
 
 
-def test_a_tracker_that_has_hung_for_long_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
-) -> None:
+def test_a_tracker_that_has_hung_for_long_is_not_waited_for(tmp_path, monkeypatch, released):
     hanging = Faulty("start", released)
     channel = watcher._Channel(hanging, RunStart(name="stage", run_uri=str(tmp_path)))
     monkeypatch.setattr(watcher, "END_SECONDS", 100.0)
@@ -159,9 +148,7 @@ def test_a_tracker_that_has_hung_for_long_is_not_waited_for(
 
 
 @pytest.mark.spark
-def test_a_fit_with_failing_trackers_returns_its_model(
-    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fit_with_failing_trackers_returns_its_model(spark, tmp_path, caplog):
     from ringspark.estimators import TorchRegressor
     from ringspark.models import ModelSpec
 
@@ -208,9 +195,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(is_terminal, monkeypatch, capsys):
     stream = Terminal(is_terminal)
     monkeypatch.setattr("sys.stderr", stream)
     # Short enough to print every position.
@@ -232,6 +217,6 @@ def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(
 
 
 @pytest.mark.parametrize("period", [0, -1, "30", True])
-def test_a_period_that_is_no_time_is_refused(period: Any) -> None:
+def test_a_period_that_is_no_time_is_refused(period):
     with pytest.raises(ValueError, match="period_seconds of 'console' must be a number above 0"):
         make_trackers([{"name": "console", "period_seconds": period}], shows_progress=False)
