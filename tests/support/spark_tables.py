@@ -1,10 +1,11 @@
-"""DataFrames of several test files, and conditions of the Spark session."""
+"""DataFrames and fits of several test files, and conditions of the Spark session."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,3 +41,32 @@ def points(spark: Any, rows: int, width: int = 3, partitions: int = 3) -> Any:
     values = [(i, row.tolist(), float(row.sum())) for i, row in enumerate(x)]
     schema = "id long, features array<double>, label double"
     return spark.createDataFrame(values, schema).repartition(partitions, "id").cache()
+
+
+def waves(spark: Any, rows: int = 96) -> Any:
+    """Returns `features`, the sine and cosine of the row number, and `label`, in two partitions."""
+    return spark.range(0, rows, 1, 2).selectExpr(
+        "array(sin(id), cos(id)) as features", "sin(2 * id) as label"
+    )
+
+
+def quiet(kind: type[Any], folder: Path | str, **params: Any) -> Any:
+    """Returns an estimator that shows no progress; its runs are in `folder`, unless `runUri` is set."""
+    place = {} if "runUri" in params else {"storageUri": str(folder)}
+    return kind(**place | {"showProgress": False} | params)
+
+
+def values_of(frame: Any, *columns: str, order: str = "id") -> list[Any]:
+    """Returns a column, or tuples of several columns, of all rows, ordered by the column `order`."""
+    names = columns or ("prediction",)
+    rows = frame.orderBy(order).select(*(f"`{name}`" for name in names)).collect()
+    return [tuple(row) if len(names) > 1 else row[0] for row in rows]
+
+
+def run_stream(scored: Any, folder: Path, name: str = "scored") -> Any:
+    """Writes all rows of a streaming DataFrame that have arrived; returns the table of all rows so far."""
+    writer = scored.writeStream.format("parquet").trigger(availableNow=True)
+    query = writer.option("checkpointLocation", str(folder / "progress")).start(str(folder / name))
+    assert query.awaitTermination(300)
+    assert query.exception() is None
+    return scored.sparkSession.read.parquet(str(folder / name))

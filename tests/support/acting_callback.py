@@ -1,0 +1,28 @@
+"""A callback of functions, so that a test need not define a class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ringspark.estimators.training.callbacks import Callback, TrainingState
+
+
+class Acts(Callback):
+    """Calls functions of the state by the names of events, as in `Acts(step_end=function)`."""
+
+    def __init__(self, **functions: Callable[[TrainingState], Any]) -> None:
+        self._functions = functions
+
+    def on_train_start(self, state: TrainingState) -> None:
+        self._act("train_start", state)
+
+    def on_step_end(self, state: TrainingState) -> None:
+        self._act("step_end", state)
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        self._act("epoch_end", state)
+
+    def _act(self, event: str, state: TrainingState) -> None:
+        if event in self._functions:
+            self._functions[event](state)
