@@ -47,7 +47,7 @@ OF_EXTRAS = frozenset(
         *(
             row.name
             for row in BAD_INPUTS
-            if row.name.startswith(("shards:", "autoencoder:", "inner columns:"))
+            if row.name.startswith(("shards:", "autoencoder:", "inner columns:", "tracking:"))
         ),
     ]
 )

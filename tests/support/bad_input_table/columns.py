@@ -7,6 +7,7 @@ from typing import Any
 from pyspark.sql import functions as F
 from tokenizers import Tokenizer, processors
 from tokenizers import models as tokenizer_models
+from torch import nn
 
 from bad_input_table.place import BadInput, Place, unread
 from ringspark import pipelines
@@ -105,6 +106,32 @@ COLUMNS = [
       "output columns must differ", "got"),
     R("inner columns: a column of the table", lambda p: unread(p, innerCols={"linear": "half"}),
       "column half already exists", "drop it"),
+    R("fit: names in two cases",
+      lambda p: p.fit(run=lambda e: e.fit(p.pair.select("features", "label", F.lit(1.0).alias("Label")))),
+      r"column 'label' is ambiguous, the DataFrame has \['label', 'Label'\]", "rename one of them"),
+    R("fit: numbers beyond float32",
+      lambda p: p.fit(run=lambda e: e.fit(p.table.selectExpr("array(many * -1e39D) as features", "label")),
+                      model=nn.Linear(1, 1)),
+      r"'features' holds values up to 5\.9e\+40 in the train rows", "float32"),
+    R("fit: a column named like a null mask",
+      lambda p: p.fit(run=lambda e: e.fit(p.table.withColumn("half.isnull", F.lit(0))), featuresCol="half",
+                      weightCol="half.isnull"),
+      "'half.isnull' has the name of the null mask .* for 'half'", "rename it"),
+    R("fit: a kind in two cases",
+      lambda p: p.fit(columns={"Text": Vocabulary(), "text": Vocabulary()}, featuresCol="text"),
+      "columns names 'text' twice", "keep only one"),
+    R("fit: kind that is a name", lambda p: p.fit(columns={"text": "hash"}),
+      r"columns\['text'\] must be a column type", "got 'hash'", TypeError),
+    R("fit: list of kinds", lambda p: p.fit(columns=["text"]),
+      "columns must map names to column types", "e.g.", TypeError),
+    R("fit: an embedding that is too small",
+      lambda p: p.fit(inputCols=["text"], columns={"text": Vocabulary()}, model=nn.Embedding(4, 1)),
+      r"cannot take the input columns \[text .*index out of range", "match the model"),
+    R("fit: an embedding without the padding",  # the padding of short rows is an id as well
+      lambda p: p.fit(run=lambda e: e.fit(p.table.selectExpr("array(3) AS features", "label")),
+                      columns={"features": Padded(length=2, value=4)},
+                      model=nn.Sequential(nn.Embedding(4, 1), nn.Flatten(), nn.Linear(2, 1))),
+      r"cannot take the input columns \[features .*index out of range", "match the model"),
 ]
 # fmt: on
 

@@ -18,6 +18,9 @@ from ringspark.pipelines.kinds import Array
 
 R = BadInput
 
+ON_GPU = {"inferencePrecision": "int8", "inferenceUseGpu": True}
+FROM_DISK = {"inferencePrecision": "int8", "inferenceOffload": "disk"}
+
 # fmt: off
 MODELS = [
     R("transform: no weights", lambda p: TorchModel(model=SPEC).transform(p.pair),
@@ -70,8 +73,69 @@ MODELS = [
       "torch .* has no layer 'Linear9'", "use the torch version that saved it"),
     R("fit: a saved program", lambda p: p.train(model=program_of(p)),
       "model is a saved program, which predicts and cannot be trained", "give a network of its class"),
+    R("load: format before the first release",
+      lambda p: p.load(edited("ringspark.json", lambda d: d | {"format_version": 1})),
+      "its format is 1, from before the first release", "; "),
+    R("load: description of no stage", lambda p: p.load(edited("ringspark.json", lambda d: [1])),
+      "is damaged", "save the stage again"),
+    R("load: description without an entry",
+      lambda p: p.load(edited("ringspark.json", lambda d: {"format_version": 2})),
+      "is damaged", "save the stage again"),
+    R("load: description missing", lambda p: p.load(gone("ringspark.json")),
+      "holds no saved TorchClassificationModel", "give the folder that"),
+    R("load: metadata missing",
+      lambda p: p.load(lambda folder: (folder / "metadata").rename(folder / "elsewhere")),
+      "is incomplete .metadata/ is missing", "save the stage again"),
+    R("load: record of no checkpoint", lambda p: p.load(edited("weights/checkpoint.json", lambda d: {})),
+      "checkpoint.json is damaged", "use another checkpoint"),
+    R("transform: a negative threshold",
+      lambda p: p.model.copy().setThresholds([0.5, -0.1]).transform(p.pair),
+      "thresholds must not be negative", "at most one may be 0"),
+    R("transform: two thresholds of 0", lambda p: p.model.copy().setThresholds([0.0, 0.0]).transform(p.pair),
+      "thresholds must not be negative", "at most one may be 0"),
+    R("evaluate: no metrics", lambda p: p.model.evaluate(p.pair),
+      "evaluate needs metrics", "fit with metrics"),
+    R("evaluate: no such label", lambda p: measure(p, labelCol="nope"),
+      "labelCol 'nope' is not a column", "the DataFrame has"),
+    R("evaluate: label out of range", lambda p: measure(p, labelCol="negative"),
+      r"'negative' must hold whole class numbers in 0\.\.1", "got -30"),
+    R("evaluate: null label", lambda p: measure(p, labelCol="holes"),
+      "labelCol 'holes' has a null or NaN", "fill or drop such rows"),
+    R("evaluate: metric of values", lambda p: measure(p, metrics=["rmse"]),
+      "metrics of a classification must be among", "got 'rmse'"),
+    R("export: onto a folder", lambda p: p.model.export(p.prepared()),
+      "given is a folder", "give a new path"),
+    R("export: to a new folder", lambda p: p.model.export(f"{p.storage}/new/"),
+      "new/ is a folder", "give a new path"),
+    R("export: onto a file",
+      lambda p: p.model.export(f"{p.prepared(damage=lambda f: (f / 'mine').touch())}/mine"),
+      "mine exists already", "give a new path"),
+    *(
+        R(f"save: over a stage with {name}",
+          lambda p, name=name: p.model.write().overwrite().save(
+              p.prepared("saved", lambda folder: (folder / name).write_text("mine"))),
+          f"holds '{name}', which ringspark did not write there", "move that file elsewhere")
+        for name in ("metrics.json", "thesis.pkl", "weights/thesis.bin", "metadata/notes.md")
+    ),
+    R("fit: int8 on a GPU", lambda p: p.fit(**ON_GPU), "int8' runs on the CPU", "set 'bf16'"),
+    R("fit: int8 from the disk", lambda p: p.fit(**FROM_DISK),
+      "int8' keeps quantized weights in memory", "set inferencePrecision='bf16'"),
+    R("transform: int8 on a GPU", lambda p: changed(p, **ON_GPU).transform(p.pair),
+      "int8' runs on the CPU", "set 'bf16'"),
+    R("transform: int8 from the disk", lambda p: changed(p, **FROM_DISK).transform(p.pair),
+      "int8' keeps quantized weights in memory", "set inferencePrecision='bf16'"),
 ]
 # fmt: on
+
+
+def changed(place: Place, **params: Any) -> Any:
+    return place.model.copy().setParams(**params)
+
+
+def measure(place: Place, **params: Any) -> Any:
+    """Evaluates the accuracy on a table that has a column with a null, too."""
+    rows = place.table.withColumn("holes", F.expr("if(many = 7, null, label)"))
+    return changed(place, **{"metrics": ["accuracy"]} | params).evaluate(rows)
 
 
 def other_network(description: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,18 @@ NETWORKS = [
       "budget", "such as '4g'"),
     R("memory: unknown setting", lambda p: plan_memory(SPEC, columns(2), sharding="all"),
       "sharding", "'optimizer'"),
+    R("fit: labels by two settings",
+      lambda p: p.fit(TorchEstimator, labelCol="label", labelCols=["label", "half"]),
+      "set labelCol or labelCols, not both", "got 'label' and"),
+    R("fit: one output for two labels",
+      lambda p: p.fit(TorchEstimator, labelCols=["label", "half"], predictionCols=["a", "b"]),
+      r"returns 1 tensors for the labels \['label', 'half'\]", "must return one each"),
+    R("fit: two outputs without names",
+      lambda p: p.fit(TorchEstimator, model=TwoOutputs(), labelCols=["label", "half"],
+                      loss=["mse", "mse"]),
+      "the model has 2 outputs", "set predictionCols"),
+    R("fit: several labels of a regressor", lambda p: p.fit(TorchRegressor, labelCols=["label", "half"]),
+      "TorchRegressor has no Param 'labelCols'", "did you mean 'labelCol'", TypeError),
 ]
 # fmt: on
 

@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from bad_input_table.place import BadInput, Place, blocked, cut
+from ringspark.estimators import TorchRegressor
 from ringspark.estimators.run.folder import RunRefusedError
+from ringspark.models import ModelSpec
 
 R = BadInput
 
@@ -60,6 +62,23 @@ RUNS = [
     R("resume: one folder for two fits",
       lambda p: p.fit(run=lambda e: e.fit(p.pair, [{e.epochs: 1}, {e.epochs: 2}]), runUri=p.prepared()),
       "is the folder of one training, and 2 parameter maps", "leave runUri unset"),
+    R("initialModel: another network",
+      lambda p: p.fit(initialModel=p.model, model=ModelSpec("linear", {"in_features": 2, "out_features": 2})),
+      r"'linear\.bias' of shape \[1\], but the model's has .*\[2\]", "leave model unset"),
+    R("initialModel: other inputs", lambda p: p.fit(initialModel=p.model, inputCols=["half"]),
+      r"takes the columns \['features'\], and the estimator has \['half'\]", "give the estimator the same"),
+    R("initialModel: another label", lambda p: p.fit(initialModel=p.model, labelCol="zero"),
+      "predicts the label 'label', and labelCol is 'zero'", "set labelCol to the model's"),
+    R("initialModel: no training state", lambda p: p.fit(initialModel=p.model, initialState="optimizer"),
+      "there is none next to .*;", "fit the initial model with keepTrainingState=True"),
+    R("initialModel: two sources of weights", lambda p: p.fit(initialModel=p.model, pretrained=p.storage),
+      "both set the initial weights", "leave one of them unset"),
+    R("initialModel: features of another length",
+      lambda p: p.fit(run=lambda e: e.fit(p.table.selectExpr("array(1D, 2D, 3D) AS features", "label")),
+                      initialModel=p.model),
+      "column 'features' is .*2.* for initialModel and .*3", "give rows of the same type and shape"),
+    R("initialModel: of another task", lambda p: p.fit(TorchRegressor, initialModel=p.model),
+      "must be a TorchRegressionModel, got a TorchClassificationModel", "fit with the estimator of the same"),
 ]
 # fmt: on
 

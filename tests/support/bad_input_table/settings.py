@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -29,6 +30,17 @@ def whole(parameters: Any) -> torch.optim.Optimizer:
     return Whole(parameters, lr=0.1)
 
 
+BLOCKS = ModelSpec("mlp", {"in_features": 2, "hidden": [4] * 3, "out_features": 1})
+TRACKING: list[tuple[dict[str, Any], str, str]] = [
+    ({"name": "mlflow", "experiment": ""}, "experiment of 'mlflow' must be", "a non-empty string"),
+    ({"name": "mlflow", "tags": "a"}, "tags of 'mlflow' must be a dict", "got 'a'"),
+    ({"name": "mlflow", "registered_model_name": "m", "log_model": False}, "registered_model", "drop one"),
+    ({"name": "mlflow", "alias": "champion"}, "alias of 'mlflow' needs registered_model_name", "set it too"),
+    ({"name": "mlflow", "runtime": "onxx"}, "runtime of 'mlflow' must be", "got 'onxx'"),
+    ({"name": "jsonl", "path": "/"}, "path of 'jsonl' must be a local file, got '/'", "give one"),
+    ({"name": "jsonl", "path": 5}, "path of 'jsonl' must be a local file, got 5", "give one"),
+    ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be", "a non-empty string"),
+]
 SCALING = {"rule": "linear", "baseBatchSize": 4}
 
 # fmt: off
@@ -176,8 +188,24 @@ SETTINGS = [
     R("autoencoder: noise and a transform",
       lambda p: unread(p, TorchAutoencoder, noise=0.2, transformBatch=nn.Identity()),
       "transformBatch", "put your function into the network"),
+    R("fit: no such block", lambda p: p.train(model=BLOCKS, gradientCheckpointing=["trunk.9"]),
+      "gradientCheckpointing.*'trunk.9'", "did you mean 'trunk."),
+    R("fit: more segments than blocks", lambda p: p.train(model=BLOCKS, gradientCheckpointing=9),
+      "gradientCheckpointing", "must be from 2 to 3"),
+    R("fit: a ScriptModule", lambda p: p.fit(model=script()),
+      "got a ScriptModule", "give the nn.Module it was made from", TypeError),
+    *(
+        R(f"tracking: {options}", lambda p, o=options: p.fit(tracking=[o]), f"tracking: {subject}", remedy)
+        for options, subject, remedy in TRACKING
+    ),
 ]
 # fmt: on
+
+
+def script() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2))
 
 
 def huge() -> ModelSpec:
