@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+from programs import run_program
 
 from ringspark.estimators.collectives.horovod_collective import _cycle
 
@@ -22,20 +21,10 @@ print("started twice")
 
 def test_both_settings_survive_a_second_start_in_one_process():
     pytest.importorskip("horovod.torch")
-    place = {
-        f"HOROVOD_{part}_{what}": str(int(what == "SIZE"))
-        for part in ("LOCAL", "CROSS")
-        for what in ("RANK", "SIZE")
-    }
+    names = [f"HOROVOD_{part}_{what}" for part in ("LOCAL", "CROSS") for what in ("RANK", "SIZE")]
+    place = {name: str(int(name.endswith("SIZE"))) for name in names}
     settings = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", NAME: "5", "HOROVOD_FUSION_THRESHOLD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", START_TWICE],
-        env=os.environ | place | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "started twice\n"), done.stderr
+    assert run_program(START_TWICE, env=os.environ | place | settings).stdout == "started twice\n"
 
 
 def test_horovod_looks_for_work_seldom_only_where_sums_go_without_it(monkeypatch):

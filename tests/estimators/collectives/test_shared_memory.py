@@ -74,7 +74,7 @@ def _opens_with_few_descriptors(collective: Collective) -> Any:
             with ExitStack() as stack:
                 address = ""
                 if member.rank == 0:
-                    server = stack.enter_context(closing(collective.open_rendezvous(member, SECRET)))  # type: ignore[attr-defined]
+                    server = stack.enter_context(closing(collective.open_rendezvous(member, SECRET)))
                     address = server.address
                 address = gather_bytes(collective, address.encode())[0].decode()
                 client = stack.enter_context(closing(RendezvousClient(member, address, SECRET, 30)))
@@ -109,7 +109,7 @@ def test_ranks_without_descriptors_share_no_memory_and_leak_none():
 
 def _reduces(collective: Collective) -> Any:
     """Returns whether reductions of up to several slots are exact and leave their input unchanged."""
-    memory = collective._memory  # type: ignore[attr-defined]
+    memory = collective._memory
     rank, size = collective.rank, collective.size
     told = []
     for length in (1, 7, _SPLIT_ELEMENTS + 5, 3 * _SLOT_BYTES // 8 + 11):
@@ -138,7 +138,7 @@ def test_tensors_of_any_length_are_reduced_place_by_place(size):
 
 def _differ(collective: Collective) -> Any:
     """Returns the errors of a rank whose peer reduces other sizes, or gathers instead."""
-    memory = collective._memory  # type: ignore[attr-defined]
+    memory = collective._memory
     told = []
     for act in (
         lambda: memory.all_reduce_(torch.ones(3 + 2 * collective.rank), "sum"),
@@ -191,7 +191,7 @@ def test_a_rank_killed_at_the_door_leaves_no_file(tmp_path, monkeypatch):
 
 
 def _is_sharing(collective: Collective) -> bool:
-    return collective._memory is not None  # type: ignore[attr-defined]
+    return collective._memory is not None
 
 
 @pytest.mark.distributed
@@ -231,7 +231,6 @@ def test_a_stranger_at_the_door_gets_no_memory(tmp_path):
 def test_another_user_gets_no_memory_though_it_knows_the_token():
     with ExitStack() as stack:
         door = open_listener(stack)
-        assert door is not None
         link = stack.enter_context(socket.socket(socket.AF_UNIX))
         os.seteuid(65534)
         try:

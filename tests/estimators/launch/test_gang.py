@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark import TaskContext
 from supervised_gang import run_gang
 
 from ringspark.estimators import WorkerError
@@ -57,15 +58,6 @@ def test_a_gang_runs_in_reused_workers_again_and_again(spark, name):
         assert run_gang(spark, 2, name, _sum_of_ranks) == expected
 
 
-def _dies_on_arrival(_: object) -> None:
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    assert context is not None
-    if context.partitionId() == 1:
-        os._exit(3)
-
-
 class _NeverComes:
     """Work whose second task dies while it is unpickled, so the first task waits alone in the rendezvous."""
 
@@ -73,7 +65,8 @@ class _NeverComes:
         return "unreachable"
 
     def __setstate__(self, state: object) -> None:
-        _dies_on_arrival(state)
+        if TaskContext.get().partitionId() == 1:
+            os._exit(3)
 
     def __getstate__(self) -> object:
         return "state"
@@ -110,7 +103,7 @@ def test_a_failure_is_one_readable_error_and_the_next_gang_works(spark):
 def _fails_and_hangs(collective: Collective, device: str, status: Status) -> str:
     """Imitates NCCL: rank 1's abort waits for the device, rank 0 waits for data, and both send heartbeats."""
     if collective.rank == 1:
-        collective.abort = lambda: time.sleep(3600)  # type: ignore[method-assign]
+        collective.abort = lambda: time.sleep(3600)
         raise ZeroDivisionError("on purpose")
     while True:
         time.sleep(0.05)
@@ -169,13 +162,11 @@ def test_gpus_are_refused_to_a_horovod_without_nccl_before_anything_starts(spark
 def test_more_workers_than_slots_is_refused_before_spark_starts_anything(spark, caplog):
     """If slots stay idle, the log reports the number of threads per worker."""
     slots = count_slots(spark)
-    assert slots is not None
     with caplog.at_level(logging.INFO):
         check_slots(spark, slots)
         assert not caplog.text
         check_slots(spark, 1)
     assert f"1 of {slots} task slots, each with spark.task.cpus=1 threads; raise numWorkers" in caplog.text
-    with pytest.raises(
-        ValueError, match=rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"
-    ):
+    refusal = rf"numWorkers \({slots + 1}\) must not exceed the {slots} task slots"
+    with pytest.raises(ValueError, match=refusal):
         check_slots(spark, slots + 1)

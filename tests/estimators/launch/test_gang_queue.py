@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from supervised_gang import run_gang
+from waiting import wait_for
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.gang import GangQueue
@@ -24,11 +25,7 @@ from ringspark.estimators.training.phase import Status
 
 def _until(condition: Callable[[], bool]) -> None:
     # Bounded, so a broken queue fails the test and does not hang it.
-    for _ in range(10_000):
-        if condition():
-            return
-        time.sleep(0.001)
-    raise AssertionError("never happened")
+    wait_for("the queue", condition, seconds=60)
 
 
 def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit():
@@ -47,7 +44,7 @@ def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit():
             # The wide gang arrives first, so the narrow gang waits although a slot is free.
             for number, num_workers in ((1, 4), (2, 1)):
                 futures.append(threads.submit(gang, number, num_workers))
-                _until(lambda number=number: queue.num_waiting == number)  # type: ignore[misc]
+                _until(lambda number=number: queue.num_waiting == number)
             assert order == [0]
             done[0].set()
             _until(lambda: order == [0, 1])
@@ -117,7 +114,6 @@ def test_without_devices_of_its_own_a_gang_runs_alone_and_with_unknown_slots_it_
 def test_an_interrupt_of_the_main_thread_ends_the_wait():
     queue = GangQueue()
     main = threading.main_thread().ident
-    assert main is not None
 
     def interrupt() -> None:
         _until(lambda: queue.num_waiting == 1)
@@ -146,7 +142,6 @@ def _expected(num_workers: int) -> list[str]:
 @pytest.mark.parametrize("num_gangs", [2, 4])
 def test_gangs_that_do_not_fit_together_all_finish(spark, num_gangs):
     slots = count_slots(spark)
-    assert slots is not None
     # No two gangs fit into the slots at once.
     num_workers = max(2, slots - 1)
     names = [("horovod", "torch")[number % 2] for number in range(num_gangs)]
@@ -162,7 +157,6 @@ def _hold(folder: str) -> Any:
         from pyspark import TaskContext
 
         context = TaskContext.get()
-        assert context is not None
         Path(folder, f"held-{context.partitionId()}").touch()
         while not os.path.exists(os.path.join(folder, "go")):
             time.sleep(0.02)
@@ -175,7 +169,6 @@ def _hold(folder: str) -> Any:
 @pytest.mark.modes
 def test_a_gang_waits_for_the_slots_of_another_job_and_then_runs(spark, tmp_path):
     slots = count_slots(spark)
-    assert slots is not None
     num_workers = max(2, slots - 1)
     num_held = slots - num_workers + 1
     folder = str(tmp_path)
@@ -189,8 +182,7 @@ def test_a_gang_waits_for_the_slots_of_another_job_and_then_runs(spark, tmp_path
     with ThreadPoolExecutor(2) as threads:
         other = threads.submit(frame.count)
         try:
-            while len(list(tmp_path.glob("held-*"))) < num_held:
-                time.sleep(0.02)
+            _until(lambda: len(list(tmp_path.glob("held-*"))) == num_held)
             gang = threads.submit(run_gang, spark, num_workers, "torch", work)
             # Gives the gang time to try to start. Nothing is asserted about the wait.
             time.sleep(1.0)

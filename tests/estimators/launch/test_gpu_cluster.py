@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pyspark
 import pytest
+from programs import run_program
 
 # An ETL cluster: four concurrent tasks share two GPUs.
 CONF = {
@@ -80,15 +80,9 @@ with ThreadPoolExecutor(1) as threads:
     resources = threads.submit(lambda: stage(2, profile=profile_of(spark, plan.task_cpus))).result()
 report["gang"] = [resources, devices(resources)]
 check_slots(spark, 2, use_gpu=True)
-config = TrainConfig(
-    shards_uri="",
-    run_uri=os.getcwd() + "/run",
-    input_columns=("x",),
-    label_columns=("y",),
-    num_workers=2,
-    collective="torch",
-    use_gpu=True,
-)
+columns = {"input_columns": ("x",), "label_columns": ("y",)}
+gang_settings = {"num_workers": 2, "collective": "torch", "use_gpu": True}
+config = TrainConfig(shards_uri="", run_uri=os.getcwd() + "/run", **columns, **gang_settings)
 gang = Supervisor(
     spark=spark, config=config, make_work=lambda _: lambda collective, device, status: device, token="test"
 )
@@ -113,19 +107,10 @@ def test_on_a_cluster_that_shares_its_gpus_each_worker_gets_one_of_its_own(kind,
     script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     script.chmod(0o755)
     conf = CONF | {"spark.worker.resource.gpu.discoveryScript": str(script)}
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    done = subprocess.run(
-        [sys.executable, str(driver), kind, MASTER, json.dumps(conf)],
-        cwd=tmp_path,
-        env=os.environ | {"PYSPARK_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    report = json.loads(lines[0].removeprefix("REPORT"))
+    environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
+    done = run_program(DRIVER, kind, MASTER, json.dumps(conf), folder=tmp_path, env=environment)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
+    report = json.loads(line.removeprefix("REPORT"))
     assert report["slots"] == [4, 2]
     assert report["task_cpus"] == 2
     # With four concurrent ETL tasks Spark assigns each address twice, which a gang must refuse.

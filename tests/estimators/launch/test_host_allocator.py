@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
+from programs import run_program
 
 PROGRAM = """
 import ctypes
@@ -47,14 +46,7 @@ print(outside, inside, kept, resident() - used)
 def measure(**variables: str) -> list[int]:
     """Returns mapped blocks of a tensor outside and inside, and MiB kept of freed tensors."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**environment, **variables},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    outside, inside, kept, after = map(int, done.stdout.split())
+    outside, inside, kept, after = map(int, run_program(PROGRAM, env=environment | variables).stdout.split())
     pages = (1 << 20) / resource.getpagesize()
     return [outside, inside, round(kept / pages), round(after / pages)]
 
@@ -68,10 +60,7 @@ def test_freed_tensors_are_kept_until_the_end():
 
 @pytest.mark.parametrize(
     "variables",
-    [
-        {"MALLOC_MMAP_THRESHOLD_": "1048576"},
-        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
-    ],
+    [{"MALLOC_MMAP_THRESHOLD_": "1048576"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}],
 )
 def test_thresholds_that_the_user_set_stay(variables):
     assert measure(**variables)[:2] == [1, 1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from programs import run_program
 
 SCRIPT = """
 from pathlib import Path
@@ -28,13 +26,7 @@ print(run_spawned(2, "torch", Work()), __file__)
 @pytest.mark.distributed
 def test_a_script_without_a_guard_is_not_run_again_by_its_ranks(tmp_path):
     notes = tmp_path / "notes.txt"
-    (tmp_path / "script.py").write_text(SCRIPT.format(notes=str(notes)))
-
-    run = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("['rank 0', 'rank 1']")
-    assert "script.py" in run.stdout, "the script has its name again"
+    printed = run_program(SCRIPT.format(notes=str(notes)), folder=tmp_path).stdout
+    assert printed.startswith("['rank 0', 'rank 1']")
+    assert "driver.py" in printed, "the script has its name again"
     assert notes.read_text() == "the script ran\n"

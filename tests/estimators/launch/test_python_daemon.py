@@ -11,21 +11,28 @@ from pathlib import Path
 
 import pyspark
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
-CHOOSER = """
-import json, os, sys
+# Starts the drivers below.
+HEAD = """
+import json, os, sys, time
 from pyspark.sql import SparkSession
 from ringspark.estimators.launch.python_daemon import choose_daemon
 
+NAME = "spark.python.daemon.module"
+
+def session(cores=1, daemon=None):
+    builder = SparkSession.builder.master(f"local[{cores}]").config("spark.ui.enabled", "false")
+    return (builder.config(NAME, daemon) if daemon else builder).getOrCreate()
+"""
+
+CHOOSER = """
 def look(rows):
     yield "torch" in sys.modules
 
-builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
-if sys.argv[1:]:
-    builder.config("spark.python.daemon.module", sys.argv[1])
-spark = builder.getOrCreate()
+spark = session(daemon=sys.argv[1] if sys.argv[1:] else None)
 choose_daemon(spark)
 print(json.dumps(spark.sparkContext.parallelize([0], 1).mapPartitions(look).collect()))
 print(choose_daemon.__globals__["__file__"])
@@ -36,11 +43,7 @@ spark.stop()
 @pytest.mark.slow
 @pytest.mark.parametrize(("conf", "loaded"), [([], True), (["pyspark.daemon"], False)])
 def test_a_local_session_gets_the_daemon_unless_the_user_chose_another(tmp_path, conf, loaded):
-    script = tmp_path / "driver.py"
-    script.write_text(CHOOSER)
-    command = [sys.executable, str(script), *conf]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_program(HEAD + CHOOSER, *conf, folder=tmp_path)
     assert json.loads(done.stdout.splitlines()[-2]) == [loaded]
 
 
@@ -66,7 +69,7 @@ def test_a_driver_that_has_ringspark_from_py_files_keeps_the_daemon_of_spark(pac
         (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
         (site / "others.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")))
     script = tmp_path / "driver.py"
-    script.write_text(CHOOSER)
+    script.write_text(HEAD + CHOOSER)
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
     command = [str(submit), "--master", "local[1]", "--py-files", str(package), str(script)]
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYSPARK_GATEWAY_PORT")}
@@ -80,30 +83,25 @@ def test_a_driver_that_has_ringspark_from_py_files_keeps_the_daemon_of_spark(pac
 
 UNCHANGED = """
 import torch
-from pyspark.sql import SparkSession
 from ringspark.estimators import TorchRegressor
-from ringspark.estimators.launch.python_daemon import choose_daemon
 
-spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+spark = session()
 conf = spark.sparkContext._conf
 frame = spark.sql("SELECT array(1.0F) AS features, 1.0F AS label")
 for workers, column in ((2, "label"), (1, "not_there")):
     try:
         TorchRegressor(model=torch.nn.Linear(1, 1), numWorkers=workers, labelCol=column).fit(frame)
     except ValueError as error:
-        print("refused", conf.get("spark.python.daemon.module"), error)
+        print("refused", conf.get(NAME), error)
 choose_daemon(spark, use_gpu=True)
-print(conf.get("spark.python.daemon.module"))
+print(conf.get(NAME))
 spark.stop()
 """
 
 
 @pytest.mark.slow
 def test_neither_a_refused_fit_nor_one_on_gpus_chooses_a_daemon(tmp_path):
-    script = tmp_path / "driver.py"
-    script.write_text(UNCHANGED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_program(HEAD + UNCHANGED, folder=tmp_path)
     crowded, unnamed, on_gpus = done.stdout.splitlines()[-3:]
     assert crowded.startswith("refused None numWorkers (2)")
     assert unnamed.startswith("refused None labelCol 'not_there'")
@@ -111,16 +109,12 @@ def test_neither_a_refused_fit_nor_one_on_gpus_chooses_a_daemon(tmp_path):
 
 
 DYING = """
-import time
-from pyspark.sql import SparkSession
-from ringspark.estimators.launch.python_daemon import choose_daemon
-
-spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+spark = session()
 choose_daemon(spark)
 conf = spark.sparkContext._conf
-print(conf.get("spark.python.daemon.module"))
+print(conf.get(NAME))
 deadline = time.monotonic() + 100
-while conf.get("spark.python.daemon.module") != "pyspark.daemon" and time.monotonic() < deadline:
+while conf.get(NAME) != "pyspark.daemon" and time.monotonic() < deadline:
     time.sleep(0.1)
 print(spark.sparkContext.parallelize([7], 1).map(lambda row: row + 1).collect())
 spark.stop()
@@ -133,23 +127,11 @@ def test_spark_has_its_own_daemon_back_when_this_one_dies(tmp_path):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("")
     (tmp_path / "horovod" / "torch.py").write_text("import os; os._exit(3)")
-    script = tmp_path / "driver.py"
-    script.write_text(DYING)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_program(HEAD + DYING, folder=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.stdout.splitlines()[-2:] == ["ringspark.estimators.launch.python_daemon", "[8]"]
 
 
 DRIVER = """
-import json, os, sys
-from pyspark.sql import SparkSession
-
 def look(rows):
     import pyspark
     # What is in sys.modules before anybody here has asked for it.
@@ -158,12 +140,7 @@ def look(rows):
     import numpy
     yield loaded, os.getpid(), numpy.random.rand()
 
-spark = (
-    SparkSession.builder.master("local[2]")
-    .config("spark.ui.enabled", "false")
-    .config("spark.python.daemon.module", "ringspark.estimators.launch.python_daemon")
-    .getOrCreate()
-)
+spark = session(cores=2, daemon="ringspark.estimators.launch.python_daemon")
 print(json.dumps(spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(look).collect()))
 spark.stop()
 """
@@ -171,10 +148,7 @@ spark.stop()
 
 @pytest.mark.slow
 def test_workers_are_forks_of_a_process_that_has_torch(tmp_path):
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_program(HEAD + DRIVER, folder=tmp_path)
     (loaded, pid, number), (other_loaded, other_pid, other_number) = json.loads(done.stdout.splitlines()[-1])
     assert loaded
     assert other_loaded
@@ -194,9 +168,7 @@ python_daemon.PRELOADED = ("not_installed_here", "broken", "sound")
 python_daemon._preload()
 assert "sound" in sys.modules
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_program(code, tmp_path)
     (line,) = done.stderr.splitlines()
     assert line.startswith("broken could not be imported: RuntimeError(")
 
@@ -211,7 +183,7 @@ with _quiet_stdout():
     os.system("echo from below")
 print("the port")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program(code)
     assert done.stdout == "the port\n"
     assert "a greeting\n" in done.stderr
     assert "from below\n" in done.stderr
@@ -247,6 +219,4 @@ importlib.invalidate_caches()
 from shipped import two
 assert (one.value, two.value) == (1, 22)
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "shipped.zip")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_program(code, tmp_path / "shipped.zip")

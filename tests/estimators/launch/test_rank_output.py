@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +22,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting_callback import Acts
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import config_of
+from programs import run_program
+from small_networks import Net, linear
+from small_training import columns_of, config_of
+from spark_tables import quiet
 from torch import nn
 from waiting import wait_for
 
-from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators import TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.launch.local import run_spawned, train_here
@@ -35,17 +40,21 @@ from ringspark.estimators.launch.log_process import HEAD_BYTES, TAIL_BYTES, Kept
 from ringspark.estimators.training import rank_log
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.models import ModelSpec
 
 LIBRARY = b"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
 
-RANK = """
-import os, sys, time
+# Starts every program below.
+HEAD = """
+import ctypes, logging, os, subprocess, sys, time
 from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.rank_output import RankOutput
 
+pulse = Pulse(run_uri=sys.argv[1], token="t")
+"""
+
+RANK = """
 print("before", file=sys.stderr)
-with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 3, "host-a"):
+with RankOutput(pulse, 3, "host-a"):
     # A child that lives longer holds the rank's standard error open.
     child = os.fork()
     if not child:
@@ -105,16 +114,15 @@ def test_the_error_of_a_rank_that_ends_has_its_last_lines(end, message, last):
     assert SENTENCE in above or above == "  | the last lines that the rank printed:"
 
 
-class _Snowman(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        print("\N{SNOWMAN}")
-        return super().forward(x)
+def _snowman(network: Net, x: torch.Tensor) -> torch.Tensor:
+    print("\N{SNOWMAN}")
+    return network.line(x)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("place", ["here", "rank", "prediction"])
 def test_a_print_that_the_encoding_lacks_ends_nothing(place, make_shards, tmp_path, monkeypatch):
-    network = _Snowman(1, 1)
+    network = Net(_snowman, line=nn.Linear(1, 1))
 
     if place == "rank":
         assert run_spawned(1, "local", lambda *rank: str(sys.stdout.errors)) == ["backslashreplace"]
@@ -122,47 +130,33 @@ def test_a_print_that_the_encoding_lacks_ends_nothing(place, make_shards, tmp_pa
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     if place == "here":
-        columns = {"x": np.ones((4, 1), np.float32), "y": np.ones(4, np.float32)}
-        train_here(config_of(make_shards(columns), tmp_path), UserObjects(module=network))
+        train_here(config_of(make_shards(columns_of(4, 1)), tmp_path), UserObjects(module=network))
     else:
         results = SimpleNamespace(inner_widths=(), capture=lambda module: nullcontext(tuple))
         predictor: Any = SimpleNamespace(layout=(), output_widths=(1,), batch_size=4, results=results)
         Predictor.predict(predictor, network, [np.ones((4, 1), np.float32)])
     assert stream.errors == "strict"
     stream.flush()
-    assert b"\\u2603" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"\\u2603" in stream.buffer.getvalue()
 
 
-class _Ends(Callback):
+def _end_rank_1(end: str, state: TrainingState) -> None:
     """Prints a line, then ends rank 1 or makes it wait forever."""
-
-    def __init__(self, end: str) -> None:
-        self._end = end
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        print(f"epoch {state.epoch} of rank {state.rank}")
-        if state.rank == 1 and self._end:
-            print(SENTENCE, file=sys.stderr)
-        if state.rank == 1 and self._end == "aborts":
-            _end_as_a_library_does()
-        if state.rank == 1 and self._end == "hangs":
-            time.sleep(600)
+    print(f"epoch {state.epoch} of rank {state.rank}")
+    if state.rank == 1 and end:
+        print(SENTENCE, file=sys.stderr)
+    if state.rank == 1 and end == "aborts":
+        _end_as_a_library_does()
+    if state.rank == 1 and end == "hangs":
+        time.sleep(600)
 
 
 def _fit(spark: Any, folder: Path, end: str) -> Any:
     table = spark.range(64).selectExpr("array(double(id) / 64) as x", "double(id) / 32 as y")
-    return TorchRegressor(
-        model=ModelSpec("linear", {"in_features": 1, "out_features": 1}),
-        inputCols=["x"],
-        labelCol="y",
-        batchSize=16,
-        numWorkers=2,
-        callbacks=[_Ends(end)],
-        maxRestarts=0,
-        timeoutSeconds=5.0 if end == "hangs" else 600.0,
-        storageUri=str(folder),
-        showProgress=False,
-    ).fit(table)
+    names = {"inputCols": ["x"], "labelCol": "y", "callbacks": [Acts(epoch_end=partial(_end_rank_1, end))]}
+    settings = {"model": linear(1, 1), "batchSize": 16, "numWorkers": 2, "maxRestarts": 0}
+    seconds = 5.0 if end == "hangs" else 600.0
+    return quiet(TorchRegressor, folder, timeoutSeconds=seconds, **names, **settings).fit(table)
 
 
 @pytest.mark.slow
@@ -208,7 +202,6 @@ def test_a_rank_that_dies_before_it_reads_an_answer_is_stored(tmp_path):
         pass_fds=(out, err, answers_target),
     )
     lines = [f"line {number}" for number in range(20_000)]
-    assert log_process.stdin is not None
     with log_process.stdin:
         write_all(err_target, "".join(f"{line}\n" for line in lines).encode())
         os.write(log_process.stdin.fileno(), b"?")
@@ -230,7 +223,8 @@ def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path, end):
     log, died = tmp_path / "log", tmp_path / "heartbeat" / "rank-3.died"
     lines = ["before", *(f"line {number}" for number in range(400_000)), "after"]
     with (tmp_path / "child").open("wb") as child, log.open("ab") as file:
-        code = subprocess.call([sys.executable, "-c", RANK, str(tmp_path), end], stdout=child, stderr=file)
+        command = [sys.executable, "-c", HEAD + RANK, str(tmp_path), end]
+        code = subprocess.call(command, stdout=child, stderr=file)
     if end == "leaves":
         assert code == 0
         assert log.read_text().splitlines() == lines
@@ -252,9 +246,6 @@ def test_every_line_reaches_the_log_and_the_ends_the_run(tmp_path, end):
 
 
 PRINTS = """
-import ctypes, logging, os, subprocess, sys
-from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.rank_output import RankOutput
 
 before = [os.fstat(descriptor).st_ino for descriptor in (1, 2)]
 for launch in range(2):
@@ -268,9 +259,7 @@ assert [os.fstat(descriptor).st_ino for descriptor in (1, 2)] == before
 
 
 def test_what_c_python_logging_and_children_print_is_kept_of_every_start(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PRINTS, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = run_program(HEAD + PRINTS, tmp_path)
     printed = {"from C", "from Python", "WARNING:root:from logging", "from a child"}
     assert sorted(done.stdout.splitlines()) == sorted([*printed - {"WARNING:root:from logging"}] * 2)
     assert done.stderr.splitlines() == ["WARNING:root:from logging"] * 2
@@ -280,34 +269,9 @@ def test_what_c_python_logging_and_children_print_is_kept_of_every_start(tmp_pat
     assert rank_log.read_lines(str(tmp_path), 1) == []
 
 
-KILLS_WITNESS = """
-import os, sys, time
-from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.rank_output import RankOutput
+KILLS_LOG_PROCESS = """
 
-with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
-    before = os.fstat(1).st_ino
-    output._log_process.kill()
-    print("into the pipe", flush=True)
-    while os.fstat(1).st_ino == before:
-        time.sleep(0.05)
-    print("after the log process", flush=True)
-"""
-
-
-def test_a_rank_whose_log_process_is_killed_prints_on(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS_WITNESS, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert sorted(done.stdout.splitlines()) == ["after the log process", "into the pipe"]
-
-
-KILLS_WITNESS_AND_PRINTS_ON = """
-import subprocess, sys
-from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.rank_output import RankOutput
-
-with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
+with RankOutput(pulse, 0, "host") as output:
     output._log_process.kill()
     output._log_process.wait()
     child = subprocess.Popen([sys.executable, "-c", "for n in range(20_000): print('child', n, flush=True)"])
@@ -318,13 +282,8 @@ with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host") as output:
 
 
 def test_a_print_that_waits_for_a_killed_log_process_reaches_the_log(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS_WITNESS_AND_PRINTS_ON, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run_program(HEAD + KILLS_LOG_PROCESS, tmp_path)
+    assert done.stderr == ""
     lines = (f"{who} {number}\n" for who in ("rank", "child") for number in range(20_000))
     # Lines from the pipe may appear in the middle of later lines.
     assert Counter(done.stdout) == Counter("".join(lines))
@@ -356,11 +315,8 @@ def test_a_rank_that_starts_often_does_not_fill_the_store(tmp_path):
 
 
 LEAVES_A_CHILD = """
-import subprocess, sys
-from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.rank_output import RankOutput
 
-with RankOutput(Pulse(run_uri=sys.argv[1], token="t"), 0, "host"):
+with RankOutput(pulse, 0, "host"):
     child = subprocess.Popen(["sleep", "600"])
     print(child.pid)
 print("after")
@@ -369,7 +325,7 @@ print("after")
 
 def test_a_rank_ends_although_a_child_holds_its_output_open(tmp_path):
     with (tmp_path / "log").open("wb") as log:
-        command = [sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)]
+        command = [sys.executable, "-c", HEAD + LEAVES_A_CHILD, str(tmp_path)]
         # Far shorter than the child's life, and far longer than the rank waits for its log process.
         assert subprocess.call(command, stdout=log, stderr=log, timeout=120) == 0
     child, after = (tmp_path / "log").read_text().splitlines()[:2]

@@ -40,29 +40,14 @@ K8S = "k8s://https://host:6443"
 
 # Columns: configuration, Spark version, task cpus, slots when 32 cores are known.
 PLANS: dict[str, tuple[dict[str, str], str, int | None, int | None]] = {
-    "one GPU, a quarter for a task": (
-        _conf(STANDALONE, 8, 1, "0.25"),
-        "4.0.0",
-        8,
-        4,
-    ),
+    "one GPU, a quarter for a task": (_conf(STANDALONE, 8, 1, "0.25"), "4.0.0", 8, 4),
     "four GPUs, a fraction for a task": (_conf(STANDALONE, 16, 4, "0.25"), "4.0.1", 4, 8),
     "GPUs that no task asks for": (_conf("yarn", 8, 2), "4.1.0", 4, 8),
     "kubernetes": (_conf(K8S, 8, 2, "0.1"), "4.3.0", 4, 8),
     "cores that do not divide evenly": (_conf(STANDALONE, 16, 3, "0.2"), "4.0.0", 5, 6),
     "more GPUs than cores": (_conf(STANDALONE, 2, 4, "0.5"), "4.0.0", 1, 32),
-    "two GPUs for a task whose worker uses one": (
-        _conf(STANDALONE, 8, 4, "2"),
-        "4.0.0",
-        2,
-        16,
-    ),
-    "tasks of several cores": (
-        _conf(STANDALONE, 8, 8, "0.5", task_cpus=2),
-        "4.0.0",
-        2,
-        16,
-    ),
+    "two GPUs for a task whose worker uses one": (_conf(STANDALONE, 8, 4, "2"), "4.0.0", 2, 16),
+    "tasks of several cores": (_conf(STANDALONE, 8, 8, "0.5", task_cpus=2), "4.0.0", 2, 16),
     "cores left to the nodes": (_conf(STANDALONE, 0, 2, "0.25"), "4.0.0", 1, 32),
     "local-cluster": (_conf("local-cluster[2,4,1024]", 0, 2, "0.25"), "4.0.5", 2, 4),
     "each task has its GPU": (_conf(STANDALONE, 8, 2, "1"), "4.0.0", None, 8),
@@ -88,28 +73,15 @@ def test_a_worker_gets_its_share_of_cores_and_one_gpu(name):
         assert plan_stage(conf, version, use_gpu=False).task_cpus is None
 
 
-PROBLEMS = {
-    "spark 3.5": (
-        _conf(STANDALONE, 8, 2, "0.25"),
-        "3.5.9",
-        "Spark 3.5.9 cannot .* is 0.25; set .*amount=1, or",
-    ),
-    "spark 3.5 on yarn": (
-        _conf("yarn", 8, 2),
-        "3.5.0",
-        "Spark 3.5.0 cannot .* is not set; set .*amount=1, or",
-    ),
-    "another manager": (
-        _conf("mesos://host", 8, 2, "0.25"),
-        "4.0.0",
-        "no stage-level scheduling on mesos://host",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(name):
-    conf, version, reason = PROBLEMS[name]
+@pytest.mark.parametrize(
+    ("conf", "version", "reason"),
+    [
+        (_conf(STANDALONE, 8, 2, "0.25"), "3.5.9", "Spark 3.5.9 cannot .* is 0.25; set .*amount=1, or"),
+        (_conf("yarn", 8, 2), "3.5.0", "Spark 3.5.0 cannot .* is not set; set .*amount=1, or"),
+        (_conf("mesos://host", 8, 2, "0.25"), "4.0.0", "no stage-level scheduling on mesos://host"),
+    ],
+)
+def test_where_spark_cannot_give_whole_gpus_the_plan_says_what_to_set(conf, version, reason):
     plan = plan_stage(conf, version, use_gpu=True)
     assert plan.task_cpus is None
     assert re.search(reason, plan.problem)
@@ -167,10 +139,9 @@ def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch):
     check_address_space(_conf(STANDALONE))
     bounded = _conf(STANDALONE, executor_pyspark_memory="4g")
     monkeypatch.setattr("ringspark.estimators.launch.slots.spark_conf", lambda spark: bounded)
-    with pytest.raises(
-        ValueError, match=r"spark\.executor\.pyspark\.memory \(4g\), .* raise spark\.executor\.mem"
-    ):
-        check_slots(None, 1, use_gpu=True)  # type: ignore[arg-type]
+    refusal = r"spark\.executor\.pyspark\.memory \(4g\), .* raise spark\.executor\.mem"
+    with pytest.raises(ValueError, match=refusal):
+        check_slots(None, 1, use_gpu=True)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from supervised_gang import supervisor_of
 from waiting import wait_for
 
 from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
@@ -35,10 +37,8 @@ from ringspark.estimators.launch.heartbeat import (
 from ringspark.estimators.launch.monitor import Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.spark_job import find_lost_workers, was_cancelled
-from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import storage
 
 TIMEOUT = 20.0  # one heartbeat per 5 s, and a rank may miss two: 11 s
@@ -56,44 +56,40 @@ def _peer_failure(rank: int) -> str:
     return Failure.of(RuntimeError("peer"), rank, "step 3", from_peer=True).to_json()
 
 
+def _alive(rank: int, second: int, until: int = 10**6) -> Beat:
+    """Returns the heartbeat of a rank that makes a step per second until a second, and beats on."""
+    return _beat(rank, beats=second // 5, ticks=min(second, until))
+
+
 def _stopped(second: int) -> Beat:
     """Returns the heartbeat of rank 1, whose process stops at second 30."""
     return _beat(1, beats=min(second, 30) // 5, ticks=min(second, 30))
 
 
-def _play(detector: HangDetector, seconds: int, script: Any) -> tuple[float, Any] | None:
-    """Feeds `script(second)` to the detector every second; returns the time and the rank that it blames."""
+def _play(script: Any, size: int = 2, timeout: float = TIMEOUT, seconds: int = 200) -> tuple[float, Any]:
+    """Feeds `script(second)` to a detector every second; returns the time and the rank that it blames."""
+    detector = HangDetector(size, timeout)
     for now in range(seconds):
         detector.update(script(now), float(now))
-        hung = detector.find_hung(float(now))
-        if hung is not None:
+        if (hung := detector.find_hung(float(now))) is not None:
             return float(now), hung
-    return None
+    return seconds, None
 
 
 def test_ranks_that_beat_and_tick_do_not_hang():
-    assert (
-        _play(HangDetector(2, TIMEOUT), 200, lambda s: [_beat(r, beats=s // 5, ticks=s // 3) for r in (0, 1)])
-        is None
-    )
+    assert _play(lambda s: [_beat(r, beats=s // 5, ticks=s // 3) for r in (0, 1)])[1] is None
 
 
 def test_a_silent_rank_is_blamed_and_not_the_one_that_waits_for_it():
-    def script(second: int) -> list[Beat]:
-        return [_beat(0, beats=second // 5, ticks=min(second, 31)), _stopped(second)]
-
-    when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(lambda s: [_alive(0, s, until=31), _stopped(s)])
     assert (hung.rank, hung.beat.host) == (1, "host1")
     assert "no heartbeat" in hung.reason
     assert when <= 30 + TIMEOUT + 1
 
 
 def test_a_peer_that_has_given_up_makes_a_silent_rank_hang_sooner():
-    def script(second: int) -> list[Beat]:
-        failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
-        return [failed if second > 32 else _beat(0, beats=second // 5, ticks=second), _stopped(second)]
-
-    when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
+    when, hung = _play(lambda s: [failed if s > 32 else _alive(0, s), _stopped(s)])
     assert hung.rank == 1
     assert when < 30 + TIMEOUT
 
@@ -106,13 +102,13 @@ def test_after_a_failure_a_rank_that_waits_for_ever_is_not_waited_for(ended):
     patience = 600.0
 
     def script(second: int) -> list[Beat]:
-        waits = _beat(1, beats=second // 5, ticks=min(second, 30))
+        waits = _alive(1, second, until=30)
         if second < 30:
-            return [_beat(0, beats=second // 5, ticks=second), waits]
+            return [_alive(0, second), waits]
         failure = Failure.of(ZeroDivisionError("user"), 0, "step 30", from_peer=False).to_json()
-        return [_beat(0, beats=second // 5, ticks=30, ended=ended, failure=failure), waits]
+        return [replace(_alive(0, second, until=30), ended=ended, failure=failure), waits]
 
-    when, hung = _play(HangDetector(2, patience), 2000, script)  # type: ignore[misc]
+    when, hung = _play(script, timeout=patience, seconds=2000)
     # Two heartbeat periods plus one second after the failure became known.
     assert when == 30 + 2 * interval_seconds(patience) + 1
     assert "no progress" in hung.reason
@@ -124,16 +120,13 @@ def test_after_a_failure_ranks_that_end_by_themselves_are_not_blamed():
         failed = _beat(0, beats=9, ended=True, failure=_peer_failure(0))
         # The rank computes for a long time and notices the failure in its next collective call.
         slow = _beat(1, beats=second // 5, ticks=1 if second < 38 else second, ended=second > 40)
-        return [_beat(0, beats=second // 5, ticks=second) if second < 30 else failed, slow]
+        return [_alive(0, second) if second < 30 else failed, slow]
 
-    assert _play(HangDetector(2, 600.0), 200, script) is None
+    assert _play(script, timeout=600.0)[1] is None
 
 
 def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed():
-    def script(second: int) -> list[Beat]:
-        return [_beat(r, beats=second // 5, ticks=min(second, 40 - (r == 2))) for r in range(3)]
-
-    when, hung = _play(HangDetector(3, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(lambda s: [_alive(r, s, until=40 - (r == 2)) for r in range(3)], size=3)
     assert hung.rank == 2
     assert "no progress" in hung.reason
     # Waiting ranks get time to end through their own timeout.
@@ -141,19 +134,19 @@ def test_of_ranks_that_stall_together_the_one_that_did_the_least_is_blamed():
 
 
 def test_a_rank_that_never_started_is_blamed():
-    when, hung = _play(HangDetector(2, TIMEOUT), 200, lambda s: [_beat(0, beats=s // 5, ticks=s)])  # type: ignore[misc]
+    when, hung = _play(lambda s: [_alive(0, s)])
     assert (hung.rank, hung.beat, when) == (1, None, START_SECONDS)
     longer = 2 * START_SECONDS
-    when, hung = _play(HangDetector(2, longer), 200, lambda s: [_beat(0, beats=s // 5)])  # type: ignore[misc]
+    when, hung = _play(lambda s: [_beat(0, beats=s // 5)], timeout=longer)
     assert (hung.rank, hung.beat, when) == (1, None, longer)
 
 
 def test_those_that_wait_for_one_that_starts_late_do_not_hang():
     def script(second: int) -> list[Beat]:
-        late = [_beat(1, beats=second // 5, ticks=min(second, 60))] if second > 50 else []
+        late = [_alive(1, second, until=60)] if second > 50 else []
         return [_beat(0, beats=second // 5, ticks=max(1, min(second, 60) - 50)), *late]
 
-    when, hung = _play(HangDetector(2, TIMEOUT), 200, script)  # type: ignore[misc]
+    when, hung = _play(script)
     # The detector waits until both ranks have stalled for that long.
     assert when > 60 + TIMEOUT
     assert "no progress" in hung.reason
@@ -178,16 +171,17 @@ def test_a_silent_rank_is_found_where_every_look_takes_long():
     assert detector.find_hung(1000.0) is None
 
 
-def test_a_cancel_that_gets_lost_is_sent_again(tmp_path):
-    pulse = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0)
+def _pulse(folder: Path) -> Pulse:
+    """Returns the pulse of a run whose only rank has sent one heartbeat."""
+    pulse = Pulse(run_uri=str(folder), token="t", timeout_seconds=1.0)
     storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
+    return pulse
+
+
+def test_a_cancel_that_gets_lost_is_sent_again(tmp_path):
     sent: list[int] = []
-
-    def cancel() -> None:
-        sent.append(1)  # Spark never reports it
-
-    job: Any = SimpleNamespace(cancel=cancel)
-    with Monitor(pulse, 1, job, lambda: 1) as monitor:
+    job: Any = SimpleNamespace(cancel=lambda: sent.append(1))  # Spark never reports it
+    with Monitor(_pulse(tmp_path), 1, job, lambda: 1) as monitor:
         wait_for("the third cancel", lambda: len(sent) >= 3)
         assert monitor.verdict is not None
 
@@ -203,14 +197,14 @@ class _Client(LocalFileSystem):
         self.readers.append(threading.current_thread())
         if self.is_broken:
             raise RuntimeError("Session is closed")
-        return super().cat_file(path)  # type: ignore[no-any-return]
+        return super().cat_file(path)
 
 
 def test_a_remote_store_is_read_by_few_threads_and_its_last_error_hides_no_result(monkeypatch, tmp_path):
     fsspec.register_implementation("client", _Client, clobber=True)
     monkeypatch.setattr(monitor_module, "POLL_SECONDS", 0.05)
     pulse = Pulse(run_uri=f"client://{tmp_path}", token="t", timeout_seconds=0.4)
-    with Monitor(pulse, 2, Any, lambda: 2):  # type: ignore[arg-type]
+    with Monitor(pulse, 2, Any, lambda: 2):
         wait_for("four looks at two beats", lambda: len(_Client.readers) >= 8)
         monkeypatch.setattr(_Client, "is_broken", True)
     assert len(set(_Client.readers)) <= 2
@@ -233,12 +227,8 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
     """If fewer workers are allowed, the run continues with whole replicas after the normal startup wait."""
     monkeypatch.setattr(slots, "REGISTRATION_SECONDS", 0.3)
     workers = math.prod(mesh.values()) if mesh else 2
-    config = TrainConfig(
-        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=workers,
-        min_workers=min_workers, timeout_seconds=60.0, parallelism=Mesh.of(mesh),
-        collective="torch",
-    )  # fmt: skip
-    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    settings = {"num_workers": workers, "min_workers": min_workers, "parallelism": Mesh.of(mesh)}
+    supervisor = supervisor_of(spark, timeout_seconds=60.0, collective="torch", **settings)
     counted = iter([room] * 8)
     supervisor._stage = SimpleNamespace(slots=lambda: next(counted, workers))
     supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
@@ -256,11 +246,8 @@ def test_a_restart_waits_for_new_executors_longer_than_a_start_does(
     ],
 )
 def test_a_lower_minimum_is_suggested_only_if_a_replica_fits(spark, mesh, room, remedy):
-    config = TrainConfig(
-        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), collective="torch",
-        num_workers=math.prod(mesh.values()), timeout_seconds=0.1, parallelism=Mesh.of(mesh),
-    )  # fmt: skip
-    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    settings = {"num_workers": math.prod(mesh.values()), "parallelism": Mesh.of(mesh)}
+    supervisor = supervisor_of(spark, timeout_seconds=0.1, collective="torch", **settings)
     supervisor._stage = SimpleNamespace(slots=lambda: room)
     with pytest.raises(RuntimeError, match=f"workers of the training; {remedy}$"):
         supervisor._make_room(Failure.lost(0, "host", "step 3", "its process died"))
@@ -278,15 +265,12 @@ def _no_file_can_be_written() -> Iterator[None]:
 
 
 def test_where_the_store_takes_no_files_a_silent_rank_does_not_hang(tmp_path):
-    pulse = Pulse(run_uri=str(tmp_path), token="t", timeout_seconds=1.0)
-    storage.write_atomic(beat_uri(pulse.run_uri, 0), json.dumps(asdict(_beat(0))).encode())
     cancelled = threading.Event()
     job: Any = SimpleNamespace(cancel=cancelled.set)
-    with Monitor(pulse, 1, job, lambda: 1) as monitor:
+    with Monitor(_pulse(tmp_path), 1, job, lambda: 1) as monitor:
         with _no_file_can_be_written():
             assert not cancelled.wait(4)
         wait_for("the verdict", cancelled.is_set)
-    assert monitor.verdict is not None
     assert "no heartbeat" in monitor.verdict.sentence
 
 

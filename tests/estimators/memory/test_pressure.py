@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from registries import optimizer_names
 from short_sync import sync_of
+from small_networks import Net, linear
+from small_training import config_of
 from torch import nn
 
 from ringspark.estimators import user_code
@@ -19,6 +22,7 @@ from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.launch.train_task import TrainTask
+from ringspark.estimators.memory import pressure
 from ringspark.estimators.memory.available import (
     Available,
     find_cgroup_limit,
@@ -35,26 +39,22 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 NOTHING = UserObjects()
-BIG = {"in_features": 64, "hidden": [2048] * 6, "out_features": 1}
+BIG = ModelSpec("mlp", {"in_features": 64, "hidden": [2048] * 6, "out_features": 1})
+PARTS = ("parameters", "gradients", "optimizer state")
 
 
 def _config(manifest: ShardManifest, model: ModelSpec | None, **changes: Any) -> TrainConfig:
-    base = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=f"{manifest.uri}-run",
-        input_columns=("x",),
-        label_columns=("y",),
-        model=None if model is None else model.to_json(),
-        batch_size=64,
-        collective="torch",
-        reader="arrow",
-        checkpoint_every_seconds=0,
-    )
-    return replace(base, **changes)
+    training = {"model": model, "batch_size": 64, "epochs": 1, "learning_rate": 1e-3, "collective": "torch"}
+    changes = training | {"checkpoint_every_seconds": 0} | changes
+    return config_of(manifest, f"{manifest.uri}-run", **changes)
 
 
-def _linear(width: int) -> ModelSpec:
-    return ModelSpec("linear", {"in_features": width, "out_features": 1})
+def _needs(manifest: ShardManifest, model: ModelSpec | None = BIG, **changes: Any) -> dict[str, int]:
+    return worker_needs(_config(manifest, model, **changes), NOTHING, manifest)
+
+
+def _available(num_bytes: int) -> Available:
+    return Available(num_bytes=num_bytes, source="here")
 
 
 @pytest.fixture
@@ -69,16 +69,12 @@ def _taken(config: TrainConfig) -> Any:
     """Returns work that reports the peak growth of the rank's memory in bytes."""
 
     def work(collective: Any, device: str, status: Any) -> str:
-        import re
-
-        from torch import optim
-
         def field(name: str) -> int:
-            return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+            return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
         # Libraries that any first training step loads.
         layer = nn.Linear(8, 8)
-        optimizer = optim.AdamW(layer.parameters())
+        optimizer = torch.optim.AdamW(layer.parameters())
         layer(layer.weight).sum().backward()
         optimizer.step()
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -95,7 +91,7 @@ def _taken(config: TrainConfig) -> Any:
 def test_the_need_is_below_what_a_worker_takes(make_shards, case):
     is_wide = case == "wide data"
     x = np.zeros((600, 8192) if is_wide else (200, 64), np.float32)
-    model = _linear(8192) if is_wide else ModelSpec("mlp", BIG)
+    model = linear(1, 8192) if is_wide else BIG
     manifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=12)
     config = check_training(_config(manifest, model), NOTHING, manifest).config
     (taken,) = map(json.loads, run_spawned(1, "torch", _taken(config)))
@@ -111,13 +107,10 @@ def test_the_need_is_below_what_a_worker_takes(make_shards, case):
 @pytest.mark.distributed
 def test_a_rank_refuses_what_its_process_may_not_hold(shards):
     # It needs 20 GiB. The limit leaves room for the libraries and threads of any build of torch.
-    model = ModelSpec("mlp", BIG | {"hidden": [16384] * 6})
+    model = ModelSpec("mlp", {"in_features": 64, "hidden": [16384] * 6, "out_features": 1})
     config = check_training(_config(shards, model, num_workers=2), NOTHING, shards).config
 
     def work(collective: Any, device: str, status: Any) -> str:
-        import resource
-
-        from ringspark.estimators.memory import pressure
 
         pressure.find_host_limit = lambda workers: None  # other processes may use the memory of this host
         if collective.rank == 1:
@@ -136,14 +129,13 @@ def test_a_rank_refuses_what_its_process_may_not_hold(shards):
 
 @pytest.mark.extras
 def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards):
-    config = _config(shards, _linear(64))
+    config = _config(shards, linear(1, 64))
     need = sum(worker_needs(config, NOTHING, shards).values())
     check_memory(config, NOTHING, shards, [None])
-    check_memory(config, NOTHING, shards, [Available(num_bytes=need, source="here")])
-    with pytest.raises(
-        ValueError, match=r"at least .* \(parameters 260 B, .* are available \(here\); .* memory$"
-    ):
-        check_memory(config, NOTHING, shards, [None, Available(num_bytes=need - 1, source="here")])
+    check_memory(config, NOTHING, shards, [_available(need)])
+    refusal = r"at least .* \(parameters 260 B, .* are available \(here\); .* memory$"
+    with pytest.raises(ValueError, match=refusal):
+        check_memory(config, NOTHING, shards, [None, _available(need - 1)])
 
 
 @pytest.mark.extras
@@ -160,9 +152,9 @@ def test_a_limit_refuses_one_byte_below_the_need_and_no_other(shards):
 )
 def test_the_remedy_is_not_what_is_set_already_or_refused(shards, collective, sharding, mesh, remedy):
     settings = {"num_workers": 4, "collective": collective, "sync": sync_of(sharding=sharding)}
-    config = _config(shards, ModelSpec("mlp", BIG), parallelism=mesh, **settings)
+    config = _config(shards, BIG, parallelism=mesh, **settings)
     with pytest.raises(ValueError, match=f"available.*; {remedy}, "):
-        check_memory(config, NOTHING, shards, [Available(num_bytes=1, source="here")])
+        check_memory(config, NOTHING, shards, [_available(1)])
 
 
 @pytest.mark.extras
@@ -176,33 +168,25 @@ def test_the_remedy_is_not_what_is_set_already_or_refused(shards, collective, sh
     ],
 )
 def test_what_is_cut_over_the_ranks_counts_in_part(shards, sharding, parts):
-    config = _config(shards, ModelSpec("mlp", BIG), num_workers=4, sync=sync_of(sharding=sharding))
-    needs = worker_needs(config, NOTHING, shards)
-    whole = worker_needs(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards)["parameters"]
-    found = [needs[part] / whole for part in ("parameters", "gradients", "optimizer state")]
+    needs = _needs(shards, num_workers=4, sync=sync_of(sharding=sharding))
+    whole = _needs(shards)["parameters"]
+    found = [needs[part] / whole for part in PARTS]
     assert found == pytest.approx(parts, rel=1e-6)
 
 
 @pytest.mark.extras
 def test_what_a_mesh_leaves_a_worker_counts_in_part(shards):
-    model = ModelSpec("mlp", BIG)
-    names = ("parameters", "gradients", "optimizer state")
-    whole = worker_needs(_config(shards, model), NOTHING, shards)
-    cut = _config(shards, model, num_workers=4, collective="torch", parallelism={"tensor": 2, "data": 2})
-    found = worker_needs(cut, NOTHING, shards)
+    whole = _needs(shards)
+    cut = {"num_workers": 4, "parallelism": {"tensor": 2, "data": 2}}
+    found = _needs(shards, **cut)
     # Biases of row-sharded layers and the head are not sharded.
-    assert [found[name] / whole[name] for name in names] == pytest.approx([0.5] * 3, rel=1e-2)
-    shared = replace(cut, sync=Zero(stage=1))
-    assert worker_needs(shared, NOTHING, shards)[names[2]] == found[names[2]] // 2
+    assert [found[name] / whole[name] for name in PARTS] == pytest.approx([0.5] * 3, rel=1e-2)
+    assert _needs(shards, **cut, sync=Zero(stage=1))[PARTS[2]] == found[PARTS[2]] // 2
     # Fully sharded weights, with the mesh axis "shard" given or left to the default.
-    parts = {"num_workers": 4, "collective": "torch", "sync": Zero(stage=3)}
-    by_name = [
-        worker_needs(_config(shards, model, **parts, parallelism=mesh), NOTHING, shards)
-        for mesh in ({"shard": 4}, {})
-    ]
-    assert by_name[0] == by_name[1]
-    hybrid = _config(shards, model, **parts, parallelism={"shard": 2, "data": 2})
-    assert worker_needs(hybrid, NOTHING, shards)[names[2]] == whole[names[2]] // 2
+    whole_mesh = {"num_workers": 4, "sync": Zero(stage=3)}
+    assert _needs(shards, **whole_mesh, parallelism={"shard": 4}) == _needs(shards, **whole_mesh)
+    hybrid = _needs(shards, **whole_mesh, parallelism={"shard": 2, "data": 2})
+    assert hybrid[PARTS[2]] == whole[PARTS[2]] // 2
 
 
 @pytest.mark.extras
@@ -220,15 +204,14 @@ def test_the_state_of_every_optimizer_counts_as_large_as_it_is(shards, optimizer
     tables = 2 * (65 << 10) if optimizer.endswith("8bit") else 0
     assert needs["optimizer state"] == num_bytes(state) + tables
     # The rough first estimate of `check_memory` is never below the exact need.
-    available = Available(num_bytes=sum(needs.values()) - 1, source="here")
     with pytest.raises(ValueError, match="training needs at least"):
-        check_memory(config, NOTHING, shards, [available])
+        check_memory(config, NOTHING, shards, [_available(sum(needs.values()) - 1)])
 
 
 @pytest.mark.extras
 def test_the_state_of_a_users_own_optimizer_counts(shards):
     objects = UserObjects(optimizer=lambda parameters: torch.optim.Adam(parameters, amsgrad=True))
-    needs = worker_needs(_config(shards, ModelSpec("mlp", BIG)), objects, shards)
+    needs = worker_needs(_config(shards, BIG), objects, shards)
     assert needs["optimizer state"] == pytest.approx(3 * needs["gradients"], rel=1e-5)
 
 
@@ -244,44 +227,30 @@ def test_the_state_of_a_users_own_optimizer_counts(shards):
     ],
 )
 def test_the_copy_for_a_checkpoint_counts_where_one_is_certain(shards, settings, copied):
-    needs = worker_needs(_config(shards, ModelSpec("mlp", BIG), **settings), NOTHING, shards)
+    needs = _needs(shards, **settings)
     copy = 3 * needs["parameters"] if copied else 0
     assert needs.get("copy for a checkpoint", 0) == pytest.approx(copy, rel=1e-5)
     assert ("gradients" in needs) is not copied
 
 
-class Unused(nn.Module):
-    """Has ten times as many parameters as it uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(64, 1), nn.Linear(64, 100_000)
-        self.rare = nn.Embedding(100_000, 8, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)  # type: ignore[no-any-return]
-
-
 @pytest.mark.extras
 def test_parameters_without_gradient_have_no_state_either(shards):
-    objects = UserObjects(module=Unused())
+    """The network has ten times as many parameters as it uses."""
+    idle = {"idle": nn.Linear(64, 100_000), "rare": nn.Embedding(100_000, 8, sparse=True)}
+    network = Net(lambda self, x: self.used(x), used=nn.Linear(64, 1), **idle)
+    objects = UserObjects(module=network)
     config = check_training(_config(shards, None), objects, shards).config
     needs = worker_needs(config, objects, shards)
     assert needs["gradients"] == 4 * 65
     # Enough memory for the parameters and the rows.
-    check_memory(
-        config, objects, shards, [Available(num_bytes=needs["parameters"] + (1 << 20), source="here")]
-    )
+    check_memory(config, objects, shards, [_available(needs["parameters"] + (1 << 20))])
     with pytest.raises(ValueError, match=r"\(parameters .* take an optimizer with less state|smaller model"):
-        check_memory(config, objects, shards, [Available(num_bytes=1 << 20, source="here")])
+        check_memory(config, objects, shards, [_available(1 << 20)])
 
 
 @pytest.mark.extras
 def test_on_a_gpu_the_host_holds_the_network_once(shards):
-    big, small = (
-        worker_needs(_config(shards, model, use_gpu=True), NOTHING, shards)
-        for model in (ModelSpec("mlp", BIG), _linear(64))
-    )
+    big, small = (_needs(shards, model, use_gpu=True) for model in (BIG, linear(1, 64)))
     assert list(big) == ["parameters"]
     assert small["parameters"] == small["gradients"] == 0
     assert sum(small.values()) > 0
@@ -303,10 +272,9 @@ def test_spark_divides_the_memory_of_its_python_workers_by_cores(conf, num_bytes
 @pytest.mark.extras
 def test_the_driver_refuses_what_spark_leaves_no_room_for(shards):
     conf = {"spark.master": "yarn", "spark.executor.pyspark.memory": "100m"}
-    config = check_training(_config(shards, ModelSpec("mlp", BIG)), NOTHING, shards).config
-    with pytest.raises(
-        ValueError, match=r"spark.executor.pyspark.memory is 100.0 MiB\); .* more memory by spark"
-    ):
+    config = check_training(_config(shards, BIG), NOTHING, shards).config
+    refusal = r"spark.executor.pyspark.memory is 100.0 MiB\); .* more memory by spark"
+    with pytest.raises(ValueError, match=refusal):
         check_memory(config, NOTHING, shards, limits_on_driver(1, conf, is_here=False))
     check_memory(config, NOTHING, shards, limits_on_driver(1, {"spark.master": "yarn"}, is_here=False))
     check_memory(config, NOTHING, shards, limits_on_driver(1, {"spark.master": "local[2]"}, is_here=True))
@@ -343,7 +311,6 @@ def test_the_limit_of_a_container_is_the_least_of_its_groups(tmp_path):
     # All workers of a host share its memory, but each worker may have its own cgroup.
     for workers, same, expected in ((1, False, 500_000), (2, False, 700 * 512), (2, True, 250_000)):
         found = find_host_limit(workers, same_cgroup=same, root=root)
-        assert found is not None
         assert found.num_bytes == expected
     unlimited = {f"{group}memory/memory.limit_in_bytes": "9223372036854771712\n"}
     assert find_cgroup_limit(_write(tmp_path / "v1", unlimited)) is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch._dynamo  # a late import by an optimizer would keep the process gro
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from small_networks import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,23 +31,17 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sharded.zero import SyncGroup, ZeroSync
 
 
-class Twice(nn.Module):
+def _twice(network: Net, x: torch.Tensor) -> torch.Tensor:
     """Recomputes its layer twice, each time in a separate backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x
+    for _ in range(2):
+        x = checkpoint(network.layer, x, use_reentrant=True)
+    return x
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, None])
 def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_bytes):
     """A single all-reduce starts after the backward pass, so its gradients may come in several parts."""
-    module = Twice()
+    module = Net(_twice, layer=nn.Linear(2, 2))
     rows = torch.ones(3, 2, requires_grad=True)
     expected = torch.autograd.grad(module.layer(module.layer(rows)).sum(), module.layer.weight)[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -53,14 +49,13 @@ def test_a_gradient_that_comes_again_after_its_bucket_left_is_refused(bucket_byt
     with sync.micro_batch(last=True):
         loss = sync.module(rows).sum()
         if bucket_bytes is not None:
-            with pytest.raises(
-                ValueError, match=r"a parameter got a second gradient .*; checkpoint .* use_reentrant=False"
-            ):
+            refusal = r"a parameter got a second gradient .*; checkpoint .* use_reentrant=False"
+            with pytest.raises(ValueError, match=refusal):
                 loss.backward()
             return
         loss.backward()
     sync.reduce()
-    assert torch.allclose(module.layer.weight.grad, expected)  # type: ignore[arg-type]
+    assert torch.allclose(module.layer.weight.grad, expected)
 
 
 class InPlace(torch.optim.SGD):
@@ -80,7 +75,7 @@ def test_gradients_that_an_optimizer_zeroes_in_place_stay_beside_a_missing_one(b
         with sync.micro_batch(last=True):
             module[0](torch.ones(3, 2)).sum().backward()
         sync.reduce()
-        gradients.append(module[0].weight.grad.tolist())  # type: ignore[union-attr, operator]
+        gradients.append(module[0].weight.grad.tolist())
     assert gradients == [[[3.0, 3.0]]] * 3
     assert module[1].weight.grad is None
 
@@ -105,23 +100,12 @@ def _zero(module: nn.Module, optimizer: torch.optim.Optimizer, collective: Colle
     return ZeroSync(module, optimizer, [SyncGroup(RankMesh.of(collective).shard_group)], 1, bucket_bytes=8)
 
 
-Tie = Callable[[nn.Module, torch.optim.Optimizer, Collective], GradientSync]
-
-
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("tie", [_summed, _zero])
 def test_a_callback_may_differentiate_between_steps(tie):
     """A backward pass outside a step sends nothing and does not affect the next step."""
-    module, alone = Recomputed(), Recomputed()
+    layers = {"first": nn.Linear(2, 2), "last": nn.Linear(2, 1)}
+    module = Net(lambda net, x: net.last(checkpoint(net.first, x, use_reentrant=False)), **layers)
+    alone = deepcopy(module)
     sync = tie(module, torch.optim.SGD(module.parameters(), lr=0.1), LocalCollective())
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
     x = torch.ones(3, 2)
@@ -138,11 +122,6 @@ def test_a_callback_may_differentiate_between_steps(tie):
     assert torch.equal(*(nn.utils.parameters_to_vector(m.parameters()) for m in (module, alone)))
 
 
-class Client:
-    def close(self) -> None:
-        return
-
-
 def _sockets() -> int:
     # The descriptor of listdir is closed before its link is read.
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
@@ -154,7 +133,7 @@ def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie):
     """The error keeps the frames alive; a running all-reduce would keep the group and block its peers."""
     before = _sockets()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    collective = TorchCollective(Member(), False, Client())  # type: ignore[arg-type]
+    collective = TorchCollective(Member(), False, SimpleNamespace(close=lambda: None))
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def fails(gradient: torch.Tensor) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
-from small_training import config_of, weights_of
+from small_training import columns_of, config_of, weights_of
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import RendezvousInfo
@@ -74,19 +73,12 @@ def _train_in_reused_processes(configs: Sequence[TrainConfig]) -> list[TrainResu
         pytest.param({"num_workers": 2, "parallelism": {"tensor": 2}}, id="tensor"),
         pytest.param({"num_workers": 2, "parallelism": {"pipeline": 2}}, id="pipeline"),
         pytest.param({"num_workers": 2, "parallelism": {"shard": 2}, "sync": Zero(stage=2)}, id="shard"),
-        pytest.param(
-            {"num_workers": 4, "parallelism": {"data": 2, "shard": 2}, **ZERO},
-            id="hybrid",
-        ),
-        pytest.param(
-            {"num_workers": 4, "parallelism": {"data": 2, "tensor": 2}, **ZERO},
-            id="zero3-tensor",
-        ),
+        pytest.param({"num_workers": 4, "parallelism": {"data": 2, "shard": 2}, **ZERO}, id="hybrid"),
+        pytest.param({"num_workers": 4, "parallelism": {"data": 2, "tensor": 2}, **ZERO}, id="zero3-tensor"),
     ],
 )
 def test_a_process_with_another_rank_trains_the_same_weights(make_shards, tmp_path, changes):
-    features = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
-    manifest = make_shards({"x": features, "y": features.sum(1)})
+    manifest = make_shards(columns_of(96))
 
     def config(name: str, **changes: Any) -> TrainConfig:
         return config_of(manifest, tmp_path / name, model=SPEC.to_json(), optimizer="momentum", **changes)

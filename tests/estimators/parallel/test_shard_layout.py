@@ -24,7 +24,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [even_layout, whole_layout])
 def test_every_element_is_one_ranks(layout, sizes, num_ranks, limit):
     kinds = [index % 2 for index in range(len(sizes))]
     members = fill_buckets(sizes, kinds, [limit] * len(sizes))
-    buckets = layout(members, sizes, num_ranks)  # type: ignore[operator]
+    buckets = layout(members, sizes, num_ranks)
     owned = [[0] * size for size in sizes]
     for bucket in buckets:
         assert len({kinds[slot.index] for slot in bucket.slots}) == 1

@@ -25,6 +25,8 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 
+pytestmark = pytest.mark.distributed
+
 # Ranks of these strategies step independently, so their weights differ from one worker's: see
 # test_parameter_server.py and the folder local.
 APART = {"local_average", "diloco", "elastic", "parameter_server", "hogwild"}
@@ -40,10 +42,11 @@ CASES = [
 SHARDED = [case for case in CASES if case[0] != "data_parallel"]
 
 
-def _params(cases: list[tuple[str, str]]) -> list[Any]:
-    """Returns pytest parameters; strategies of extras have the mark `extras`."""
+def _for(cases: list[tuple[str, str]]) -> Any:
+    """Returns a decorator with the parameters `strategy` and `collective`; extras have their mark."""
     extra = [strategy for strategy, path in STRATEGIES.paths.items() if path.startswith(EXTRAS)]
-    return [pytest.param(*case, marks=[pytest.mark.extras] if case[0] in extra else []) for case in cases]
+    params = [pytest.param(*case, marks=[pytest.mark.extras] if case[0] in extra else []) for case in cases]
+    return pytest.mark.parametrize(("strategy", "collective"), params)
 
 
 STEPS = 20
@@ -57,7 +60,7 @@ class Block(nn.Module):
         self.norm, self.first, self.second = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(torch.relu(self.first(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.second(torch.relu(self.first(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -83,7 +86,7 @@ class Net(nn.Module):
         chosen = x[:, :1] > 0.8
         if chosen.any():  # depends on the data, so only one rank may use it
             output = output + torch.where(chosen, self.sometimes(hidden), 0.0)
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -131,7 +134,7 @@ def _train(
         for i, part in enumerate(parts):
             with sync.micro_batch(last=i == len(parts) - 1):
                 loss = (sync.module(part) - part.sum(1, keepdim=True)).square().sum() / len(rows)
-                scaler.scale(loss * sync.loss_factor * poison(step)).backward()  # type: ignore[no-untyped-call]
+                scaler.scale(loss * sync.loss_factor * poison(step)).backward()
         if not parts:
             sync.backward_without_rows((mine,))
         sync.reduce()
@@ -148,31 +151,30 @@ def _train(
 def _weights(sync: GradientSync) -> list[float]:
     """Returns all weights of the network, gathered; runs on every rank."""
     if hasattr(sync.network, "reshard"):
-        sync.network.reshard()  # type: ignore[operator]
+        sync.network.reshard()
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in sync.network.parameters()]
-    return torch.cat([p.detach().flatten() for p in whole]).tolist()  # type: ignore[no-any-return]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist()
+
+
+def _scaler(collective: Collective, strategy: str) -> LossScaler:
+    combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
+    return LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
 
 
 def _overflowing(collective: Collective, strategy: str) -> dict[str, Any]:
     """Runs fp16 loss scaling; in step 3, the rows of one rank give infinite gradients."""
-    combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
-    scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
-    last = collective.rank == collective.size - 1
-    sync = _train(
-        collective,
-        strategy,
-        _by_name("adamw"),
-        steps=5,
-        scaler=scaler,
-        poison=lambda step: float("inf") if step == 3 and last else 1.0,
-    )
+    scaler, last = _scaler(collective, strategy), collective.rank == collective.size - 1
+
+    def poison(step: int) -> float:
+        return float("inf") if step == 3 and last else 1.0
+
+    sync = _train(collective, strategy, _by_name("adamw"), steps=5, scaler=scaler, poison=poison)
     return {"weights": _weights(sync), "skipped": scaler.skipped_steps, "scale": scaler.current_scale}
 
 
 def _one_element(collective: Collective, strategy: str) -> dict[str, Any]:
     """Runs fp16 loss scaling; one element of the reduced gradient overflows, in one rank's shard."""
-    combine = partial(collective.all_reduce, op="max") if strategy != "data_parallel" else None
-    scaler = LossScaler("fp16", torch.device("cpu"), combine, init_scale=8.0)
+    scaler = _scaler(collective, strategy)
 
     def poison(sync: GradientSync, step: int) -> None:
         held = [p for group in sync.optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -253,8 +255,7 @@ def _alone() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
+@_for(CASES)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_weights_after_twenty_steps_are_those_of_one_worker(strategy, collective, training):
     if (strategy, training) == ("zero3", "adafactor"):
@@ -264,8 +265,7 @@ def test_weights_after_twenty_steps_are_those_of_one_worker(strategy, collective
     assert first == pytest.approx(_alone()[training], abs=1e-5)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
+@_for(CASES)
 def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy, collective):
     first, second = (result["overflow"] for result in _results(strategy, collective))
     assert first == second
@@ -273,22 +273,19 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(strategy, collective):
     assert first["weights"] == pytest.approx(_alone()["overflow"]["weights"], abs=1e-5)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
+@_for(CASES)
 def test_no_rank_multiplies_its_loss_and_overflows_where_one_worker_does_not(strategy, collective):
     assert [result["bytes"]["loss factor"] for result in _results(strategy, collective)] == [1.0, 1.0]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), _params(SHARDED))
+@_for(SHARDED)
 def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(strategy, collective):
     first, second = (result["overflow of one element"] for result in _results(strategy, collective))
     assert first == second
     assert first["skipped"] == 1
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "collective"), _params(CASES))
+@_for(CASES)
 def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy, collective):
     whole = _alone()["bytes"]["state"]
     cut = {"data_parallel": [], "compressed": [], "zero1": ["optimizer"], "zero2": ["optimizer", "gradients"]}
@@ -300,7 +297,6 @@ def test_a_rank_holds_half_of_what_its_strategy_cuts(strategy, collective):
                 assert num_bytes == whole[kind], kind
 
 
-@pytest.mark.distributed
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
     for result in _results("zero3", "torch"):
         optimizer, scalar = result["refusals"]
@@ -308,10 +304,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
         assert "cannot shard the scalar parameter 'temperature'; give it shape (1,)" in scalar
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("strategy", "collective"), _params([c for c in CASES if c[0] in ("zero1", "zero2")])
-)
+@_for([case for case in CASES if case[0] in ("zero1", "zero2")])
 def test_zero_sends_what_data_parallelism_sends(strategy, collective):
     """Reduce-scatter plus all-gather send an all-reduce's bytes, plus flags for missing gradients."""
     num_bytes = _alone()["bytes"]["state"]["gradients"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringspark.estimators.tracking.console import PlainLines, duration
+from ringspark.estimators.tracking.base import RunStart
+from ringspark.estimators.tracking.console import ConsoleTracker, PlainLines, duration
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
 START = TrainingProgress(epoch=1, epochs=5, step=0, num_steps=3_000, rows=0, seconds=0.0)
@@ -90,6 +91,8 @@ def test_durations_have_two_units_at_most(seconds, words):
     assert duration(seconds) == words
 
 
-def test_lines_go_to_standard_error(capsys):
-    PlainLines().epoch(EPOCH)
-    assert capsys.readouterr() == ("", "epoch 2: loss 0.5124, 61.2 s\n")
+def test_lines_go_to_standard_error_in_the_period_of_the_setting(capsys):
+    shown = ConsoleTracker(period_seconds=1e-9).start(RunStart(name="stage", run_uri="run"))
+    shown.progress(replace(START, step=10))
+    shown.epoch(EPOCH)
+    assert capsys.readouterr() == ("", "training: epoch 1/5, step 10/3,000\nepoch 2: loss 0.5124, 61.2 s\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import threading
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_networks import linear
+from spark_tables import quiet
 
-from ringspark.estimators import run_layout
+from ringspark.estimators import TorchRegressor, run_layout
 from ringspark.estimators.tracking import watcher
 from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
 from ringspark.estimators.tracking.console import ConsoleTracker
@@ -25,7 +28,7 @@ EPOCH = EpochRecord(
 AT = ("start", "epoch", "end")
 
 
-class Faulty(Tracker):
+class Faulty(Tracker, Listener):
     """Raises or hangs in one of its calls."""
 
     name = "faulty"
@@ -35,27 +38,22 @@ class Faulty(Tracker):
         self.reached = threading.Event()
 
     def start(self, run: RunStart) -> Listener:
-        self.call("start")
-        return _FaultyListener(self)
+        self._call("start")
+        return self
 
-    def call(self, what: str) -> None:
+    def epoch(self, record: EpochRecord) -> None:
+        self._call("epoch")
+
+    def end(self, end: RunEnd) -> None:
+        self._call("end")
+
+    def _call(self, what: str) -> None:
         if what != self.at:
             return
         self.reached.set()
         if self._released is None:
             raise OSError("no room")
         self._released.wait()
-
-
-class _FaultyListener(Listener):
-    def __init__(self, tracker: Faulty) -> None:
-        self._tracker = tracker
-
-    def epoch(self, record: EpochRecord) -> None:
-        self._tracker.call("epoch")
-
-    def end(self, end: RunEnd) -> None:
-        self._tracker.call("end")
 
 
 @pytest.fixture
@@ -70,9 +68,7 @@ def released():
 
 
 def told(run_uri: Path, tracker: Tracker) -> list[str]:
-    """Watches a run with one finished epoch next to `tracker`; returns the events of a second, working
-    tracker.
-    """
+    """Watches a run of one epoch by `tracker` and a sound tracker; returns the events of the second."""
     (run_uri / run_layout.HISTORY).write_text(json.dumps([asdict(EPOCH)]))
     events: list[str] = []
     (sound,) = make_trackers([lambda event: events.append(event["event"])], shows_progress=False)
@@ -89,7 +85,7 @@ def test_a_tracker_that_raises_is_a_warning_and_harms_no_other(at, tmp_path, cap
     assert "the tracker faulty failed (OSError: no room)" in record.getMessage()
 
 
-class Flaky(Tracker):
+class Flaky(Tracker, Listener):
     """Fails at two of every three epochs."""
 
     name = "flaky"
@@ -98,17 +94,12 @@ class Flaky(Tracker):
         self.seen: list[int] = []
 
     def start(self, run: RunStart) -> Listener:
-        return _FlakyListener(self.seen)
-
-
-class _FlakyListener(Listener):
-    def __init__(self, seen: list[int]) -> None:
-        self._seen = seen
+        return self
 
     def epoch(self, record: EpochRecord) -> None:
         if record.epoch % 3:
             raise OSError("no room")
-        self._seen.append(record.epoch)
+        self.seen.append(record.epoch)
 
 
 def test_a_tracker_that_fails_now_and_then_receives_every_later_epoch(tmp_path):
@@ -149,18 +140,10 @@ def test_a_tracker_that_has_hung_for_long_is_not_waited_for(tmp_path, monkeypatc
 
 @pytest.mark.spark
 def test_a_fit_with_failing_trackers_returns_its_model(spark, tmp_path, caplog):
-    from ringspark.estimators import TorchRegressor
-    from ringspark.models import ModelSpec
-
     def fit(*tracking: Any) -> Any:
-        return TorchRegressor(
-            model=ModelSpec("linear", {"in_features": 1, "out_features": 1}),
-            epochs=2,
-            batchSize=32,
-            storageUri=str(tmp_path),
-            showProgress=False,
-            tracking=list(tracking),
-        ).fit(spark.range(96).selectExpr("array(sin(id)) as features", "cos(id) as label"))
+        settings = {"model": linear(1, 1), "epochs": 2, "batchSize": 32, "tracking": list(tracking)}
+        table = spark.range(96).selectExpr("array(sin(id)) as features", "cos(id) as label")
+        return quiet(TorchRegressor, tmp_path, **settings).fit(table)
 
     def losses(model: Any) -> list[float]:
         return [record.train_loss for record in model.summary.epochs]
@@ -169,34 +152,20 @@ def test_a_fit_with_failing_trackers_returns_its_model(spark, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ringspark"):
         tracked = losses(fit(Faulty("start", None), lambda event: 1 / 0))
     assert tracked == plain
-    assert {name for name in ("faulty", "FunctionTracker") if f"tracker {name} failed" in caplog.text} == {
-        "faulty",
-        "FunctionTracker",
-    }
+    for name in ("faulty", "FunctionTracker"):
+        assert f"tracker {name} failed" in caplog.text
 
 
-class Terminal:
-    """A stream that is or is not a terminal and keeps the written text."""
-
+class Terminal(io.StringIO):
     encoding = "utf-8"
 
-    def __init__(self, is_terminal: bool) -> None:
-        self._is_terminal, self.text = is_terminal, ""
-
     def isatty(self) -> bool:
-        return self._is_terminal
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+        return True
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(is_terminal, monkeypatch, capsys):
-    stream = Terminal(is_terminal)
+def test_the_console_shows_a_bar_on_a_terminal(monkeypatch):
+    """`test_plain_lines.py` has the lines elsewhere."""
+    stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     # Short enough to print every position.
     shown = ConsoleTracker(period_seconds=1e-9).start(RunStart(name="stage", run_uri="run"))
@@ -205,15 +174,9 @@ def test_the_console_shows_a_bar_on_a_terminal_and_lines_elsewhere(is_terminal, 
     shown.progress(replace(position, epoch=2, step=110))
     shown.epoch(EPOCH)
     shown.end(RunEnd(status="finished"))
-    if is_terminal:
-        assert "\r" in stream.text
-        assert "110/200" in stream.text
-        assert "training: epoch" not in stream.text
-    else:
-        lines = stream.text.splitlines()
-        assert lines[0] == "training: epoch 1/2, step 10/200"
-        assert lines[1].startswith("training: epoch 2/2, step 110/200, ")
-        assert lines[2:] == ["epoch 1: loss 0.2500, 0.5 s"]
+    assert "\r" in stream.getvalue()
+    assert "110/200" in stream.getvalue()
+    assert "training: epoch" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("period", [0, -1, "30", True])
