@@ -7,24 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
+from small_networks import linear, mlp
 from spark_stages import SPARK_STAGES_RUN, spark_saves, spark_stages
 
-from ringspark.estimators import (
-    TorchClassificationModel,
-    TorchClassifier,
-    TorchEstimator,
-    TorchModel,
-    TorchRegressionModel,
-    TorchRegressor,
-)
 from ringspark.models import ModelSpec
 
 __all__ = ["spark_saves", "spark_stages"]
@@ -42,69 +37,21 @@ class Accuracy(Evaluator):
 
 @dataclass(frozen=True, kw_only=True)
 class StageCase:
-    """An estimator, its model class, and settings for this suite's table."""
-
-    estimator: type[Any]
-    model: type[Any]
-    network: ModelSpec
-    evaluator: type[Any]
-    evaluator_params: dict[str, Any] = field(default_factory=dict)
-    text_param: str = "predictionCol"
-
-    @property
-    def stage(self) -> type[Any]:
-        return self.estimator
-
-    def make(self, storage_uri: str, **params: Any) -> Any:
-        """Returns an unfitted estimator with short, quiet fits."""
-        common: dict[str, Any] = {
-            "model": self.network,
-            "epochs": 2,
-            "batchSize": 32,
-            "learningRate": 0.05,
-            "storageUri": storage_uri,
-            "showProgress": False,
-        }
-        return self.estimator(**common | params)
-
-    def make_evaluator(self) -> Evaluator:
-        """Returns Spark's evaluator for this task if Spark can run it here."""
-        evaluator: Evaluator = self.evaluator(**self.evaluator_params) if SPARK_STAGES_RUN else Accuracy()
-        return evaluator
-
-
-CLASSES = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2})
-LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
-STAGES = [
-    StageCase(
-        estimator=TorchClassifier,
-        model=TorchClassificationModel,
-        network=CLASSES,
-        evaluator=MulticlassClassificationEvaluator,
-        evaluator_params={"metricName": "accuracy"},
-    ),
-    StageCase(
-        estimator=TorchRegressor, model=TorchRegressionModel, network=LINE, evaluator=RegressionEvaluator
-    ),
-    StageCase(estimator=TorchEstimator, model=TorchModel, network=LINE, evaluator=RegressionEvaluator),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExtraCase:
-    """A stage of extras, which is imported when its tests run.
+    """A stage, which is imported when its tests run.
 
     Attributes:
         stage_path: `module:name` of the class.
         model_path: Class of the fitted model; "" for a Transformer.
         text_param: Param that tests set to any text.
         make_params: Returns Params for this suite's table; takes the folder for shards.
+        evaluator: Makes Spark's evaluator of the task.
     """
 
     stage_path: str
     model_path: str = ""
-    text_param: str
+    text_param: str = "predictionCol"
     make_params: Callable[[str], dict[str, Any]]
+    evaluator: Callable[[], Evaluator] = Accuracy
 
     @property
     def stage(self) -> type[Any]:
@@ -118,6 +65,10 @@ class ExtraCase:
         """Returns the stage, not fitted."""
         return self.stage(**self.make_params(storage_uri) | params)
 
+    def make_evaluator(self) -> Evaluator:
+        """Returns Spark's evaluator for this task if Spark can run it here."""
+        return self.evaluator() if SPARK_STAGES_RUN else Accuracy()
+
 
 def _load(path: str) -> type[Any]:
     module, _, name = path.partition(":")
@@ -125,80 +76,87 @@ def _load(path: str) -> type[Any]:
     return kind
 
 
-def _search_params(storage_uri: str) -> dict[str, Any]:
+def _training(network: ModelSpec, storage_uri: str) -> dict[str, Any]:
+    """Returns Params of short, quiet fits."""
+    place = {"storageUri": storage_uri, "showProgress": False}
+    return {"model": network, "epochs": 2, "batchSize": 32, "learningRate": 0.05} | place
+
+
+def _search(storage_uri: str) -> dict[str, Any]:
     from ringspark.extras.search import Uniform
 
     inner = STAGES[0].make(storage_uri, validationFraction=0.25)
     return {"estimator": inner, "space": {"learningRate": Uniform(1e-3, 1e-1, log=True)}, "seed": 3}
 
 
+WINDOWS = {"keyCols": [], "timeCol": "id", "valueCols": ["a", "b"], "steps": 3, "targetCol": "a"}
+NAMES = {"outputCol": "window", "labelCol": "next_a"}
+STAGES = [
+    StageCase(
+        stage_path="ringspark.estimators:TorchClassifier",
+        model_path="ringspark.estimators:TorchClassificationModel",
+        make_params=partial(_training, mlp(2)),
+        evaluator=partial(MulticlassClassificationEvaluator, metricName="accuracy"),
+    ),
+    StageCase(
+        stage_path="ringspark.estimators:TorchRegressor",
+        model_path="ringspark.estimators:TorchRegressionModel",
+        make_params=partial(_training, linear()),
+        evaluator=RegressionEvaluator,
+    ),
+    StageCase(
+        stage_path="ringspark.estimators:TorchEstimator",
+        model_path="ringspark.estimators:TorchModel",
+        make_params=partial(_training, linear()),
+        evaluator=RegressionEvaluator,
+    ),
+]
 EXTRA_STAGES = [
-    ExtraCase(
+    StageCase(
         stage_path="ringspark.extras.windows.sequence_windows:SequenceWindows",
         text_param="outputCol",
-        make_params=lambda _: {
-            "keyCols": [],
-            "timeCol": "id",
-            "valueCols": ["a", "b"],
-            "steps": 3,
-            "targetCol": "a",
-            "outputCol": "window",
-            "labelCol": "next_a",
-        },
+        make_params=lambda _: WINDOWS | NAMES,
     ),
-    ExtraCase(
+    StageCase(
         stage_path="ringspark.extras.search:OptunaSearch",
         model_path="ringspark.extras.search:SearchModel",
         text_param="monitor",
-        make_params=lambda uri: _search_params(uri) | {"numTrials": 1},
+        make_params=lambda uri: _search(uri) | {"numTrials": 1},
     ),
-    ExtraCase(
+    StageCase(
         stage_path="ringspark.extras.search:PopulationSearch",
         model_path="ringspark.extras.search:SearchModel",
         text_param="monitor",
-        make_params=lambda uri: _search_params(uri) | {"population": 2, "epochsPerRound": 2},
+        make_params=lambda uri: _search(uri) | {"population": 2, "epochsPerRound": 2},
     ),
-    ExtraCase(
+    StageCase(
         stage_path="ringspark.extras.pretraining.autoencoder:TorchAutoencoder",
         model_path="ringspark.extras.pretraining.autoencoder:TorchAutoencoderModel",
-        text_param="predictionCol",
-        make_params=lambda uri: {
-            "model": ModelSpec("linear", {"in_features": 2, "out_features": 2}),
-            "epochs": 2,
-            "storageUri": uri,
-            "showProgress": False,
-            "noise": 0.1,
-        },
+        make_params=lambda uri: _training(linear(2), uri) | {"noise": 0.1},
     ),
 ]
 
-# One stage covers most failures; `make test-all` runs all stages.
-CASES = [
-    pytest.param(case, id=case.estimator.__name__, marks=[pytest.mark.slow] if number else [])
-    for number, case in enumerate(STAGES)
-]
-EXTRA_CASES = [
-    pytest.param(
-        case,
-        id=case.stage_path.rpartition(":")[2],
-        marks=[pytest.mark.extras, pytest.mark.slow] if case.model_path else [pytest.mark.extras],
-    )
-    for case in EXTRA_STAGES
-]
+
+def _param(case: StageCase, *marks: Any) -> Any:
+    """One stage, and those without a fit, cover most failures; `make test-all` runs all stages."""
+    slow = [pytest.mark.slow] if case.model_path and case is not STAGES[0] else []
+    return pytest.param(case, id=case.stage_path.rpartition(":")[2], marks=[*marks, *slow])
+
+
+CASES = [_param(case) for case in STAGES]
+EXTRA_CASES = [_param(case, pytest.mark.extras) for case in EXTRA_STAGES]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
     """One stage of `STAGES` per run."""
-    found: StageCase = request.param
-    return found
+    return request.param
 
 
 @pytest.fixture(scope="module", params=[*CASES, *EXTRA_CASES])
 def any_case(request):
     """One stage of `STAGES` or `EXTRA_STAGES` per run."""
-    found: StageCase | ExtraCase = request.param
-    return found
+    return request.param
 
 
 @pytest.fixture
@@ -235,45 +193,29 @@ def frame(spark):
 
 
 @pytest.fixture(scope="module")
-def made():
-    """Stages by class."""
-    return {}
+def stages(stage_storage, frame):
+    """Functions that return the one stage of a case, which no test may change, and its fitted model."""
+    make = cache(lambda case: case.make(stage_storage))
+    return SimpleNamespace(make=make, fit=cache(lambda case: make(case).fit(frame)))
 
 
 @pytest.fixture(scope="module")
-def fits():
-    """Fitted models by the class of their estimator."""
-    return {}
+def estimator(case, stages):
+    return stages.make(case)
 
 
 @pytest.fixture(scope="module")
-def estimator(case, stage_storage, made):
-    """One estimator per stage; no test may change it."""
-    return made.setdefault(case.stage, case.make(stage_storage))
+def fitted(case, stages):
+    return stages.fit(case)
 
 
 @pytest.fixture(scope="module")
-def fitted(estimator, frame, fits):
-    """The fitted model, shared by tests that only read it."""
-    return _fit_once(estimator, frame, fits)
-
-
-@pytest.fixture(scope="module")
-def transformer(any_case, stage_storage, frame, made, fits):
-    """The fitted model of an estimator, or a Transformer; shared by tests that only read it."""
-    stage = made.setdefault(any_case.stage, any_case.make(stage_storage))
-    return _fit_once(stage, frame, fits) if any_case.model else stage
-
-
-def _fit_once(estimator: Any, frame: Any, fits: dict[type[Any], Any]) -> Any:
-    kind = type(estimator)
-    if kind not in fits:
-        fits[kind] = estimator.fit(frame)
-    return fits[kind]
+def transformer(any_case, stages):
+    """The fitted model of an estimator, or a Transformer."""
+    return stages.fit(any_case) if any_case.model_path else stages.make(any_case)
 
 
 @pytest.fixture(scope="module")
 def scored(fitted, frame):
     """Predictions of `fitted` for every row, by id."""
-    rows: list[Any] = fitted.transform(frame).orderBy("id").collect()
-    return rows
+    return fitted.transform(frame).orderBy("id").collect()

@@ -24,6 +24,7 @@ from pyspark.ml.tuning import (
     TrainValidationSplitModel,
 )
 from pyspark.sql import functions as F
+from spark_tables import values_of
 
 import ringspark.estimators
 
@@ -51,17 +52,7 @@ def accessor(verb: str, name: str) -> str:
 
 
 def predictions(model: Any, frame: Any) -> list[float]:
-    """Returns the predictions ordered by `id`."""
-    return [
-        row.prediction for row in model.transform(frame).select("id", "prediction").orderBy("id").collect()
-    ]
-
-
-def raise_format_version(folder: Path) -> None:
-    """Rewrites a saved stage as if a later ringspark had saved it."""
-    described = [file for file in folder.glob("*.json") if "format_version" in file.read_text()]
-    (file,) = described
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 999}))
+    return values_of(model.transform(frame))
 
 
 @pytest.mark.extras  # the public names include stages from extras
@@ -76,9 +67,6 @@ def test_every_public_stage_is_listed(listed):
         if isinstance(kind, type) and issubclass(kind, Estimator | Transformer | Evaluator)
     }
     assert stages == {kind for case in listed for kind in (case.stage, case.model)} - {None}
-
-
-# ------------------------------------------------------------------------------ Params
 
 
 @pytest.fixture
@@ -150,9 +138,6 @@ def test_a_stages_copy_leaves_the_original(any_case, stage_storage):
     assert values(stage) == before
 
 
-# ------------------------------------------------------------------------------ fit
-
-
 def test_a_model_belongs_to_its_estimator(case, estimator, fitted):
     assert type(fitted) is case.model
     assert fitted.uid == estimator.uid
@@ -207,18 +192,12 @@ def test_the_summary_tells_what_the_fit_did(fitted):
     assert list(summary.history["epoch"]) == [1, 2]
 
 
-# ------------------------------------------------------------------------------ transform
-
-
 def test_other_columns_pass_through_untouched(fitted, frame, scored):
-    result = fitted.transform(frame)
-    assert result.columns[: len(frame.columns)] == frame.columns
-    assert [field.dataType for field in result.schema][: len(frame.columns)] == [
-        field.dataType for field in frame.schema
-    ]
-    assert [row[: len(frame.columns)] for row in scored] == [
-        tuple(row) for row in frame.orderBy("id").collect()
-    ]
+    result, width = fitted.transform(frame), len(frame.columns)
+    assert result.columns[:width] == frame.columns
+    types = [[field.dataType for field in table.schema][:width] for table in (result, frame)]
+    assert types[0] == types[1]
+    assert [row[:width] for row in scored] == [tuple(row) for row in frame.orderBy("id").collect()]
 
 
 def test_transform_schema_is_what_transform_gives(transformer, frame):
@@ -254,9 +233,6 @@ def test_a_models_copy_leaves_the_original(fitted, frame, scored):
     renamed = copied.transform(frame)
     assert "prediction" not in renamed.columns
     assert [row.guess for row in renamed.orderBy("id").collect()] == [row.prediction for row in scored]
-
-
-# ------------------------------------------------------------------------------ persistence
 
 
 def test_a_stage_survives_save_and_load(any_case, stage_storage, tmp_path, spark):
@@ -310,13 +286,11 @@ def test_overwrite_replaces_a_saved_stage(any_case, transformer, stage_storage, 
 def test_a_newer_format_is_refused(instances, tmp_path, spark):
     for name, stage in instances.items():
         stage.save(str(tmp_path / name))
-        raise_format_version(tmp_path / name)
+        (file,) = [file for file in (tmp_path / name).glob("*.json") if "format_version" in file.read_text()]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 999}))
         with pytest.raises(ValueError, match=r"999.*upgrade ringspark") as failure:
             type(stage).load(str(tmp_path / name))
         assert len(str(failure.value).splitlines()) == 1
-
-
-# ------------------------------------------------------------------------------ with Spark's own stages
 
 
 def test_a_pipeline_of_the_stage_survives_save_and_load(

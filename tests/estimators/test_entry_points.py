@@ -7,10 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from small_networks import linear
+from spark_tables import quiet, waves
 
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.collectives import collective_class
-from ringspark.models import ModelSpec
 from ringspark.pipelines import check_engine
 
 # Each one writes a file per rank.
@@ -82,70 +83,42 @@ def test_a_gang_reads_and_talks_by_parts_of_another_package(spark, tmp_path, pat
         pytest.skip("the files of a Connect client travel otherwise")
     seen = tmp_path / "seen"
     seen.mkdir()
-    files = distribution(
-        "outside_parts",
-        "outside = outside_parts:Reader",
-        "outside = outside_parts:Collective",
-        outside_parts=PARTS.format(seen=str(seen)),
-    )
+    names = ("outside = outside_parts:Reader", "outside = outside_parts:Collective")
+    files = distribution("outside_parts", *names, outside_parts=PARTS.format(seen=str(seen)))
     archive = tmp_path / "outside_parts.zip"
     with zipfile.ZipFile(archive, "w") as file:
         for name, text in files.items():
             file.writestr(name, text)
     # As with --py-files, on the driver and in every Python worker.
     spark.sparkContext.addPyFile(str(archive))
-    table = spark.range(0, 100, 1, 2).selectExpr(
-        "array(id / 100, 1) as features", "cast(id / 50 as double) as label"
-    )
     losses = []
     for parts in ("outside", None):
-        estimator = TorchRegressor(
-            model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-            batchSize=10,
-            numWorkers=2,
-            storageUri=str(tmp_path),
-            showProgress=False,
-            reader=parts,
-            collective=parts or "torch",
-        )
-        losses.append(estimator.fit(table).summary.epochs[0].train_loss)
+        settings = {"numWorkers": 2, "reader": parts, "collective": parts or "torch"}
+        estimator = quiet(TorchRegressor, tmp_path, model=linear(), batchSize=10, **settings)
+        losses.append(estimator.fit(waves(spark)).summary.epochs[0].train_loss)
     assert {file.name for file in seen.iterdir()} == {"reader-0", "reader-1", "collective-0", "collective-1"}
     assert losses[0] == losses[1]
 
 
-BAD = {
-    "cannot be imported": (
-        "outside_broken:Part",
-        "No module named 'not_there'; repair or uninstall its package",
-    ),
-    "is not there": ("outside_some:Nothing", "has no attribute 'Nothing'; repair or uninstall its package"),
-    "is no class": ("outside_some:function", r"\(outside_some:function\) lacks a class"),
-}
-READERS_ONLY = {
-    "is no reader": ("outside_some:Stranger", r"\(outside_some.Stranger\) must subclass ShardReader"),
-    "lacks its method": ("outside_some:Unfinished", r"\(outside_some:Unfinished\) lacks read_tables; "),
-}
-COLLECTIVES_ONLY = {
-    "lacks operations": ("outside_some:Half", r"lacks abort, all_gather, all_reduce, .*, start_sum; "),
-}
+BAD = [
+    ("outside_broken:Part", "No module named 'not_there'; repair or uninstall its package"),
+    ("outside_some:Nothing", "has no attribute 'Nothing'; repair or uninstall its package"),
+    ("outside_some:function", r"\(outside_some:function\) lacks a class"),
+]
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "sentence"),
-    [("reader", *row) for row in (BAD | READERS_ONLY).values()]
-    + [("collective", *row) for row in (BAD | COLLECTIVES_ONLY).values()],
+    [
+        *((setting, *row) for setting in ("reader", "collective") for row in BAD),
+        ("reader", "outside_some:Stranger", r"\(outside_some.Stranger\) must subclass ShardReader"),
+        ("reader", "outside_some:Unfinished", r"\(outside_some:Unfinished\) lacks read_tables; "),
+        ("collective", "outside_some:Half", r"lacks abort, all_gather, all_reduce, .*, start_sum; "),
+    ],
 )
 def test_a_part_that_cannot_serve_is_refused_in_one_sentence(path, setting, value, sentence):
-    put(
-        path,
-        distribution(
-            "outside_bad",
-            f"bad = {value}",
-            f"bad = {value}",
-            outside_broken="import not_there",
-            outside_some=PARTS.format(seen=""),
-        ),
-    )
+    modules = {"outside_broken": "import not_there", "outside_some": PARTS.format(seen="")}
+    put(path, distribution("outside_bad", *[f"bad = {value}"] * 2, **modules))
     check = check_engine if setting == "reader" else collective_class
     with pytest.raises(ValueError, match=f"^{setting} 'bad' .*{sentence}"):
         check("bad")
@@ -158,8 +131,6 @@ def test_an_unknown_name_is_told_those_that_packages_declare(path):
     with pytest.raises(ValueError, match=r"arrow, mine, petastorm, got 'mime'; to use another name, install"):
         check_engine("mime")
     put(path, distribution("outside_two", "mine = outside_other:Reader"))
-    with pytest.raises(
-        ValueError,
-        match=r"'mine' is declared by several packages, as outside_other:Reader and as outside_some",
-    ):
+    told = "'mine' is declared by several packages, as outside_other:Reader and as outside_some"
+    with pytest.raises(ValueError, match=told):
         check_engine("mine")

@@ -12,30 +12,20 @@ from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, LongType, StructType
+from small_networks import Net
+from spark_tables import quiet, values_of
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchRegressionModel, TorchRegressor
 from ringspark.estimators.columns.inputs import layout_of_inputs, model_inputs, source_columns
 from ringspark.models import ModelSpec
-from ringspark.pipelines import Array, Column, HashBuckets, Padded, Ragged, Sparse, Vocabulary
+from ringspark.pipelines import Array, Column, Padded, Ragged, Sparse, Vocabulary
 
 pytestmark = pytest.mark.spark
 
 CITIES = ["Bern", "Oslo", "Rome"]
 # Only the city determines the class. A rare city gets its own id only if `columns` sets no bound.
 CLASSES = {"Bern": "cold", "Oslo": "cold", "Rome": "warm", "Lima": "warm"}
-TABULAR = ModelSpec("tabular", {"cardinalities": [5], "num_numeric": 1, "hidden": [8], "out_features": 2})
-
-
-class Cities(nn.Module):
-    """(batch,) ids -> (batch, 2) logits."""
-
-    def __init__(self, num_ids: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(num_ids, 2)
-
-    def forward(self, city: Any) -> Any:
-        return self.table(city)
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +37,9 @@ def table(spark):
 
 
 def _classifier(tmp_path: Path, **params: Any) -> TorchClassifier:
-    settings = {
-        "model": Cities(5),
-        "featuresCol": "city",
-        "labelCol": "weather",
-        "columns": {"city": Vocabulary()},
-        "epochs": 12,
-        "batchSize": 16,
-        "learningRate": 0.3,
-        "storageUri": str(tmp_path),
-        "showProgress": False,
-    }
-    return TorchClassifier(**(settings | params))
+    columns = {"featuresCol": "city", "labelCol": "weather", "columns": {"city": Vocabulary()}}
+    settings = {"model": nn.Embedding(5, 2), "epochs": 12, "batchSize": 16, "learningRate": 0.3}
+    return quiet(TorchClassifier, tmp_path, **(columns | settings | params))
 
 
 @pytest.mark.modes
@@ -77,8 +58,7 @@ def test_strings_are_features_and_classes_and_come_back_as_strings(table, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_strings_is_saved_searched_and_loaded(table, tmp_path, monkeypatch):
-    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+def test_a_pipeline_with_strings_is_saved_searched_and_loaded(table, tmp_path):
     estimator = _classifier(tmp_path, columns={"city": Vocabulary(max_size=3)}, metrics=["accuracy"])
     pipeline = Pipeline(stages=[estimator])
     pipeline.save(str(tmp_path / "pipeline"))
@@ -87,69 +67,19 @@ def test_a_pipeline_with_strings_is_saved_searched_and_loaded(table, tmp_path, m
     fitted = loaded.fit(table)
     fitted.save(str(tmp_path / "model"))
     again = PipelineModel.load(str(tmp_path / "model"))
-    wanted = [row.predictedLabel for row in fitted.transform(table).orderBy("id").collect()]
-    assert [row.predictedLabel for row in again.transform(table).orderBy("id").collect()] == wanted
+    wanted = values_of(fitted.transform(table), "predictedLabel")
+    assert values_of(again.transform(table), "predictedLabel") == wanted
     assert again.stages[0].labels == ["cold", "warm"]
-
-
-def test_buckets_and_padded_arrays_are_inputs_of_their_own(table, tmp_path):
-    class Bags(nn.Module):
-        """(batch,) ids and (batch, 3) ids, 0 for none -> (batch,) numbers."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.city, self.words = nn.Embedding(64, 1), nn.Embedding(4, 1, padding_idx=0)
-
-        def forward(self, city: Any, words: Any) -> Any:
-            return (self.city(city) + self.words(words).sum(1))[:, 0]
-
-    rows = table.withColumn("words", F.slice(F.array(F.lit(1), F.lit(2), F.lit(3)), 1, F.length("city") - 3))
-    rows = rows.withColumn("target", F.length("city").cast("double"))
-    model = TorchRegressor(
-        model=Bags(),
-        inputCols=["city", "words"],
-        labelCol="target",
-        columns={"city": HashBuckets(64), "words": Padded(length=3)},
-        epochs=20,
-        batchSize=16,
-        learningRate=0.2,
-        storageUri=str(tmp_path),
-        showProgress=False,
-    ).fit(rows)
-    scored = model.transform(rows).collect()
-    assert np.allclose([row.prediction for row in scored], [len(row.city) for row in scored], atol=0.2)
 
 
 @pytest.mark.modes
 def test_what_cannot_be_a_kind_is_refused_before_anything_is_written(table, tmp_path):
-    for params, sentence in (
-        (
-            {"columns": None},
-            r"column 'city' has type string.*set columns=\{'city': Vocabulary\(max_size=1000\)\}",
-        ),
-        ({"columns": {"town": Vocabulary()}}, "columns 'town' is not a column of the DataFrame"),
-        (
-            {"columns": {"city": Vocabulary(), "odd": Padded()}},
-            "columns names 'odd', which is neither an input nor a label",
-        ),
-        (
-            {"featuresCol": "odd", "columns": {"odd": Vocabulary()}},
-            "'odd' has type double: Vocabulary is for",
-        ),
+    for columns, sentence in (
+        (None, r"column 'city' has type string.*set columns=\{'city': Vocabulary\(max_size=1000\)\}"),
+        ({"town": Vocabulary()}, "columns 'town' is not a column of the DataFrame"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            _classifier(tmp_path, **params).fit(table)
-    masked = table.withColumn("odd.isnull", F.lit(False))
-    with pytest.raises(
-        ValueError, match=r"'odd.isnull' has the name of the null mask .* for 'odd'; rename it"
-    ):
-        _classifier(tmp_path, featuresCol="odd", weightCol="odd.isnull", columns=None).fit(masked)
-    with pytest.raises(ValueError, match="columns names 'city' twice"):
-        _classifier(tmp_path, columns={"City": Vocabulary(), "city": Vocabulary()}).fit(table)
-    with pytest.raises(TypeError, match=r"columns\['city'\] must be a column type .*, got 'hash'"):
-        _classifier(tmp_path, columns={"city": "hash"})
-    with pytest.raises(TypeError, match="columns must map names to column types"):
-        _classifier(tmp_path, columns=["city"])
+            _classifier(tmp_path, columns=columns).fit(table)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,12 +107,9 @@ def test_a_column_named_like_a_part_is_fed_from_itself():
 def test_classes_are_numbered_by_the_alphabet_whatever_their_counts(spark, tmp_path):
     """So thresholds and class weights mean the same in every fold."""
     rows = [(float(i % 2), "no" if i % 4 == 0 else "yes") for i in range(16)]
-    model = TorchClassifier(
-        model=nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2)),
-        featuresCol="x",
-        storageUri=str(tmp_path),
-        showProgress=False,
-    ).fit(spark.createDataFrame(rows, "x double, label string"))
+    network = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2))
+    estimator = quiet(TorchClassifier, tmp_path, model=network, featuresCol="x")
+    model = estimator.fit(spark.createDataFrame(rows, "x double, label string"))
     assert model.labels == ["no", "yes"]
     unnamed = model.copy({model.predictionCol: ""}).transform(
         spark.createDataFrame(rows, "x double, y string")
@@ -194,25 +121,10 @@ def test_nan_inside_arrays_of_a_kind_is_left_out_as_elsewhere(spark, tmp_path):
     nan = float("nan")
     rows = [(float(i), [1.0] * (i % 3), [[float(i)]]) for i in range(12)] + [(1.0, [nan], [[1.0]])]
     table = spark.createDataFrame(rows, "label double, words array<double>, grid array<array<double>>")
-
-    class Sums(nn.Module):
-        """(batch, 2) and (batch, 1, 1) -> (batch,)"""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(2, 1)
-
-        def forward(self, words: Any, grid: Any) -> Any:
-            return self.line(words)[:, 0] + grid[:, 0, 0]
-
-    model = TorchRegressor(
-        model=Sums(),
-        inputCols=["words", "grid"],
-        columns={"words": Padded(), "grid": Array()},
-        handleInvalid="skip",
-        storageUri=str(tmp_path),
-        showProgress=False,
-    ).fit(table)
+    sums = Net(lambda self, words, grid: self.line(words)[:, 0] + grid[:, 0, 0], line=nn.Linear(2, 1))
+    kinds = {"words": Padded(), "grid": Array()}
+    estimator = quiet(TorchRegressor, tmp_path, model=sums, inputCols=[*kinds], columns=kinds)
+    model = estimator.setHandleInvalid("skip").fit(table)
     assert next(iter(model.summary.history.rows)) == 12
     assert model.transform(table).count() == 12
 
@@ -239,20 +151,11 @@ def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark, t
     table = spark.createDataFrame(rows, ["id", "features"]).repartition(3).sortWithinPartitions("id")
     table = table.withColumn("label", F.col("id") % 5 / F.lit(4.0))
     network, weights = nn.EmbeddingBag(size, 1, mode="sum"), {}
+    columns = {"model": network, "columns": {"features": Sparse()}}
+    settings = columns | {"optimizer": "sgd", "learningRate": 0.1, "epochs": 2, "batchSize": 8}
     for workers, accumulation in ((1, 1), (1, 3), (2, 1)):
-        model = TorchRegressor(
-            model=network,
-            columns={"features": Sparse()},
-            optimizer="sgd",
-            learningRate=0.1,
-            gradientAccumulation=accumulation,
-            numWorkers=workers,
-            collective="torch",
-            epochs=2,
-            batchSize=8,
-            storageUri=str(tmp_path),
-            showProgress=False,
-        ).fit(table)
+        spread = {"numWorkers": workers, "gradientAccumulation": accumulation, "collective": "torch"}
+        model = quiet(TorchRegressor, tmp_path, **settings, **spread).fit(table)
         weights[workers, accumulation] = model.module().weight
     first = weights[1, 1]
     assert all((first - other).abs().max() < 1e-6 for other in weights.values())
@@ -272,66 +175,29 @@ def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark, t
 def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark, tmp_path):
     rows = [(i, [i % 5] * (i % 4), float(i % 4)) for i in range(60)]
     table = spark.createDataFrame(rows, "id int, tags array<int>, label double")
-
-    class Count(nn.Module):
-        """ids (values,), starts (batch,) -> (batch,): the sum of the ids' weights."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(5, 1, mode="sum")
-
-        def forward(self, ids: Any, starts: Any) -> Any:
-            return self.bag(ids, starts)[:, 0]
-
-    settings: dict[str, Any] = {
-        "columns": {"tags": Ragged()},
-        "epochs": 30,
-        "batchSize": 8,
-        "learningRate": 0.1,
-    }
-    regressor = TorchRegressor(
-        model=Count(), inputCols=["tags"], storageUri=str(tmp_path), showProgress=False, **settings
-    )
+    kind = {"inputCols": ["tags"], "columns": {"tags": Ragged()}}
+    settings = {"epochs": 30, "batchSize": 8, "learningRate": 0.1}
+    bag = nn.EmbeddingBag(5, 1, mode="sum")
+    regressor = quiet(TorchRegressor, tmp_path, model=bag, **kind, **settings)
     model = regressor.fit(table)
     scored = model.transform(table).collect()
-    weights = model.module().bag.weight.detach().numpy()[:, 0]
+    weights = model.module().weight.detach().numpy()[:, 0]
     wanted = [weights[row.tags].sum() for row in scored]
     assert np.allclose([row.prediction for row in scored], wanted, atol=1e-5)
     loss = model.summary.history["train_loss"]
     assert loss.iloc[-1] < 0.1 * loss.iloc[0], list(loss)
-    with pytest.raises(ValueError, match=r"'tags.values' cannot be used alone, .* name 'tags' itself"):
-        regressor.copy({regressor.inputCols: ["tags.values"]}).fit(table)
+    small = regressor.copy({regressor.model: nn.EmbeddingBag(3, 1)})
     with pytest.raises(ValueError, match=r"cannot take the input columns \[tags.values "):
-        regressor.copy({regressor.model: nn.EmbeddingBag(3, 1), regressor.columns: {"tags": Ragged()}}).fit(
-            table.withColumn("tags", F.array(F.lit(7)))
-        )
+        small.fit(table.withColumn("tags", F.array(F.lit(7))))
 
 
 @pytest.mark.extras
-def test_a_table_of_embeddings_that_is_too_small_is_refused_before_the_training(table, tmp_path):
-    with pytest.raises(ValueError, match=r"cannot take the input columns \[city .*index out of range"):
-        _classifier(tmp_path, model=Cities(4)).fit(table)
-    words = table.withColumn("words", F.array(F.lit(3)))
-    with pytest.raises(ValueError, match=r"cannot take the input columns \[words .*index out of range"):
-        # The padding of short rows is an id as well.
-        _classifier(
-            tmp_path,
-            featuresCol="words",
-            columns={"words": Padded(length=2, value=4)},
-            model=nn.Sequential(nn.Embedding(4, 1), nn.Flatten()),
-        ).fit(words)
-    # Each element of a fixed-size array may have its own embedding table.
+def test_each_element_of_an_array_may_have_its_own_embedding_table(table, tmp_path):
     spec = ModelSpec("tabular", {"cardinalities": [2, 9], "num_numeric": 1, "hidden": [4], "out_features": 2})
     codes = table.withColumn("codes", F.array(F.col("id") % 2, F.col("id") % 9))
     codes = codes.withColumn("numbers", F.array("odd"))
-    several = TorchClassifier(
-        model=spec,
-        inputCols=["codes", "numbers"],
-        labelCol="weather",
-        storageUri=str(tmp_path),
-        showProgress=False,
-    )
-    assert several.fit(codes).labels == ["cold", "warm"]
+    settings = {"model": spec, "inputCols": ["codes", "numbers"], "labelCol": "weather"}
+    assert quiet(TorchClassifier, tmp_path, **settings).fit(codes).labels == ["cold", "warm"]
 
 
 @pytest.mark.slow
@@ -354,6 +220,6 @@ def test_a_search_learns_the_words_of_each_fold(table, tmp_path):
         estimatorParamMaps=grid,
         evaluator=Accuracy(),
         numFolds=2,
-        seed=1,  # type: ignore[arg-type]
+        seed=1,
     )
     assert search.fit(table).avgMetrics[0] > 0.9

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path("estimators", "training", "settings")
@@ -73,15 +73,7 @@ def _copy(folder: Path) -> int:
 
 def test_a_new_setting_takes_four_lines_in_two_files(tmp_path):
     assert (_copy(tmp_path), len(CHANGES)) == (4, 2)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(SCRIPT, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {
         "getter": 0.5,

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from small_networks import linear
 
 from ringspark.estimators import (
     AllReduce,
@@ -24,7 +25,6 @@ from ringspark.estimators.stages.to_config import config_of, settings_without_ef
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.jobs import cli
-from ringspark.models import ModelSpec
 from ringspark.pipelines import READERS
 
 STAGES = (TorchEstimator, TorchClassifier, TorchRegressor)
@@ -59,8 +59,7 @@ def test_a_param_has_getter_setter_and_the_declared_default(kind):
 
 def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise():
     """torch includes NCCL, while a Horovod build may lack it."""
-    model = ModelSpec("linear", {"in_features": 1, "out_features": 1})
-    stage = TorchRegressor(model=model, useGpu=True)
+    stage = TorchRegressor(model=linear(1, 1), useGpu=True)
     assert config_of(stage, "regression", ["y"])[0].collective == "torch"
     stage.setCollective("horovod")
     assert config_of(stage, "regression", ["y"])[0].collective == "horovod"
@@ -87,7 +86,7 @@ def test_one_mistake_has_one_sentence_wherever_it_is_made(name):
     parser = cli.JobParser("job", "")
     cli.add_setting(parser, setting)
     with pytest.raises(argparse.ArgumentTypeError, match="must ") as at_option:
-        parser._actions[-1].type(str(mistake))  # type: ignore[operator,misc]
+        parser._actions[-1].type(str(mistake))
     assert f"{name} {at_option.value}" == str(in_config.value)
 
 
@@ -100,19 +99,10 @@ def test_a_part_that_is_listed_is_reachable_from_the_stages(name, registry, monk
 
 def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself():
     declared = {setting.field for setting in SETTINGS.values() if setting.field}
-    assert {f.name for f in fields(TrainConfig)} - declared == {
-        "shards_uri",
-        "run_uri",
-        "task",
-        "output_widths",
-        "own_metrics",
-        "pause_after",
-        "pause_after_step",
-        "charged_before",
-        "initial_weights",
-        "soft_label_column",
-        "initial_training_state",
-    }
+    of_the_run = "shards_uri run_uri task output_widths own_metrics pause_after pause_after_step"
+    of_the_start = "charged_before initial_weights soft_label_column initial_training_state"
+    names = {*of_the_run.split(), *of_the_start.split()}
+    assert {f.name for f in fields(TrainConfig)} - declared == names
 
 
 @pytest.mark.parametrize(
@@ -121,10 +111,10 @@ def test_every_field_of_a_config_is_a_setting_or_of_the_run_itself():
         ({"numWorkers": 2}, True),
         ({"numWorkers": 1, "gradientAccumulation": 2}, True),
         ({"numWorkers": 1}, False),
-        ({"numWorkers": 2, "sync": Zero(stage=2)}, False),
-        ({"numWorkers": 2, "sync": AllReduce(compression="fp16")}, False),
-        ({"numWorkers": 2, "sync": ParameterServer()}, False),
-        ({"numWorkers": 2, "sync": LocalSGD(steps=4)}, False),
+        *(
+            ({"numWorkers": 2, "sync": sync}, False)
+            for sync in (Zero(stage=2), AllReduce(compression="fp16"), ParameterServer(), LocalSGD(steps=4))
+        ),
     ],
 )
 def test_a_noise_scale_that_nothing_measures_is_said(others, is_measured):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
+from programs import run_program
 from pyspark.ml import Pipeline
 
 from ringspark.estimators import TorchRegressor
 from ringspark.estimators.stages.persistence import meaning_of
+from ringspark.estimators.stages.storage_root import _session_folder
 from ringspark.pipelines import spark_paths, storage
 from ringspark.pipelines.spark_paths import is_remote, resolve
 
@@ -69,10 +69,7 @@ print(json.dumps({
 
 def run(script: str, *arguments: str) -> Any:
     """Returns the last line that a new session prints; a JVM has one default file system."""
-    command = [sys.executable, "-c", SESSION + script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_program(SESSION + script, *arguments).stdout.splitlines()[-1])
 
 
 @pytest.mark.spark
@@ -84,10 +81,8 @@ def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path):
     assert not os.path.exists("/data/pipe")
     stages = tmp_path / "pipe" / "line" / "stages"
     assert sorted(os.listdir(tmp_path / "pipe")) == ["line"]
-    assert {path.name.rsplit("_", 1)[0] for path in stages.iterdir()} == {
-        "0_VectorAssembler",
-        "1_TorchRegressor",
-    }
+    names = {path.name.rsplit("_", 1)[0] for path in stages.iterdir()}
+    assert names == {"0_VectorAssembler", "1_TorchRegressor"}
 
 
 @pytest.mark.spark
@@ -147,9 +142,8 @@ def test_on_a_local_default_a_path_means_the_local_disk(tmp_path, monkeypatch):
     assert meaning_of(f"file://{tmp_path}/x") == meaning_of(f"file:{tmp_path}/x") == f"{tmp_path}/x"
     assert meaning_of("s3://bucket/x/") == "s3://bucket/x"
     assert meaning_of(str(tmp_path / "a%20b")) == str(tmp_path / "a%20b")
-    with pytest.raises(
-        ValueError, match=r"'~/x' is a folder named '~' to Spark; give the whole path, '.+/x'"
-    ):
+    refusal = r"'~/x' is a folder named '~' to Spark; give the whole path, '.+/x'"
+    with pytest.raises(ValueError, match=refusal):
         meaning_of("~/x")
 
 
@@ -184,7 +178,12 @@ def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folde
 
 @pytest.mark.parametrize("uri", ["hdfs:/x", "dbfs:/x", "abfs:/x"])
 def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri):
-    with pytest.raises(
-        ValueError, match="does not name the host of its store, which only Hadoop knows; add the host"
-    ):
+    refusal = "does not name the host of its store, which only Hadoop knows; add the host"
+    with pytest.raises(ValueError, match=refusal):
         storage.normalize(uri)
+
+
+def test_storage_is_required_where_executors_are_elsewhere():
+    with pytest.raises(ValueError, match="storageUri is not set; on master 'yarn' give a folder"):
+        _session_folder("yarn")
+    assert os.path.isdir(_session_folder("local[2]"))

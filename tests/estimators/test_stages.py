@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
-from pyspark.ml.feature import StandardScaler, VectorAssembler
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import functions as F
+from small_networks import Net, linear, mlp, outputs_of
+from spark_tables import quiet, values_of
 from torch import nn
 
 from ringspark.estimators import (
@@ -28,8 +28,7 @@ from ringspark.pipelines import write_shards
 
 pytestmark = pytest.mark.spark
 
-MLP = ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 2})
-LINE = ModelSpec("linear", {"in_features": 2, "out_features": 1})
+MLP, LINE = mlp(2, hidden=16), linear()
 
 
 @pytest.fixture(scope="module")
@@ -53,108 +52,48 @@ def table(spark):
     return frame.select("*", features).repartition(3)
 
 
-def _predictions(frame: Any) -> np.ndarray:
-    rows = frame.orderBy("id").select("prediction").collect()
-    return np.array([row.prediction for row in rows])
+def _stage(folder: Any, kind: Any = TorchClassifier, **params: Any) -> Any:
+    return quiet(kind, folder, **{"model": MLP, "epochs": 2, "batchSize": 64} | params)
 
 
-@pytest.mark.slow
-@pytest.mark.modes
-def test_in_a_pipeline_with_sparks_own_stages(spark, table, storage_uri, tmp_path, spark_stages):
-    stages = [
-        VectorAssembler(inputCols=["a", "b"], outputCol="assembled"),
-        StandardScaler(inputCol="assembled", outputCol="scaled", withMean=True),
-        TorchClassifier(
-            model=MLP,
-            featuresCol="scaled",
-            numWorkers=2,
-            epochs=6,
-            batchSize=32,
-            learningRate=0.05,
-            storageUri=storage_uri,
-            showProgress=False,
-        ),
-    ]
-    fitted = Pipeline(stages=stages).fit(table)
-    accuracy = MulticlassClassificationEvaluator(metricName="accuracy").evaluate(fitted.transform(table))
-    assert accuracy > 0.95
-    path = str(tmp_path / "pipeline")
-    fitted.save(path)
-    loaded = PipelineModel.load(path)
-    np.testing.assert_array_equal(
-        _predictions(loaded.transform(table)), _predictions(fitted.transform(table))
-    )
-
-
-def test_probabilities_and_raw_predictions_agree_with_the_module(table, storage_uri):
-    model = TorchClassifier(
-        model=MLP, epochs=2, batchSize=64, storageUri=storage_uri, showProgress=False
-    ).fit(table)
+@pytest.mark.parametrize("network", [LINE, MLP], ids=["one logit", "two"])
+def test_probabilities_and_raw_predictions_agree_with_the_module(table, storage_uri, network):
+    model = _stage(storage_uri, model=network, epochs=5, batchSize=32, learningRate=0.1).fit(table)
     assert model.numClasses == 2
     rows = model.transform(table).orderBy("id").collect()
     inputs = torch.tensor([[row.a, row.b] for row in rows], dtype=torch.float32)
-    with torch.no_grad():
-        logits = model.module()(inputs).double()
+    logits = outputs_of(model.module(), inputs).double()
+    probabilities = logits.softmax(1)
+    if network is LINE:
+        logits = torch.cat([-logits, logits], 1)
+        probabilities = logits.sigmoid()
     np.testing.assert_allclose([row.rawPrediction.toArray() for row in rows], logits, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose([row.probability.toArray() for row in rows], logits.softmax(1), rtol=1e-5)
+    np.testing.assert_allclose([row.probability.toArray() for row in rows], probabilities, rtol=1e-5)
     assert [row.prediction for row in rows] == logits.argmax(1).tolist()
-
-
-def test_one_logit_is_the_binary_case(table, storage_uri):
-    model = TorchClassifier(
-        model=LINE, epochs=5, batchSize=32, learningRate=0.1, storageUri=storage_uri, showProgress=False
-    ).fit(table)
-    rows = model.transform(table).collect()
-    for row in rows:
-        raw, probability = row.rawPrediction.toArray(), row.probability.toArray()
-        assert raw[0] == -raw[1]
-        assert probability[1] == pytest.approx(1 / (1 + np.exp(-raw[1])), rel=1e-6)
-        assert row.prediction == float(probability[1] > 0.5)
     assert np.mean([row.prediction == row.label for row in rows]) > 0.9
 
 
 def test_a_regression_finds_the_line_and_keeps_fractions(table, storage_uri):
-    model = TorchRegressor(
-        model=LINE,
-        labelCol="target",
-        epochs=40,
-        batchSize=32,
-        learningRate=0.05,
-        storageUri=storage_uri,
-        showProgress=False,
-    ).fit(table)
+    settings = {"labelCol": "target", "epochs": 40, "batchSize": 32, "learningRate": 0.05}
+    model = _stage(storage_uri, TorchRegressor, model=LINE, **settings).fit(table)
     assert RegressionEvaluator(labelCol="target", metricName="rmse").evaluate(model.transform(table)) < 0.05
     weight = next(model.module().parameters()).detach().numpy()
     np.testing.assert_allclose(weight, [[2.0, -1.0]], atol=0.05)
 
 
-class TwoInputs(nn.Module):
-    """Takes an id and a number; the embedding lookup needs exact integer ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(1))
-
-    def forward(self, identifier: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        assert identifier.dtype == torch.int64
-        odd = (identifier % 2).to(torch.float32)
-        return odd + self.scale * number
+def _scaled(network: Net, identifier: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    assert identifier.dtype == torch.int64
+    return (identifier % 2).to(torch.float32) + network.scale * number
 
 
 @pytest.mark.modes
 def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark, storage_uri):
     rows = [(2**24 + i, 0.25 * i, 1) for i in range(64)]
     frame = spark.createDataFrame(rows, "key long, number double, label long")
-    model = TorchRegressor(
-        model=TwoInputs(),
-        inputCols=["key", "number"],
-        epochs=1,
-        batchSize=16,
-        learningRate=0.3,
-        storageUri=storage_uri,
-        showProgress=False,
-    ).fit(frame)
-    scale = model.module().scale.item()  # type: ignore[union-attr]
+    network = Net(_scaled, scale=nn.Parameter(torch.zeros(1)))
+    settings = {"inputCols": ["key", "number"], "epochs": 1, "batchSize": 16, "learningRate": 0.3}
+    model = _stage(storage_uri, TorchRegressor, model=network, **settings).fit(frame)
+    scale = model.module().scale.item()
     assert scale != 0
     for row in model.transform(frame).collect():
         assert row.prediction == pytest.approx(row.key % 2 + scale * row.number, rel=1e-5)
@@ -162,23 +101,14 @@ def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark, storag
 
 def test_column_names_with_dots_are_names(table, storage_uri):
     frame = table.select("id", F.col("features").alias("my.features"), F.col("label").alias("my.label"))
-    model = TorchClassifier(
-        model=MLP,
-        featuresCol="my.features",
-        labelCol="my.label",
-        epochs=1,
-        storageUri=storage_uri,
-        showProgress=False,
-    ).fit(frame)
+    model = _stage(storage_uri, featuresCol="my.features", labelCol="my.label", epochs=1).fit(frame)
     assert model.transform(frame).count() == 240
 
 
 def test_array_labels_give_array_predictions(table, storage_uri):
     frame = table.select("id", "features", F.array("target", "a").alias("label"))
-    spec = ModelSpec("linear", {"in_features": 2, "out_features": 2})
-    model = TorchRegressor(
-        model=spec, epochs=40, batchSize=32, learningRate=0.05, storageUri=storage_uri, showProgress=False
-    ).fit(frame)
+    settings = {"epochs": 40, "batchSize": 32, "learningRate": 0.05}
+    model = _stage(storage_uri, TorchRegressor, model=linear(2), **settings).fit(frame)
     rows = model.transform(frame).collect()
     np.testing.assert_allclose([row.prediction for row in rows], [row.label for row in rows], atol=0.2)
 
@@ -188,16 +118,13 @@ class Own(nn.Sequential):
 
 
 def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_does_not(
-    spark, table, storage_uri, tmp_path, monkeypatch
+    table, storage_uri, tmp_path, monkeypatch
 ):
     module = Own(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    estimator = TorchClassifier(
-        model=module, epochs=1, batchSize=64, storageUri=storage_uri, showProgress=False
-    )
+    estimator = _stage(storage_uri, model=module, epochs=1)
     estimator.save(str(tmp_path / "estimator"))
-    with pytest.raises(
-        ValueError, match=r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"
-    ):
+    refusal = r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"
+    with pytest.raises(ValueError, match=refusal):
         TorchClassifier.load(str(tmp_path / "estimator"))
     with monkeypatch.context() as allowed:
         allowed.setenv("RINGSPARK_ALLOW_PICKLE", "1")
@@ -205,7 +132,7 @@ def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_doe
     path = str(tmp_path / "model")
     model.save(path)
     loaded = TorchClassificationModel.load(path)
-    np.testing.assert_array_equal(_predictions(loaded.transform(table)), _predictions(model.transform(table)))
+    assert values_of(loaded.transform(table)) == values_of(model.transform(table))
 
 
 @pytest.mark.modes
@@ -213,9 +140,7 @@ def test_fit_on_shards_leaves_the_shards_and_equals_fit(table, storage_uri, tmp_
     # In one order, because two writes may order the partitions differently.
     rows = table.select("id", "features", "label").coalesce(1).sortWithinPartitions("id")
     manifest = write_shards(rows.select("features", "label"), str(tmp_path / "shards"))
-    estimator = TorchClassifier(
-        model=MLP, numWorkers=2, epochs=2, batchSize=64, storageUri=storage_uri, showProgress=False
-    )
+    estimator = _stage(storage_uri, numWorkers=2)
     first, second = estimator.fitOnShards(manifest.uri), estimator.fit(rows)
     manifest.verify()
     for a, b in zip(first.module().parameters(), second.module().parameters(), strict=True):
@@ -225,14 +150,7 @@ def test_fit_on_shards_leaves_the_shards_and_equals_fit(table, storage_uri, tmp_
 @pytest.mark.modes
 def test_the_indicator_tells_validation_rows_apart(table, storage_uri):
     frame = table.withColumn("held_out", F.col("id") % 4 == 0)
-    model = TorchClassifier(
-        model=MLP,
-        validationIndicatorCol="held_out",
-        epochs=2,
-        batchSize=64,
-        storageUri=storage_uri,
-        showProgress=False,
-    ).fit(frame)
+    model = _stage(storage_uri, validationIndicatorCol="held_out").fit(frame)
     assert model.summary.rows == 2 * 180
     assert model.summary.history["validation_loss"].notna().all()
 
@@ -257,19 +175,10 @@ class LayersSeen(Callback):
 @pytest.mark.modes
 def test_precision_and_checkpointing_are_params(table, storage_uri, spark_stages, tmp_path):
     deep = ModelSpec("mlp", {"in_features": 2, "hidden": [16] * 4, "out_features": 2})
-    common: dict[str, Any] = {
-        "model": deep,
-        "numWorkers": 2,
-        "epochs": 8,
-        "batchSize": 32,
-        "learningRate": 0.02,
-        "storageUri": storage_uri,
-        "showProgress": False,
-    }
     seen = LayersSeen(str(tmp_path / "types"))
-    model = TorchClassifier(precision="bf16", gradientCheckpointing="sqrt", callbacks=[seen], **common).fit(
-        table
-    )
+    settings = {"model": deep, "numWorkers": 2, "epochs": 8, "batchSize": 32, "learningRate": 0.02}
+    lean = {"precision": "bf16", "gradientCheckpointing": "sqrt", "callbacks": [seen]}
+    model = _stage(storage_uri, **settings, **lean).fit(table)
     types = (tmp_path / "types").read_text().split()
     assert set(types) == {"torch.bfloat16"}
     # Five layers in two checkpointed segments; the first segment is recomputed.
@@ -280,22 +189,11 @@ def test_precision_and_checkpointing_are_params(table, storage_uri, spark_stages
 
 
 def test_a_runs_folder_holds_the_model_and_no_data(table, tmp_path):
-    model = TorchClassifier(model=MLP, epochs=1, storageUri=str(tmp_path / "s"), showProgress=False).fit(
-        table
-    )
+    model = _stage(tmp_path / "s", epochs=1).fit(table)
     (run,) = (tmp_path / "s").iterdir()
     assert str(run) == model.summary.run_uri
-    assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoint",
-        "config.json",
-        "data.json",
-        "environment.json",
-        "history.json",
-        "owner.json",
-        "progress.json",
-        "result.json",
-        "run.json",
-    ]
+    records = ["config", "data", "environment", "history", "owner", "progress", "result", "run"]
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoint", *(f"{name}.json" for name in records)]
 
 
 def test_progress_is_shown_on_the_driver(table, storage_uri, capsys):
@@ -307,13 +205,10 @@ def test_progress_is_shown_on_the_driver(table, storage_uri, capsys):
 
 def test_vectors_and_arrays_give_the_same_model(table, storage_uri):
     """One shard file each, so both fits read the rows in the same order."""
-    common: dict[str, Any] = {"model": MLP, "epochs": 1, "storageUri": storage_uri, "showProgress": False}
+    estimator = _stage(storage_uri, epochs=1, batchSize=240)
     ordered = table.orderBy("id").coalesce(1)
     arrays = ordered.withColumn("features", vector_to_array("features", "float32"))
-    losses = [
-        TorchClassifier(batchSize=240, **common).fit(frame).summary.epochs[0].train_loss
-        for frame in (ordered, arrays)
-    ]
+    losses = [estimator.fit(frame).summary.epochs[0].train_loss for frame in (ordered, arrays)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 

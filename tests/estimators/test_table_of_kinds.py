@@ -20,6 +20,8 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import HashingTF
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
+from small_networks import outputs_of
+from spark_tables import quiet, run_stream, values_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
@@ -30,6 +32,7 @@ from ringspark.pipelines import Binary, HashBuckets, Image, Kind, Padded, Ragged
 pytestmark = [pytest.mark.spark, pytest.mark.modes, pytest.mark.slow]
 
 ROWS = 24
+EPOCH = datetime.date(1970, 1, 1)
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -83,17 +86,13 @@ def _bag(ids: int) -> Callable[[], nn.Module]:
     return lambda: nn.EmbeddingBag(ids, 1, mode="sum")
 
 
-def _days(values: Sequence[Any]) -> Tensors:
-    return _ids([(value - datetime.date(1970, 1, 1)).days for value in values])
-
-
 def _microseconds(values: Sequence[Any]) -> Tensors:
     return _ids([value.microsecond for value in values])
 
 
 def _numbers_of_structs(values: Sequence[Any]) -> Tensors:
     def numbers(value: Any) -> list[float]:
-        day = (value.inner.day - datetime.date(1970, 1, 1)).days
+        day = (value.inner.day - EPOCH).days
         return [value.half, float(value.inner.flag), day, float(value.inner.price), value.byte]
 
     return (torch.tensor([numbers(value) for value in values]),)
@@ -119,10 +118,6 @@ def _sparse(values: Sequence[Any]) -> Tensors:
     return *_ragged(places), numbers
 
 
-def _raw(values: Sequence[Any]) -> Tensors:
-    return (torch.tensor([list(value) for value in values]),)
-
-
 def _png(shade: int) -> str:
     """Returns a PNG of 2 x 1 pixels in hexadecimal."""
     buffer = io.BytesIO()
@@ -140,10 +135,6 @@ def _structs(values: Sequence[Any]) -> Tensors:
     return (torch.stack([pixel.flip(2).permute(2, 0, 1) / 255 for pixel in pixels]),)
 
 
-def _bytes_network() -> nn.Module:
-    return nn.Sequential(nn.Embedding(256, 1), nn.Flatten(), nn.Linear(2, 1))
-
-
 def _tokenizer() -> Tokenizer:
     made = Tokenizer(models.WordLevel({"-": 0, "?": 1, "a": 2}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -153,10 +144,6 @@ def _tokenizer() -> Tokenizer:
 def _first_words(values: Sequence[Any]) -> Tensors:
     rows = [[2 if word == "a" else 1 for word in value.split()[:3]] for value in values]
     return (torch.tensor([row + [0] * (3 - len(row)) for row in rows]),)
-
-
-def _texts_network() -> nn.Module:
-    return nn.Sequential(nn.Embedding(3, 1), nn.Flatten(), nn.Linear(3, 1))
 
 
 def _hashed(table: Any) -> Any:
@@ -173,7 +160,11 @@ CASES = {
     "long": Case("id % 5", _table(5), _ids),
     "boolean": Case("id % 2 = 0", _line, _floats),
     "decimal": Case("cast(id / 8 as decimal(9, 3))", _line, _floats),
-    "date": Case("date_add(date'1970-01-01', cast(id % 7 as int))", _table(7), _days),
+    "date": Case(
+        "date_add(date'1970-01-01', cast(id % 7 as int))",
+        _table(7),
+        lambda days: _ids([(day - EPOCH).days for day in days]),
+    ),
     "timestamp": Case("timestamp_micros(id % 7)", _table(7), _microseconds),
     "timestamp_ntz": Case(
         "timestamp_ntz'1970-01-01 00:00:00' + make_interval(0, 0, 0, 0, 0, 0, id % 7 / 1000000)",
@@ -209,7 +200,7 @@ CASES = {
     ),
     "text": Case(
         "slice(array('a', concat('b', id), 'a', 'a'), 1, cast(id % 5 as int))",
-        _texts_network,
+        lambda: nn.Sequential(nn.Embedding(3, 1), nn.Flatten(), nn.Linear(3, 1)),
         _first_words,
         Tokens.of(_tokenizer(), max_length=3, padding="max_length"),
         convert=lambda table: table.withColumn("x", F.array_join("x", " ")),
@@ -217,8 +208,8 @@ CASES = {
     ),
     "raw bytes": Case(
         "cast(array_join(array('a', char(97 + id % 3)), '') as binary)",
-        _bytes_network,
-        _raw,
+        lambda: nn.Sequential(nn.Embedding(256, 1), nn.Flatten(), nn.Linear(2, 1)),
+        lambda values: (torch.tensor([list(value) for value in values]),),
         Binary("raw", shape=2),
     ),
     "image files": Case(f"unhex(if(id % 2 = 0, '{_png(3)}', '{_png(200)}'))", _flat(6), _files, Image(2, 1)),
@@ -250,24 +241,12 @@ def fitted(request, spark, tmp_path_factory):
 
 def make_estimator(case: Case, folder: Path, **settings: Any) -> TorchRegressor:
     torch.manual_seed(1)
-    return TorchRegressor(
-        model=case.network(),
-        inputCols=["x" + case.part],
-        columns={} if case.kind is None else {"x": case.kind},
-        epochs=3,
-        batchSize=8,
-        storageUri=str(folder / "runs"),
-        showProgress=False,
-        **settings,
-    )
-
-
-def scores(frame: Any) -> list[float]:
-    return [row.prediction for row in frame.orderBy("id").collect()]
+    columns = {} if case.kind is None else {"x": case.kind}
+    common = {"model": case.network(), "inputCols": ["x" + case.part], "columns": columns}
+    return quiet(TorchRegressor, folder / "runs", epochs=3, batchSize=8, **common, **settings)
 
 
 # A network with bags of ids has no ONNX form.
-@pytest.mark.extras
 @pytest.mark.extras
 @pytest.mark.parametrize("runtime", [None, "torch"])
 def test_a_served_model_gives_what_transform_gives(fitted, tmp_path, runtime):
@@ -278,11 +257,9 @@ def test_a_served_model_gives_what_transform_gives(fitted, tmp_path, runtime):
     write_served(fitted.model.stages[0], tmp_path / "served", runtime)
     rows = fitted.table.orderBy("id").select("x").collect()
     for model in (plain.load(str(tmp_path / "served")), ServedModel(fitted.model.stages[0])):
-        found = torch.tensor(
-            model.predict(pd.DataFrame({"x": [row.x for row in rows]}))["prediction"].tolist()
-        )
-        wanted = torch.tensor(scores(fitted.model.transform(fitted.table)))
-        assert torch.allclose(found, wanted, atol=1e-5)
+        found = model.predict(pd.DataFrame({"x": [row.x for row in rows]}))["prediction"]
+        wanted = torch.tensor(values_of(fitted.model.transform(fitted.table)))
+        assert torch.allclose(torch.tensor(found.tolist()), wanted, atol=1e-5)
 
 
 def test_fit_sees_every_row_in_every_epoch(fitted):
@@ -301,29 +278,19 @@ def test_two_workers_end_with_the_weights_of_one(fitted):
 
 def test_transform_gives_what_the_network_gives_for_the_values(fitted):
     values = [row.x for row in fitted.table.orderBy("id").collect()]
-    with torch.no_grad():
-        wanted = fitted.model.stages[0].module()(*fitted.case.tensors(values)).flatten()
-    assert torch.allclose(torch.tensor(scores(fitted.model.transform(fitted.table))), wanted, atol=1e-5)
+    wanted = outputs_of(fitted.model.stages[0].module(), *fitted.case.tensors(values)).flatten()
+    assert torch.allclose(torch.tensor(values_of(fitted.model.transform(fitted.table))), wanted, atol=1e-5)
 
 
 def test_a_saved_pipeline_predicts_the_same_where_nothing_may_be_unpickled(fitted):
     fitted.model.write().overwrite().save(str(fitted.folder / "model"))
     loaded = PipelineModel.load(str(fitted.folder / "model"))
-    assert scores(loaded.transform(fitted.table)) == scores(fitted.model.transform(fitted.table))
+    assert values_of(loaded.transform(fitted.table)) == values_of(fitted.model.transform(fitted.table))
 
 
 def test_a_stream_is_scored_as_the_table_is(fitted):
-    arriving, scored = str(fitted.folder / "arriving"), str(fitted.folder / "scored")
+    arriving = str(fitted.folder / "arriving")
     fitted.table.write.parquet(arriving)
     stream = fitted.table.sparkSession.readStream.schema(fitted.table.schema).parquet(arriving)
-    query = (
-        fitted.model.transform(stream)
-        .select("id", "prediction")
-        .writeStream.format("parquet")
-        .option("checkpointLocation", str(fitted.folder / "progress"))
-        .trigger(availableNow=True)
-        .start(scored)
-    )
-    assert query.awaitTermination(300)
-    found = fitted.table.sparkSession.read.parquet(scored)
-    assert scores(found) == scores(fitted.model.transform(fitted.table))
+    found = run_stream(fitted.model.transform(stream).select("id", "prediction"), fitted.folder)
+    assert values_of(found) == values_of(fitted.model.transform(fitted.table))

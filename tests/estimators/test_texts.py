@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from failing_callback import Fails
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import functions as F
+from spark_tables import quiet, run_stream, values_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from ringspark.estimators import Callback, TorchClassifier, TrainingState, WorkerError
+from ringspark.estimators import TorchClassifier, WorkerError
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens
 
@@ -41,29 +42,10 @@ def table(spark):
 
 
 def classifier(folder: Path, **params: Any) -> TorchClassifier:
-    settings = {
-        "model": BAG,
-        "featuresCol": "text",
-        "labelCol": "weather",
-        "columns": {"text": Tokens.of(tokenizer(), max_length=4)},
-        "epochs": 15,
-        "batchSize": 10,
-        "learningRate": 0.1,
-        "storageUri": str(folder),
-        "showProgress": False,
-    }
-    return TorchClassifier(**(settings | params))
-
-
-class Stop(Callback):
-    """Raises in step 11 of 16 while `path` exists."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 11 and os.path.exists(self._path):
-            raise ZeroDivisionError("on purpose")
+    columns = {"text": Tokens.of(tokenizer(), max_length=4)}
+    names = {"featuresCol": "text", "labelCol": "weather", "columns": columns}
+    settings = {"model": BAG, "epochs": 15, "batchSize": 10, "learningRate": 0.1}
+    return quiet(TorchClassifier, folder, **(names | settings | params))
 
 
 def by_hand(model: Any, texts: list[str]) -> list[str]:
@@ -93,17 +75,9 @@ def test_texts_are_features_saved_loaded_and_streamed(spark, table, tmp_path):
     wanted = by_hand(fitted.stages[0], texts)
     assert wanted[:7] == CLASSES
     for model in (fitted, loaded):
-        assert [row.predictedLabel for row in model.transform(new).orderBy("id").collect()] == wanted
+        assert values_of(model.transform(new), "predictedLabel") == wanted
     stream = loaded.transform(spark.readStream.schema("id long, text string").parquet(str(tmp_path / "new")))
-    query = (
-        stream.writeStream.format("parquet")
-        .option("checkpointLocation", str(tmp_path / "progress"))
-        .trigger(availableNow=True)
-        .start(str(tmp_path / "scored"))
-    )
-    assert query.awaitTermination(300)
-    scored = spark.read.parquet(str(tmp_path / "scored"))
-    assert [row.predictedLabel for row in scored.orderBy("id").collect()] == wanted
+    assert values_of(run_stream(stream, tmp_path), "predictedLabel") == wanted
 
 
 def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path, spark):
@@ -118,14 +92,8 @@ def test_two_workers_are_one_though_each_pads_to_its_own_longest(table, tmp_path
     """This includes a worker without rows, and micro-batches."""
     weights = []
     for workers, accumulation in ((1, 1), (2, 1), (1, 3)):
-        model = classifier(
-            tmp_path,
-            model=TRANSFORMER,
-            optimizer="sgd",
-            epochs=2,
-            numWorkers=workers,
-            gradientAccumulation=accumulation,
-        ).fit(table)
+        spread = {"numWorkers": workers, "gradientAccumulation": accumulation}
+        model = classifier(tmp_path, model=TRANSFORMER, optimizer="sgd", epochs=2, **spread).fit(table)
         weights.append(model.module().state_dict())
     one, two, cut = weights
     assert all((one[name] - two[name]).abs().max() < 1e-6 for name in one)
@@ -150,12 +118,11 @@ def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table, tm
 def test_a_run_of_texts_goes_on_exactly(table, tmp_path):
     settings: dict[str, Any] = {"model": TRANSFORMER, "epochs": 2}
     whole = classifier(tmp_path, **settings).fit(table)
-    settings |= {"storageUri": None, "runUri": str(tmp_path / "run"), "checkpointEverySteps": 5}
-    (tmp_path / "stop").touch()
-    with pytest.raises(WorkerError, match="on purpose"):
-        classifier(tmp_path, **settings, callbacks=[Stop(tmp_path / "stop")]).fit(table)
-    (tmp_path / "stop").unlink()
-    resumed = classifier(tmp_path, **settings, callbacks=[Stop(tmp_path / "stop")], resume=True).fit(table)
+    settings |= {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 5}
+    settings["callbacks"] = [Fails(tmp_path / "failed", step=11)]
+    with pytest.raises(WorkerError, match="step 11"):
+        classifier(tmp_path, **settings).fit(table)
+    resumed = classifier(tmp_path, **settings, resume=True).fit(table)
     assert resumed.summary.resumed_steps
     for name, values in whole.module().state_dict().items():
         assert torch.equal(values, resumed.module().state_dict()[name])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 from ringspark.estimators import user_code
 
@@ -34,15 +34,13 @@ def folder(tmp_path, monkeypatch):
 def _elsewhere(value: Any, tmp_path: Path) -> str:
     """Prints the value in a process without the folder and returns the output."""
     (tmp_path / "value.pkl").write_bytes(user_code.dumps(value))
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "value.pkl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
-    return done.stdout.strip()
+    return run_program(LOAD, tmp_path / "value.pkl", cwd="/").stdout.strip()
 
 
 def test_a_function_travels_with_the_files_it_uses(folder):
     (folder / "rs_helper.py").write_text("FACTOR = 6\ndef times(x):\n    return FACTOR * x\n")
     (folder / "rs_main.py").write_text("import rs_helper\ndef answer():\n    return rs_helper.times(7)\n")
-    import rs_main  # type: ignore[import-not-found]
+    import rs_main
 
     assert _elsewhere(rs_main.answer, folder) == "42"
 
@@ -53,7 +51,7 @@ def test_a_package_of_another_environment_stays_there(folder, monkeypatch):
     installed.mkdir()
     monkeypatch.syspath_prepend(installed)
     (installed / "rs_package.py").write_text("def answer():\n    return 42\n")
-    import rs_package  # type: ignore[import-not-found]
+    import rs_package
 
     assert user_code.loads(user_code.dumps(rs_package.answer)) is rs_package.answer, "a copy came back"
 
@@ -61,7 +59,7 @@ def test_a_package_of_another_environment_stays_there(folder, monkeypatch):
 def test_modules_that_cannot_travel_say_why(folder):
     (folder / "rs_g.py").write_text("import rs_h\ndef answer():\n    return rs_h.value()\n")
     (folder / "rs_h.py").write_text("import rs_g\ndef value():\n    return 1\n")
-    import rs_g  # type: ignore[import-not-found]
+    import rs_g
 
     told = _elsewhere(rs_g.answer, folder)
     assert told.startswith("module 'rs_g' is not installed here and could not be pickled with the network (")
