@@ -7,21 +7,23 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from acting_callback import Acts
 from processes import has_ended
+from small_networks import linear
+from spark_tables import quiet, waves
+from supervised_gang import supervisor_of
 from waiting import wait_for
 
-from ringspark.estimators import Callback, TorchRegressor, TrainingCancelledError, TrainingState
+from ringspark.estimators import TorchRegressor, TrainingCancelledError
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.heartbeat import read_beats
 from ringspark.estimators.launch.owner import read_owner
-from ringspark.estimators.launch.supervisor import Supervisor
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.models import ModelSpec
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 IS_CONNECT = MASTER == "connect" or MASTER.startswith("sc://")
@@ -30,30 +32,19 @@ NUM_WORKERS = 2
 pytestmark = [pytest.mark.spark, pytest.mark.modes]
 
 
-class Slow(Callback):
-    """Trains slowly while `path` exists."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if os.path.exists(self._path):
-            time.sleep(0.5)
-
-
-def _cancel_group(spark: Any) -> None:
-    spark.sparkContext.cancelJobGroup("my group")
+WAYS = {
+    "cancel_group": lambda spark: spark.sparkContext.cancelJobGroup("my group"),
+    "cancel_all": lambda spark: spark.sparkContext.cancelAllJobs(),
+    "interrupt_all": lambda spark: spark.interruptAll(),
+}
+NAMES = (
+    ["interrupt_all"] if IS_CONNECT else ["cancel_group", pytest.param("cancel_all", marks=pytest.mark.slow)]
+)
 
 
-def _cancel_all(spark: Any) -> None:
-    spark.sparkContext.cancelAllJobs()
-
-
-def _interrupt_all(spark: Any) -> None:
-    spark.interruptAll()
-
-
-WAYS = [_interrupt_all] if IS_CONNECT else [_cancel_group, pytest.param(_cancel_all, marks=pytest.mark.slow)]
+def slow_while(path: Path) -> Acts:
+    """Returns a callback that makes steps slow while `path` exists."""
+    return Acts(step_end=lambda state: time.sleep(0.5 * path.exists()))
 
 
 @contextmanager
@@ -70,21 +61,14 @@ def _job_group(spark: Any) -> Iterator[None]:
         spark.sparkContext.setLocalProperty("spark.job.description", None)
 
 
-@pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(spark, tmp_path, cancel):
+@pytest.mark.parametrize("way", NAMES)
+def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(spark, tmp_path, way):
     slow, run = tmp_path / "slow", tmp_path / "run"
     slow.touch()
-    estimator = TorchRegressor(
-        model=ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-        callbacks=[Slow(str(slow))],
-        epochs=10,
-        batchSize=16,
-        numWorkers=NUM_WORKERS,
-        runUri=str(run),
-        checkpointEverySteps=5,
-        showProgress=False,
-    )
-    table = spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    run_settings = {"numWorkers": NUM_WORKERS, "runUri": str(run), "checkpointEverySteps": 5}
+    settings = {"model": linear(), "callbacks": [slow_while(slow)], "epochs": 10, "batchSize": 16}
+    estimator = quiet(TorchRegressor, tmp_path, **settings, **run_settings)
+    table = waves(spark)
     folder = RunFolder(str(run), is_given=True)
     pids: list[int] = []
 
@@ -92,19 +76,17 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(spark, t
         try:
             wait_for("a checkpoint", folder.has_checkpoint)
             owner = read_owner(str(run))
-            assert owner is not None
             beats = read_beats(str(run), NUM_WORKERS, owner.token, owner.launch)
             pids.extend(beat.pid for beat in beats)
         finally:
-            cancel(spark)
+            WAYS[way](spark)
 
     thread = threading.Thread(target=act)
     with _job_group(spark):
         thread.start()
         try:
-            with pytest.raises(
-                TrainingCancelledError, match=r"was cancelled in Spark .*fit again with resume=True"
-            ):
+            refusal = r"was cancelled in Spark .*fit again with resume=True"
+            with pytest.raises(TrainingCancelledError, match=refusal):
                 estimator.fit(table)
         finally:
             thread.join()
@@ -117,24 +99,16 @@ def test_a_cancelled_training_keeps_its_checkpoint_and_leaves_no_worker(spark, t
     assert model.summary.resumed_steps
 
 
-@pytest.mark.parametrize("cancel", WAYS, ids=lambda way: way.__name__.strip("_"))
-def test_a_cancel_ends_the_wait_for_executors(spark, cancel):
+@pytest.mark.parametrize("way", NAMES)
+def test_a_cancel_ends_the_wait_for_executors(spark, way):
     """No Spark job of the training is running then, so the cancel has no job to end."""
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        num_workers=2,
-        timeout_seconds=30.0,
-    )
-    supervisor = Supervisor(spark=spark, config=config, make_work=Any, token="t")  # type: ignore[arg-type]
+    supervisor = supervisor_of(spark, num_workers=2, timeout_seconds=30.0)
     supervisor._stage = SimpleNamespace(slots=lambda: 1)
     is_over = threading.Event()
 
     def act() -> None:
         while not is_over.wait(0.2):
-            cancel(spark)
+            WAYS[way](spark)
 
     thread = threading.Thread(target=act)
     with _job_group(spark):

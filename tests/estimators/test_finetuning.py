@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
+from spark_tables import quiet
 from torch import nn
 
 from ringspark.estimators import TorchClassifier
@@ -25,15 +26,10 @@ def table(spark):
 def test_a_stage_that_was_saved_tunes_a_checkpoint(table, tmp_path):
     before = _spec(4).build().state_dict()
     save_file(before, tmp_path / "first.safetensors")
-    stage = TorchClassifier(
-        model=_spec(2),
-        pretrained={"uri": str(tmp_path / "first.safetensors"), "ignore": "head.*"},
-        lora={"rank": 2, "targets": "trunk.1.*", "train": "head.*"},
-        emaDecay=0.3,
-        batchSize=20,
-        storageUri=str(tmp_path),
-        showProgress=False,
-    )
+    pretrained = {"uri": str(tmp_path / "first.safetensors"), "ignore": "head.*"}
+    tuning = {"lora": {"rank": 2, "targets": "trunk.1.*", "train": "head.*"}, "emaDecay": 0.3}
+    params = {"model": _spec(2), "pretrained": pretrained, "batchSize": 20} | tuning
+    stage = quiet(TorchClassifier, tmp_path, **params)
     stage.save(str(tmp_path / "stage"))
     model = TorchClassifier.load(str(tmp_path / "stage")).fit(table)
     after = model.module().state_dict()
@@ -50,9 +46,7 @@ def test_a_stage_that_was_saved_tunes_a_checkpoint(table, tmp_path):
 def test_a_module_of_one_s_own_is_frozen_in_the_training_alone(table, tmp_path):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    stage = TorchClassifier(
-        model=module, freeze=["0.*", "1.*"], batchSize=20, storageUri=str(tmp_path), showProgress=False
-    )
+    stage = quiet(TorchClassifier, tmp_path, model=module, freeze=["0.*", "1.*"], batchSize=20)
     found = stage.fit(table).module()
     assert all(p.requires_grad for p in (*module.parameters(), *found.parameters()))
     for name, tensor in module.state_dict().items():

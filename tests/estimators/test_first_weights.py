@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from spark_tables import quiet
 from torch import nn
 
 from ringspark.estimators import TorchModel, TorchRegressor
@@ -32,14 +33,8 @@ class Wide(nn.Module):
 
 def _fit(spark: Any, folder: Path, network: nn.Module, **settings: Any) -> TorchModel:
     frame = spark.range(0, 64, 1, 2).selectExpr("array(id / 64, 1.0) as features", "id / 32 as label")
-    return TorchRegressor(
-        model=network,
-        batchSize=16,
-        optimizer="sgd",
-        storageUri=str(folder),
-        showProgress=False,
-        **({"epochs": 2, "numWorkers": 2} | settings),
-    ).fit(frame)
+    common = {"model": network, "batchSize": 16, "optimizer": "sgd", "epochs": 2, "numWorkers": 2}
+    return quiet(TorchRegressor, folder, **common | settings).fit(frame)
 
 
 @pytest.mark.modes

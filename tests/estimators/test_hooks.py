@@ -9,10 +9,11 @@ import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import functions as F
+from small_networks import linear, mlp, outputs_of, two_heads
+from spark_tables import quiet, values_of
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
-from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.spark
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -30,19 +31,11 @@ def table(spark):
     )
 
 
-def common(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "epochs": 2,
-        "batchSize": 32,
-        "learningRate": 0.05,
-        "validationIndicatorCol": "held",
-        "storageUri": str(tmp_path),
-        "showProgress": False,
-    } | changes
-
-
-def network(outputs: int) -> ModelSpec:
-    return ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": outputs})
+def stage(folder: Path, kind: Any = TorchRegressor, **changes: Any) -> Any:
+    settings = {"epochs": 2, "batchSize": 32, "learningRate": 0.05, "validationIndicatorCol": "held"}
+    if kind is TorchRegressor:
+        settings["labelCol"] = "target"
+    return quiet(kind, folder, **settings | changes)
 
 
 def hit(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -55,7 +48,7 @@ def gini(outputs: torch.Tensor, labels: torch.Tensor) -> float:
     return float((score[labels == 1][:, None] - score[labels == 0]).sign().mean())
 
 
-gini.higher_is_better = True  # type: ignore[attr-defined]
+gini.higher_is_better = True
 
 
 @pytest.mark.modes
@@ -63,23 +56,12 @@ gini.higher_is_better = True  # type: ignore[attr-defined]
     "collective", ["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "horovod"))]
 )
 def test_metrics_of_ones_own_are_equal_for_any_number_of_workers(table, tmp_path, collective):
-    own = [
-        torchmetrics.classification.BinaryAUROC(),
-        torchmetrics.classification.MulticlassF1Score(num_classes=2),
-        hit,
-        gini,
-        "auroc",
-        "accuracy",
-    ]
+    metrics = torchmetrics.classification
+    own = [metrics.BinaryAUROC(), metrics.MulticlassF1Score(num_classes=2), hit, gini, "auroc", "accuracy"]
     names = ["BinaryAUROC", "MulticlassF1Score", "hit", "gini", "auroc", "accuracy"]
+    settings = {"model": mlp(2), "metrics": own, "monitor": "gini", "keep": "best", "collective": collective}
     models = [
-        TorchClassifier(
-            **common(tmp_path, numWorkers=workers, collective=collective),
-            model=network(2),
-            metrics=own,
-            monitor="gini",
-            keep="best",
-        ).fit(table)
+        stage(tmp_path, TorchClassifier, numWorkers=workers, **settings).fit(table)
         for workers in ((1,) if collective == "local" else (1, 2))
     ]
     one, two = (model.summary.epochs for model in (models[0], models[-1]))
@@ -103,15 +85,8 @@ class Squared(nn.Module):
         return torch.cat([x, x**2], 1)
 
 
-class Own(nn.Module):
+class Own(nn.Linear):
     """A user-defined class, saved as a program whose inputs the transform has prepared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)  # type: ignore[no-any-return]
 
 
 def shaken(x: torch.Tensor) -> torch.Tensor:
@@ -120,52 +95,27 @@ def shaken(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.modes
-def test_a_model_prepares_its_inputs_alike_wherever_it_predicts(table, tmp_path):
-    estimator = TorchRegressor(
-        **common(tmp_path, labelCol="target", metrics=["mse"]),
-        model=ModelSpec("linear", {"in_features": 4, "out_features": 1}),
-        transformBatch=shaken,
-        transformInPrediction=Squared(),
-    )
-    regressor = estimator.fit(table)
-    held = table.where("held")
-    scored = regressor.transform(held).select("features", "prediction").collect()
-    features = torch.tensor([row["features"] for row in scored])
-    with torch.no_grad():
-        expected = regressor.module()(Squared()(features))[:, 0].tolist()
-    assert [row["prediction"] for row in scored] == pytest.approx(expected, rel=1e-5)
-    assert regressor.predict(scored[3]["features"]) == pytest.approx(expected[3], rel=1e-5)
+def test_a_model_prepares_its_inputs_alike_wherever_it_predicts_also_after_load(table, tmp_path, monkeypatch):
+    prepare = {"transformBatch": shaken, "transformInPrediction": Squared()}
+    fitted = Pipeline(stages=[stage(tmp_path, metrics=["mse"], model=Own(4, 1), **prepare)]).fit(table)
+    (regressor,), held = fitted.stages, table.where("held")
+    scored = values_of(fitted.transform(held), "features", "prediction")
+    features = torch.tensor([row[0] for row in scored])
+    expected = outputs_of(regressor.module(), Squared()(features))[:, 0].tolist()
+    assert [row[1] for row in scored] == pytest.approx(expected, rel=1e-5)
+    assert regressor.predict(scored[3][0]) == pytest.approx(expected[3], rel=1e-5)
     told = regressor.summary.epochs[-1].metrics["validation_mse"]
     assert regressor.evaluate(held)["mse"] == pytest.approx(told, rel=1e-5)
-
-
-@pytest.mark.modes
-@pytest.mark.slow
-def test_a_model_and_its_preparation_of_one_s_own_predict_the_same_after_load(table, tmp_path, monkeypatch):
-    estimator = TorchRegressor(
-        **common(tmp_path, labelCol="target"),
-        model=Own(),
-        transformBatch=shaken,
-        transformInPrediction=Squared(),
-    )
-    fitted = Pipeline(stages=[estimator]).fit(table)
-    held = table.where("held")
-    scored = fitted.transform(held).select("prediction").collect()
     fitted.save(str(tmp_path / "saved"))
     monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
     loaded = PipelineModel.load(str(tmp_path / "saved"))
-    again = [row["prediction"] for row in loaded.transform(held).select("prediction").collect()]
-    assert again == [row["prediction"] for row in scored]
+    assert values_of(loaded.transform(held), "features", "prediction") == scored
 
 
 @pytest.mark.slow
 def test_an_export_prepares_its_inputs_too(table, tmp_path):
-    model = TorchRegressor(
-        **common(tmp_path, labelCol="target", epochs=1),
-        model=ModelSpec("linear", {"in_features": 4, "out_features": 1}),
-        transformBatch=Squared(),
-        transformInPrediction=Squared(),
-    ).fit(table)
+    prepare = {"transformBatch": Squared(), "transformInPrediction": Squared()}
+    model = stage(tmp_path, epochs=1, model=linear(1, 4), **prepare).fit(table)
     model.export(str(tmp_path / "model.pt2"))
     features = torch.randn(5, 2)
     exported = torch.export.load(tmp_path / "model.pt2").module()
@@ -175,12 +125,8 @@ def test_an_export_prepares_its_inputs_too(table, tmp_path):
 def test_a_transform_of_torch_s_own_layers_is_saved_without_pickle(table, tmp_path):
     prepare = nn.Sequential(nn.BatchNorm1d(2), nn.Flatten())
     prepare[0].running_mean.copy_(torch.tensor([0.5, -2.0]))
-    estimator = TorchRegressor(
-        **common(tmp_path, labelCol="target", epochs=1),
-        model=network(1),
-        transformBatch=nn.Dropout(0.1),
-        transformInPrediction=prepare,
-    )
+    layers = {"transformBatch": nn.Dropout(0.1), "transformInPrediction": prepare}
+    estimator = stage(tmp_path, epochs=1, model=mlp(), **layers)
     estimator.save(str(tmp_path / "estimator"))
     model = TorchRegressor.load(str(tmp_path / "estimator")).fit(table)
     model.save(str(tmp_path / "model"))
@@ -188,44 +134,28 @@ def test_a_transform_of_torch_s_own_layers_is_saved_without_pickle(table, tmp_pa
     loaded = type(model).load(str(tmp_path / "model"))
     kept = loaded.getTransformInPrediction()[0].running_mean
     assert kept.tolist() == [0.5, -2.0]
-    rows = [m.transform(table.limit(20)).select("prediction").collect() for m in (model, loaded)]
+    rows = [values_of(m.transform(table.limit(20))) for m in (model, loaded)]
     assert rows[0] == rows[1]
 
 
 def test_each_label_has_the_metrics_that_suit_it(table, tmp_path):
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kind, self.size = nn.Linear(2, 2), nn.Linear(2, 1)
+    def finite(outputs, labels):
+        return outputs.reshape(len(labels), -1).isfinite().all(1)
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.kind(x), self.size(x)
-
-    model = TorchEstimator(
-        **common(tmp_path, epochs=1),
-        model=TwoHeads(),
+    metrics = [torchmetrics.classification.BinaryF1Score(), torchmetrics.MeanAbsoluteError]
+    model = stage(
+        tmp_path,
+        TorchEstimator,
+        epochs=1,
+        model=two_heads(),
         labelCols=["label", "target"],
         loss=["cross_entropy", "mse"],
         predictionCols=["kind", "size"],
-        metrics=[
-            torchmetrics.classification.BinaryF1Score(),
-            torchmetrics.MeanAbsoluteError,
-            {
-                "finite": lambda outputs, labels: (
-                    outputs.flatten(1 - 2).reshape(len(labels), -1).isfinite().all(1)
-                )
-            },
-            "mae",
-        ],
+        metrics=[*metrics, {"finite": finite}, "mae"],
     ).fit(table.withColumn("target", F.col("target").cast("float")))
     told = model.summary.epochs[0].metrics
-    entries = [
-        "BinaryF1Score_label",
-        "finite_label",
-        "MeanAbsoluteError_target",
-        "finite_target",
-        "mae_target",
-    ]
+    labels, targets = ["BinaryF1Score", "finite"], ["MeanAbsoluteError", "finite", "mae"]
+    entries = [*(f"{name}_label" for name in labels), *(f"{name}_target" for name in targets)]
     assert [name for name in told if "loss" not in name and name.startswith("validation")] == [
         f"validation_{name}" for name in entries
     ]

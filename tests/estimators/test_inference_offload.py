@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from programs import run_program, spark_free_environment
+from ready_models import ready_model
+from small_networks import Net
+from spark_tables import values_of
 from torch import nn
 
 from ringspark.estimators import TorchModel, TorchRegressionModel
-from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.training.checkpoint import streamed_file
 from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
@@ -25,22 +27,9 @@ pytestmark = pytest.mark.spark
 NETWORK = ModelSpec("mlp", {"in_features": 2, "hidden": [256, 256], "out_features": 1})
 
 
-class Listed(nn.Module):
-    """Keeps its weights in an extra list, and computes with the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(torch.zeros(2, 20_000))
-        self.all = [self.wide]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.all[0]
-
-
 @pytest.fixture
 def model(tmp_path):
-    save_checkpoint(str(tmp_path / "checkpoint"), NETWORK.build())
-    return TorchRegressionModel(model=NETWORK)._set_trained(str(tmp_path / "checkpoint"), [(1,)], None)
+    return ready_model(TorchRegressionModel, NETWORK, tmp_path / "checkpoint")
 
 
 @pytest.fixture
@@ -49,7 +38,7 @@ def rows(spark):
 
 
 def predictions(model: Any, rows: Any) -> list[float]:
-    return [row.prediction for row in model.transform(rows).orderBy("id").collect()]
+    return values_of(model.transform(rows))
 
 
 @pytest.mark.extras
@@ -78,9 +67,11 @@ def test_the_driver_maps_one_tensor_at_a_time_too(model):
 
 @pytest.mark.extras
 def test_a_weight_beside_the_parameters_is_one_sentence(tmp_path):
-    save_checkpoint(str(tmp_path), Listed())
-    model = TorchModel(model=Listed(), inferenceOffload="disk")._set_trained(str(tmp_path), [(20_000,)], None)
-    predictor: Predictor = model._predictor()
+    """The network keeps its weights in an extra list, and computes with the list."""
+    wide = nn.Parameter(torch.zeros(2, 20_000))
+    listed = Net(lambda self, x: x @ self.all[0], wide=wide, all=[wide])
+    model = ready_model(TorchModel, listed, tmp_path, [(20_000,)], inferenceOffload="disk")
+    predictor = model._predictor()
     with pytest.raises(ValueError, match="took from a list or variable"):
         predictor.predict(predictor.load(), [np.ones((1, 2), np.float32)])
 
@@ -123,12 +114,7 @@ def test_a_worker_that_cannot_have_all_weights_predicts_with_them(tmp_path):
     predictor = model._predictor()
     rows = np.array([[i / 3, i] for i in range(3)], np.float32)
     expected = predictor.predict(predictor.load(), [rows])[:, 0]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK_GATEWAY"))}
-    environment |= {"PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, folder], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    environment = spark_free_environment() | {"PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    found = json.loads(run_program(LIMITED, folder, env=environment).stdout.splitlines()[-1])
     assert found["disk"] == pytest.approx(expected.tolist(), rel=1e-5)
     assert "inferenceOffload='disk'" in found["none"], found["none"]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from acting_callback import Acts
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from safetensors.torch import load_file, save_file
+from small_networks import Net, mlp
+from spark_tables import quiet, waves
 from torch import nn
 
 from ringspark.estimators import (
-    Callback,
     TorchClassificationModel,
     TorchClassifier,
     TorchRegressionModel,
@@ -23,39 +26,27 @@ from ringspark.estimators import (
 )
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.options.sync import Zero
-from ringspark.models import ModelSpec
 from ringspark.pipelines.kinds import HashBuckets, Vocabulary
 
 pytestmark = pytest.mark.spark
 
-NETWORK = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 1})
+NETWORK = mlp()
 
 
-class KeepFirst(Callback):
+def keep_first(path: Path, state: TrainingState) -> None:
     """Saves the weights before the first step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def on_train_start(self, state: TrainingState) -> None:
-        if state.rank == state.size - 1:
-            save_file({n: t.clone() for n, t in state.module.state_dict().items()}, self._path)
+    if state.rank == state.size - 1:
+        save_file({n: t.clone() for n, t in state.module.state_dict().items()}, str(path))
 
 
 @pytest.fixture(scope="module")
 def table(spark):
-    return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    return waves(spark)
 
 
-def _estimator(root: Path, **changes: Any) -> Any:
-    params: dict[str, Any] = {
-        "model": NETWORK,
-        "batchSize": 16,
-        "shuffle": False,
-        "storageUri": str(root / "storage"),
-        "showProgress": False,
-    }
-    return TorchRegressor(**(params | changes))
+def _estimator(root: Path, kind: Any = TorchRegressor, **changes: Any) -> Any:
+    params = {"model": NETWORK, "batchSize": 16, "shuffle": False}
+    return quiet(kind, root / "storage", **(params | changes))
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
@@ -73,14 +64,12 @@ def test_the_first_step_sees_the_initial_weights(table, tmp_path, collective):
     # Batch normalisation has buffers, which belong to the weights.
     net = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     first = _estimator(tmp_path, model=net).fit(table)
-    second = TorchRegressor(
-        initialModel=first,
-        numWorkers=2,
-        collective=collective,
-        callbacks=[KeepFirst(tmp_path / "first")],
-        storageUri=str(tmp_path),
-        showProgress=False,
-    ).fit(table)
+    settings = {
+        "numWorkers": 2,
+        "collective": collective,
+        "callbacks": [Acts(train_start=partial(keep_first, tmp_path / "first"))],
+    }
+    second = quiet(TorchRegressor, tmp_path, initialModel=first, **settings).fit(table)
     assert _equal(load_file(str(tmp_path / "first")), _weights(first))
     assert not _equal(_weights(second), _weights(first))
 
@@ -99,9 +88,8 @@ def test_two_fits_of_one_epoch_equal_one_of_two(table, tmp_path, changes):
     first = _estimator(tmp_path, keepTrainingState=True, **changes).fit(table)
     first.save(str(tmp_path / "model"))
     first.removeRun()
-    again = _estimator(
-        tmp_path, initialModel=str(tmp_path / "model"), initialState="optimizer", **changes
-    ).fit(table)
+    start = {"initialModel": str(tmp_path / "model"), "initialState": "optimizer"}
+    again = _estimator(tmp_path, **start, **changes).fit(table)
     assert _equal(_weights(again), _weights(whole))
     assert again.summary.epochs[0].train_loss == whole.summary.epochs[1].train_loss
     # Only the weights: the moments of Adam, and the warm-up, begin again.
@@ -113,47 +101,21 @@ def test_words_and_classes_keep_their_numbers(spark, tmp_path):
     def rows(*pairs: tuple[str, str]) -> Any:
         return spark.createDataFrame([*pairs] * 20, "word string, label string").coalesce(1)
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(4, 3)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.embedding(ids)  # type: ignore[no-any-return]
-
-    first = TorchClassifier(
-        model=Net(),
-        inputCols=["word"],
-        columns={"word": Vocabulary(max_size=3)},
-        storageUri=str(tmp_path),
-        batchSize=20,
-        learningRate=0.1,
-        epochs=3,
-        showProgress=False,
-    )
+    columns = {"inputCols": ["word"], "columns": {"word": Vocabulary(max_size=3)}}
+    settings = {"model": nn.Embedding(4, 3), "batchSize": 20, "learningRate": 0.1, "epochs": 3}
+    first = quiet(TorchClassifier, tmp_path, **columns, **settings)
     rows_before = rows(("b", "dog"), ("b", "dog"), ("a", "cat"), ("c", "fox"))
     model = first.fit(rows_before)
     # The new rows lack a class, have the words in another order of frequency, and an unknown one.
     made = first.copy({first.initialModel: model}).fit(rows(("a", "cat"), ("a", "cat"), ("d", "fox")))
     assert isinstance(made, TorchClassificationModel)
     assert made.labels == ["cat", "dog", "fox"]
-    before, after = _weights(model)["embedding.weight"], _weights(made)["embedding.weight"]
+    before, after = _weights(model)["weight"], _weights(made)["weight"]
     # AdamW without decay moves only the rows with a gradient: "a" (id 1) and unknown words (id 3).
     moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
     assert moved == [False, True, False, True]
     with pytest.raises(ValueError, match="no class of initialModel, 'cat', 'dog', 'fox'; drop these rows"):
         first.copy({first.initialModel: model}).fit(rows(("a", "cow")))
-
-
-class Mean(nn.Module):
-    """Predicts a multiple of the mean of its inputs, of any number and type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.weight * values.float().reshape(len(values), -1).mean(1)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +129,11 @@ class Mean(nn.Module):
 def test_numbers_of_another_meaning_are_refused(spark, tmp_path, column, kind, other, other_kind, message):
     def fit(expression: str, chosen: Any, **changes: Any) -> Any:
         columns = {} if chosen is None else {"columns": {"x": chosen}}
-        settings = {"model": Mean(), "inputCols": ["x"], **columns, **changes}
+        network = Net(
+            lambda self, x: self.weight * x.float().reshape(len(x), -1).mean(1),
+            weight=nn.Parameter(torch.ones(())),
+        )
+        settings = {"model": network, "inputCols": ["x"], **columns, **changes}
         return _estimator(tmp_path, **settings).fit(spark.range(32).selectExpr(f"{expression} x", "1D label"))
 
     with pytest.raises(ValueError, match=f"column 'x' is .*{message}"):
@@ -191,9 +157,7 @@ def test_a_table_keeps_its_plan(spark, tmp_path):
             "IF(rand(2) * 30 < id % 24, 'late', 'on time') AS arrival",
         )
 
-    base = TorchClassifier(
-        labelCol="arrival", epochs=1, batchSize=64, storageUri=str(tmp_path), showProgress=False
-    )
+    base = quiet(TorchClassifier, tmp_path, labelCol="arrival", epochs=1, batchSize=64)
     model = base.fit(rows(0))
     model.save(str(tmp_path / "model"))
     made = base.copy({base.initialModel: str(tmp_path / "model")}).fit(rows(2))
@@ -210,11 +174,8 @@ def test_pipelines_and_folds_start_from_the_model(table, tmp_path):
     model = _estimator(tmp_path).fit(table)
     stage = _estimator(tmp_path, initialModel=model, learningRate=1e-12)
     pipeline = Pipeline(stages=[stage]).fit(table)
-    (fitted,) = pipeline.stages
-    assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(fitted).items())
     pipeline.save(str(tmp_path / "pipeline"))
     again = stage.copy({stage.initialModel: str(tmp_path / "pipeline")}).fit(table)
-    assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(again).items())
     validator = CrossValidator(
         estimator=stage,
         evaluator=RegressionEvaluator(),
@@ -222,7 +183,8 @@ def test_pipelines_and_folds_start_from_the_model(table, tmp_path):
         numFolds=2,
     )
     best = validator.fit(table).bestModel
-    assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(best).items())
+    for fitted in (*pipeline.stages, again, best):
+        assert all(torch.allclose(t, _weights(model)[n]) for n, t in _weights(fitted).items())
 
 
 def test_a_saved_stage_names_a_saved_model(table, tmp_path):
@@ -246,38 +208,12 @@ def test_a_saved_stage_names_a_saved_model(table, tmp_path):
     assert [one.getInitialModel() for one in (piped, validated)] == [str(tmp_path / "model")] * 2
 
 
-def test_what_does_not_fit_the_model_is_refused(table, tmp_path):
-    model = _estimator(tmp_path).fit(table)
-
-    def refused(message: str, rows: Any = table, **changes: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            _estimator(tmp_path, **({"initialModel": model} | changes)).fit(rows)
-
-    wide = ModelSpec("mlp", {"in_features": 2, "hidden": [9], "out_features": 1})
-    refused(r"of shape \[1, 8\], but the model's has shape \[1, 9\]; leave model unset", model=wide)
-    refused(r"takes the columns \['features'\], and the estimator has \['x'\]", inputCols=["x"])
-    refused("predicts the label 'label', and labelCol is 'y'", labelCol="y")
-    refused("fit the initial model with keepTrainingState=True", initialState="optimizer")
-    refused("both set the initial weights", pretrained=str(tmp_path))
-    refused(
-        "column 'features' is .*2.* for initialModel and .*3",
-        table.selectExpr("array(1D, 2D, 3D) AS features", "label"),
-    )
-    classifier = TorchClassifier(initialModel=model, storageUri=str(tmp_path))
-    with pytest.raises(ValueError, match="must be a TorchClassificationModel, got a TorchRegressionModel"):
-        classifier.fit(table)
+def test_the_state_of_another_optimizer_is_refused(table, tmp_path):
     kept = _estimator(tmp_path, keepTrainingState=True).fit(table)
-    refused(
-        "optimizer AdamW in 1 .* this one has SGD .* or set initialState='weights'",
-        initialModel=kept,
-        initialState="optimizer",
-        optimizer="sgd",
-    )
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    other = _estimator(tmp_path, initialModel=kept, initialState="optimizer", optimizer="sgd")
+    refusal = "optimizer AdamW in 1 .* this one has SGD .* or set initialState='weights'"
+    with pytest.raises(ValueError, match=refusal):
+        other.fit(table)
 
 
 @pytest.mark.slow
@@ -294,13 +230,9 @@ def test_a_stream_trains_one_model(spark, tmp_path):
         model = start.fit(rows)
         model.write().overwrite().save(saved)
         model.removeRun()
-        losses.append(
-            TorchRegressionModel.load(saved)
-            .transform(table)
-            .selectExpr("avg(pow(prediction - label, 2))")
-            .first()[0]
-        )
-        resident.append(_resident_bytes())
+        scored = TorchRegressionModel.load(saved).transform(table)
+        losses.append(scored.selectExpr("avg(pow(prediction - label, 2))").first()[0])
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
 
     query = (
         spark.readStream.schema(table.schema)

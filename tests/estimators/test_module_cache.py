@@ -10,15 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from ready_models import ready_model
+from small_networks import linear
 from torch import nn
 
 from ringspark.estimators import TorchRegressionModel
 from ringspark.estimators.inference import predict
 from ringspark.estimators.inference.predict import MAX_MODULES, ModuleCache
-from ringspark.estimators.training.checkpoint.weights import save_checkpoint
-from ringspark.models import ModelSpec
-
-SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 
 
 def test_the_least_recently_used_goes_first():
@@ -35,8 +33,7 @@ def test_the_least_recently_used_goes_first():
 @pytest.mark.spark
 def test_a_python_worker_loads_a_model_once_and_lets_it_go_after_its_last_use(spark, tmp_path):
     """In a Spark Python worker, the cache frees the module and maps it again for the next use."""
-    save_checkpoint(str(tmp_path), SPEC.build())
-    predictor = TorchRegressionModel(model=SPEC)._set_trained(str(tmp_path), [(1,)], None)._predictor()
+    predictor = ready_model(TorchRegressionModel, linear(), tmp_path)._predictor()
 
     def work(batches: Any) -> Any:
         for batch in batches:

@@ -11,18 +11,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from acting_callback import Acts
 from processes import has_ended
+from small_networks import linear
+from spark_tables import quiet, waves
 from waiting import wait_for
 
-from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators import TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.models import ModelSpec
 from ringspark.pipelines import storage, write_shards
 
 MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
@@ -35,46 +38,35 @@ pytestmark = [
 STEPS = 24
 
 
-class Walk(Callback):
-    """Makes steps slow; raises in step 15 on rank 1 while `path` exists."""
+def walk(path: Path) -> Acts:
+    """Returns a callback that makes steps slow, and raises in step 15 while `path` exists."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def on_train_start(self, state: TrainingState) -> None:
-        with open(f"{self._path}.starts", "a") as file:
+    def start(state: TrainingState) -> None:
+        with open(f"{path}.starts", "a") as file:
             file.write("start\n")
 
-    def on_step_end(self, state: TrainingState) -> None:
+    def step(state: TrainingState) -> None:
         time.sleep(0.1)
-        if state.step == 15 and os.path.exists(self._path):
+        if state.step == 15 and path.exists():
             raise ZeroDivisionError("on purpose")
 
+    return Acts(train_start=start, step_end=step)
 
-class Damage(Callback):
+
+def damage(path: Path, shard: Path, state: TrainingState) -> None:
     """Inverts a byte of a shard in step 15 and kills rank 1, while `path` exists."""
-
-    def __init__(self, path: Path, shard: Path) -> None:
-        self._path, self._shard = str(path), str(shard)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 15 and state.rank == 1 and os.path.exists(self._path):
-            os.unlink(self._path)
-            _invert(Path(self._shard))
-            os.kill(os.getpid(), signal.SIGKILL)
+    if state.step == 15 and state.rank == 1 and path.exists():
+        path.unlink()
+        _invert(shard)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Remove(Callback):
+def remove(run: str, state: TrainingState) -> None:
     """Removes the run folder in step 3, as the driver does at the end of a run."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = str(run)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        time.sleep(0.1)
-        if state.step == 3 and state.rank == 0:
-            storage.remove(storage.join(self._run, "owner.json"))
-            storage.remove(self._run, recursive=True)
+    time.sleep(0.1)
+    if state.step == 3 and state.rank == 0:
+        storage.remove(storage.join(run, "owner.json"))
+        storage.remove(run, recursive=True)
 
 
 def _invert(path: Path) -> None:
@@ -85,7 +77,7 @@ def _invert(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def table(spark):
-    return spark.range(0, 96, 1, 2).selectExpr("array(sin(id), cos(id)) as features", "sin(2 * id) as label")
+    return waves(spark)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +86,9 @@ def shards(table, tmp_path_factory):
 
 
 def _estimator(root: Path, **changes: Any) -> Any:
-    params: dict[str, Any] = {
-        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-        "callbacks": [Walk(root / "fails")],
+    params = {
+        "model": linear(),
+        "callbacks": [walk(root / "fails")],
         "epochs": 4,
         "batchSize": 16,
         "numWorkers": 2,
@@ -104,9 +96,8 @@ def _estimator(root: Path, **changes: Any) -> Any:
         "runUri": str(root / "run"),
         "checkpointEverySteps": 5,
         "timeoutSeconds": 60.0,
-        "showProgress": False,
     }
-    return TorchRegressor(**(params | changes))
+    return quiet(TorchRegressor, root, **(params | changes))
 
 
 def _starts(root: Path) -> int:
@@ -174,8 +165,6 @@ def test_a_run_is_gone_on_with_or_refused(table, tmp_path):
     with pytest.raises(WorkerError, match=r"ZeroDivisionError: on purpose; its last checkpoint is kept in "):
         _estimator(tmp_path).fit(table)
     assert _starts(tmp_path) == 2, "what user code raises starts nothing again"
-    with pytest.raises(ValueError, match="holds a run; set resume=True to continue it, or give another"):
-        _estimator(tmp_path).fit(table)
     with pytest.raises(ValueError, match=r"because these changed: weightDecay: 0\.0 -> 0\.1; set them back"):
         _estimator(tmp_path, resume=True, weightDecay=0.1).fit(table)
     with pytest.raises(ValueError, match=r"because these changed: train rows: 96 -> 95; set them back"):
@@ -214,7 +203,7 @@ def test_shards_that_changed_under_a_run_train_nothing(table, tmp_path):
     manifest = write_shards(table, str(tmp_path / "shards"))
     shard = Path(manifest.paths[0])
     (tmp_path / "flag").touch()
-    estimator = _estimator(tmp_path, callbacks=[Damage(tmp_path / "flag", shard)])
+    estimator = _estimator(tmp_path, callbacks=[Acts(step_end=partial(damage, tmp_path / "flag", shard))])
     # The restart finds the damage, and the next driver finds it again.
     told = r"shard file '.*\.parquet' differs from the bytes that were written; write the shards again"
     with pytest.raises(ValueError, match=told):
@@ -239,23 +228,10 @@ def test_ranks_stop_if_the_folder_of_their_run_is_removed(shards, tmp_path):
     run = tmp_path / "run"
     changes: dict[str, Any] = {"checkpointEverySteps": None, "logEverySteps": 1}
     with pytest.raises(WorkerError, match="/run' was removed, so "):
-        _estimator(tmp_path, callbacks=[Remove(run)], timeoutSeconds=2.0, **changes).fitOnShards(shards)
+        _estimator(
+            tmp_path, callbacks=[Acts(step_end=partial(remove, str(run)))], timeoutSeconds=2.0, **changes
+        ).fitOnShards(shards)
     assert not run.exists()
-
-
-def test_folders_that_cannot_be_used_are_refused_at_once(table, tmp_path):
-    with pytest.raises(ValueError, match="resume=True continues the run of a folder; set runUri to that"):
-        TorchRegressor(model=ModelSpec("linear", {}), resume=True).fit(table)
-    estimator = _estimator(tmp_path)
-    with pytest.raises(ValueError, match="is the folder of one training, and 2 parameter maps are to be"):
-        estimator.fit(table, [{estimator.learningRate: rate} for rate in (0.1, 0.2)])
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.doc").touch()
-    with pytest.raises(
-        ValueError, match=r"must be a new or empty folder .* holds 'thesis\.doc'; give another"
-    ):
-        estimator.fit(table)
-    assert (tmp_path / "run" / "thesis.doc").exists()
 
 
 @pytest.mark.slow

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from acting_callback import Acts
+from small_networks import mlp
+from spark_tables import quiet
 
-from ringspark.estimators import Callback, TorchRegressor, TrainingState, WorkerError
+from ringspark.estimators import TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.options.sync import AllReduce, Zero
-from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.spark
 
 
-class Raises(Callback):
+def _fail(path: Path, state: TrainingState) -> None:
     """Raises in step 9 while `path` exists."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 9 and self._path.exists():
-            raise ZeroDivisionError("on purpose")
+    if state.step == 9 and path.exists():
+        raise ZeroDivisionError("on purpose")
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +33,9 @@ def table(spark):
 
 
 def _estimator(root: Path, **changes: Any) -> Any:
-    params: dict[str, Any] = {
-        "model": ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 2}),
-        "batchSize": 16,
-        "numWorkers": 2,
-        "collective": "torch",
-        "runUri": str(root / "run"),
-        "resume": True,
-        "keepTrainingState": True,
-        "showProgress": False,
-    }
-    return TorchRegressor(**(params | changes))
+    run = {"runUri": str(root / "run"), "resume": True, "keepTrainingState": True}
+    params = {"model": mlp(2), "batchSize": 16, "numWorkers": 2, "collective": "torch"}
+    return quiet(TorchRegressor, root, **(run | params | changes))
 
 
 def _failing(root: Path) -> tuple[Path, dict[str, Any]]:
@@ -54,7 +44,7 @@ def _failing(root: Path) -> tuple[Path, dict[str, Any]]:
     fails.touch()
     return fails, {
         "epochs": 3,
-        "callbacks": [Raises(fails)],
+        "callbacks": [Acts(step_end=partial(_fail, fails))],
         "checkpointEverySteps": 4,
         "keepTrainingState": False,
         "maxRestarts": 0,
@@ -72,10 +62,7 @@ def test_more_epochs_equal_one_long_run(table, tmp_path, capfd):
     model = _estimator(tmp_path, epochs=4, showProgress=True).fit(table)
     assert torch.equal(_weights(model), _weights(long))
     assert [r.train_loss for r in model.summary.epochs] == [r.train_loss for r in long.summary.epochs]
-    lines = (
-        "from epoch 2, step 7 on: epochs 1 -> 2",
-        "from epoch 3, step 13 on: epochs 2 -> 4",
-    )
+    lines = ("from epoch 2, step 7 on: epochs 1 -> 2", "from epoch 3, step 13 on: epochs 2 -> 4")
     assert model.summary.setting_changes == lines
     assert f"training: {lines[1]}\n" in capfd.readouterr().err
     # The same call again trains nothing.
@@ -137,11 +124,7 @@ def test_an_unfinished_run_changes_in_the_middle_of_an_epoch(table, tmp_path):
 def test_changes_with_which_nothing_was_trained_are_joined(table, tmp_path):
     fails, run = _failing(tmp_path)
     run["numWorkers"] = 1
-    resumes: list[dict[str, Any]] = [
-        {},
-        {"learningRate": 0.05},
-        {"learningRate": 0.02, "gradientAccumulation": 2},
-    ]
+    resumes = [{}, {"learningRate": 0.05}, {"learningRate": 0.02, "gradientAccumulation": 2}]
     for changes in resumes:
         with pytest.raises(WorkerError, match="on purpose"):
             _estimator(tmp_path, **run, **changes).fit(table)
@@ -165,17 +148,14 @@ def test_a_compression_of_gradients_stays(table, tmp_path):
         _estimator(tmp_path, epochs=2, sync={"name": "allreduce", "compression": "fp16"}).fit(table)
 
 
-class StopsAfter(Callback):
-    """Ends the training after epoch 2."""
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        if state.epoch == 2:
-            state.stop("enough")
+def _stop(state: TrainingState) -> None:
+    if state.epoch == 2:
+        state.stop("enough")
 
 
 @pytest.mark.slow
 def test_more_epochs_follow_an_early_stop(table, tmp_path):
-    changes: dict[str, Any] = {"numWorkers": 1, "callbacks": [StopsAfter()]}
+    changes: dict[str, Any] = {"numWorkers": 1, "callbacks": [Acts(epoch_end=_stop)]}
     first = _estimator(tmp_path, epochs=4, **changes).fit(table)
     assert (len(first.summary.epochs), first.summary.stop_reason) == (2, "enough")
     # Without a result, the last checkpoint still says that the training is over.
@@ -189,20 +169,14 @@ def test_more_epochs_follow_an_early_stop(table, tmp_path):
 
 @pytest.mark.slow
 def test_a_started_epoch_is_not_left_out(table, tmp_path):
-    fails = tmp_path / "fails"
-    fails.touch()
-    changes: dict[str, Any] = {
-        "numWorkers": 1,
-        "callbacks": [Raises(fails)],
-        "checkpointEverySteps": 2,
-        "maxRestarts": 0,
-    }
+    fails, run = _failing(tmp_path)
+    changes = run | {"numWorkers": 1, "checkpointEverySteps": 2, "keepTrainingState": True}
     with pytest.raises(WorkerError, match="on purpose"):
-        _estimator(tmp_path, epochs=3, **changes).fit(table)
+        _estimator(tmp_path, **changes).fit(table)
     fails.unlink()
     with pytest.raises(WorkerError, match="in the middle of epoch 2, but epochs is 1; set it to 2 or more"):
-        _estimator(tmp_path, epochs=1, **changes).fit(table)
-    assert len(_estimator(tmp_path, epochs=2, **changes).fit(table).summary.epochs) == 2
+        _estimator(tmp_path, **changes | {"epochs": 1}).fit(table)
+    assert len(_estimator(tmp_path, **changes | {"epochs": 2}).fit(table).summary.epochs) == 2
 
 
 @pytest.mark.slow
@@ -212,8 +186,6 @@ def test_a_model_is_saved_without_the_state_of_a_later_training(table, tmp_path)
     # Its weights were held, but its training state has been replaced.
     first.save(str(tmp_path / "saved"))
     other = {"initialModel": str(tmp_path / "saved"), "runUri": str(tmp_path / "other"), "numWorkers": 1}
-    with pytest.raises(
-        ValueError, match="continues from the training state of initialModel, and there is none"
-    ):
+    with pytest.raises(ValueError, match="from the training state of initialModel, and there is none"):
         _estimator(tmp_path, initialState="optimizer", **other).fit(table)
     _estimator(tmp_path, **other).fit(table)

@@ -19,16 +19,17 @@ from ringspark.pipelines import Padded, Vocabulary
 pytestmark = pytest.mark.spark
 
 
+ARRAYS, WORDS = "array_repeat(id, cast(1 + id % 2 as int))", "if(id % 2 = 0, 'a', 'b')"
+
+
+def _rows(spark: Any, sql: str = "id * 0.5D") -> Any:
+    return spark.range(10).selectExpr(f"{sql} as x")
+
+
 @pytest.fixture
 def data(tmp_path):
-    return FitData(
-        columns=("x",),
-        validation_col=None,
-        validation_fraction=None,
-        seed=0,
-        drops_invalid=False,
-        root=str(tmp_path),
-    )
+    split = {"validation_col": None, "validation_fraction": None, "drops_invalid": False}
+    return FitData(columns=("x",), seed=0, root=str(tmp_path), **split)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def run(tmp_path):
 @pytest.fixture
 def begun(spark, data, run):
     """Starts a run of ten rows; returns its shard files and their modification times."""
-    run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    run_shards(_rows(spark), data, run)
     _begin(run)
     return files_of(run)
 
@@ -53,21 +54,10 @@ def files_of(run: RunFolder) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in Path(run.uri).rglob("*") if path.is_file()}
 
 
-def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    written: list[str] = []
-    write = FitData.write
-
-    def counted(self: FitData, dataset: Any, uri: str) -> Any:
-        written.append(uri)
-        return write(self, dataset, uri)
-
-    monkeypatch.setattr(FitData, "write", counted)
-    return written
-
-
 def test_a_resume_writes_once_more_and_trains_on_the_first(spark, data, run, begun, monkeypatch, caplog):
-    written = count_writes(monkeypatch)
-    manifest = run_shards(spark.range(10).selectExpr("id * 0.5D as x"), data, run)
+    written, write = [], FitData.write
+    monkeypatch.setattr(FitData, "write", lambda *given: written.append(1) or write(*given))
+    manifest = run_shards(_rows(spark), data, run)
     assert len(written) == 1
     assert not caplog.records, "equal digests prove equal rows"
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
@@ -75,34 +65,29 @@ def test_a_resume_writes_once_more_and_trains_on_the_first(spark, data, run, beg
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("sql", "told"),
     [
-        ("id * 0.25D as x", "maximum of column 'x': 4.5 -> 2.25"),
-        ("cast(id as float) as x", "columns: "),
-        ("if(id < 9, id * 0.5D, 4.6D) as x", "maximum of column 'x': 4.5 -> 4.6"),
+        ("id * 0.25D", "maximum of column 'x': 4.5 -> 2.25"),
+        ("cast(id as float)", "columns: "),
+        ("if(id < 9, id * 0.5D, 4.6D)", "maximum of column 'x': 4.5 -> 4.6"),
     ],
 )
-def test_a_resume_with_other_rows_is_refused(spark, data, run, begun, rows, told):
+def test_a_resume_with_other_rows_is_refused(spark, data, run, begun, sql, told):
     with pytest.raises(ValueError, match=told):
-        run_shards(spark.range(10).selectExpr(rows), data, run)
+        run_shards(_rows(spark, sql), data, run)
     assert files_of(run) == begun
 
 
 @pytest.mark.parametrize(
-    ("begun_with", "resumed_with", "told"),
+    ("sql", "begun_with", "resumed_with", "told"),
     [
-        (Padded(value=0), Padded(value=-1), "value of column 'x': 0 -> -1"),
-        (Vocabulary(words=("a", "b")), Vocabulary(words=("b", "a")), "words of column 'x': "),
+        (ARRAYS, Padded(value=0), Padded(value=-1), "value of column 'x': 0 -> -1"),
+        (WORDS, Vocabulary(words=("a", "b")), Vocabulary(words=("b", "a")), "words of column 'x': "),
     ],
 )
-def test_columns_made_in_another_way_are_refused(spark, data, run, begun_with, resumed_with, told):
+def test_columns_made_in_another_way_are_refused(spark, data, run, sql, begun_with, resumed_with, told):
     """The stored rows or statistics are the same, but mean something else."""
-    values = (
-        "if(id % 2 = 0, 'a', 'b')"
-        if isinstance(begun_with, Vocabulary)
-        else "array_repeat(id, cast(1 + id % 2 as int))"
-    )
-    rows = spark.range(10).selectExpr(f"{values} as x")
+    rows = _rows(spark, sql)
     start, changed = (
         replace(data, kinds=json.dumps({"x": kind.to_json()})) for kind in (begun_with, resumed_with)
     )
@@ -114,7 +99,7 @@ def test_columns_made_in_another_way_are_refused(spark, data, run, begun_with, r
 
 
 def test_rows_that_only_statistics_prove_equal_are_told(spark, data, run, begun, caplog):
-    manifest = run_shards(spark.range(10).selectExpr("(9 - id) * 0.5D as x"), data, run)
+    manifest = run_shards(_rows(spark, "(9 - id) * 0.5D"), data, run)
     assert manifest.uri == f"{run.uri}/{run_layout.SHARDS}"
     assert files_of(run) == begun
     (told,) = [record.getMessage() for record in caplog.records]

@@ -8,10 +8,9 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -19,7 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 from pyspark.ml import Pipeline
+from ready_models import ready_model
+from spark_tables import quiet
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
@@ -27,7 +29,6 @@ from ringspark.estimators.columns.inputs import ModelInput, model_inputs
 from ringspark.estimators.inference.samples import record_module
 from ringspark.estimators.stages.persistence import ALLOW_PICKLE
 from ringspark.estimators.stages.to_config import config_of
-from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.models import ModelSpec
 from ringspark.models.hugging_face import build, describe
 from ringspark.models.program import Program
@@ -39,18 +40,17 @@ from ringspark.pipelines.kinds.base import BatchArray
 FILE = Path(__file__).parents[1] / "support" / "networks_of_a_user.py"
 ROWS = (0, 1, 2, 1000)
 
+# Inputs (name -> dtype and row shape) and row shapes of outputs.
+FLOATS = {"numbers": ("float32", (4,))}
+PICTURES = {"numbers": ("float32", (3, 6, 6))}
+IDS = {"ids": ("int64", (5,)), "is_there": ("int64", (5,))}
+
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its inputs (name -> dtype and row shape) and the row shapes of its outputs."""
-
     make: Callable[[Any], Any]
-    inputs: dict[str, tuple[str, tuple[int, ...]]]
-    outputs: tuple[tuple[int, ...], ...]
-
-
-def _floats(*shape: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {"numbers": ("float32", shape)}
+    inputs: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=lambda: FLOATS)
+    outputs: tuple[tuple[int, ...], ...] = ((2,),)
 
 
 def _tied_layers(own: Any) -> nn.Module:
@@ -59,14 +59,8 @@ def _tied_layers(own: Any) -> nn.Module:
 
 
 def _convolutions(own: Any) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16, 2),
-    )
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 2))
 
 
 def _bert(own: Any) -> nn.Module:
@@ -77,29 +71,22 @@ def _bert(own: Any) -> nn.Module:
     return BertForSequenceClassification(config)
 
 
-IDS = {"ids": ("int64", (5,)), "is_there": ("int64", (5,))}
-CASES: dict[str, Case] = {
-    "ModelSpec": Case(
-        lambda own: ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2}),
-        _floats(4),
-        ((2,),),
-    ),
-    "Sequential": Case(
-        lambda own: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), _floats(4), ((2,),)
-    ),
-    "nested, with a layer in two places": Case(_tied_layers, _floats(4), ((2,),)),
-    "convolutions in a Sequential": Case(_convolutions, _floats(3, 6, 6), ((2,),)),
+CASES = {
+    "ModelSpec": Case(lambda own: ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 2})),
+    "Sequential": Case(lambda own: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))),
+    "nested, with a layer in two places": Case(_tied_layers),
+    "convolutions in a Sequential": Case(_convolutions, PICTURES),
     "transformers": Case(_bert, IDS, ((3,),)),
-    "own convolutions": Case(lambda own: own.Residual(), _floats(3, 6, 6), ((2,),)),
-    "own transformer encoder": Case(lambda own: own.Encoder(), IDS, ((2,),)),
-    "own LSTM": Case(lambda own: own.Recurrent(), _floats(5, 3), ((),)),
+    "own convolutions": Case(lambda own: own.Residual(), PICTURES),
+    "own transformer encoder": Case(lambda own: own.Encoder(), IDS),
+    "own LSTM": Case(lambda own: own.Recurrent(), {"numbers": ("float32", (5, 3))}, ((),)),
     "own embedding and numbers": Case(
-        lambda own: own.Table(), {"key": ("int64", ()), "numbers": ("float32", (3,))}, ((2,),)
+        lambda own: own.Table(), {"key": ("int64", ()), "numbers": ("float32", (3,))}
     ),
-    "own with two outputs": Case(lambda own: own.Outputs(), _floats(4), ((), (2, 3))),
-    "own without layers": Case(lambda own: own.Functional(), _floats(4), ((2,),)),
-    "own with recomputation": Case(lambda own: own.Recomputed(), _floats(4), ((2,),)),
-    "own, tied, float64": Case(lambda own: own.Tied(), _floats(4), ((4,),)),
+    "own with two outputs": Case(lambda own: own.Outputs(), outputs=((), (2, 3))),
+    "own without layers": Case(lambda own: own.Functional()),
+    "own with recomputation": Case(lambda own: own.Recomputed()),
+    "own, tied, float64": Case(lambda own: own.Tied(), outputs=((4,),)),
 }
 
 # Loads every model, compares its predictions, and prints the largest difference per model.
@@ -132,8 +119,6 @@ def own(tmp_path):
     folder.mkdir()
     shutil.copy(FILE, folder)
     spec = importlib.util.spec_from_file_location("networks_of_a_user", folder / FILE.name)
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules["networks_of_a_user"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     shutil.rmtree(folder)
@@ -142,22 +127,20 @@ def own(tmp_path):
 
 
 def _fitted(case: Case, own: Any, folder: Path) -> TorchModel:
-    """Builds a model as a training would, but with initial weights."""
+    """Builds a model with random statistics of batch normalization."""
     torch.manual_seed(0)
     made = case.make(own)
-    module = made.build() if isinstance(made, ModelSpec) else made
-    for layer in module.modules():
+    for layer in made.modules() if isinstance(made, nn.Module) else ():
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
             layer.running_mean = torch.randn_like(layer.running_mean)
-    save_checkpoint(str(folder), module)
     columns = [
         Column(name=name, kind=Array(dtype, shape=shape) if shape else Scalar(dtype))
         for name, (dtype, shape) in case.inputs.items()
     ]
-    model = TorchModel(model=made, inputCols=list(case.inputs))
+    params: dict[str, Any] = {"inputCols": list(case.inputs)}
     if len(case.outputs) > 1:
-        model.setPredictionCols([f"prediction_{i}" for i in range(len(case.outputs))])
-    return model._set_trained(str(folder), case.outputs, None, columns=columns)
+        params["predictionCols"] = [f"prediction_{i}" for i in range(len(case.outputs))]
+    return ready_model(TorchModel, made, folder, case.outputs, columns, **params)
 
 
 def _inputs(case: Case, rows: int) -> list[np.ndarray]:
@@ -195,9 +178,8 @@ def test_every_kind_of_network_predicts_in_a_new_process(own, tmp_path):
         np.savez(arrays, **known)
         paths[name] = [str(folder), str(arrays)]
     (tmp_path / "paths.json").write_text(json.dumps(paths))
-    command = [sys.executable, "-c", f"ROWS = {ROWS}\n{CHILD}", str(tmp_path / "paths.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    code = f"ROWS = {ROWS}\n{CHILD}"
+    done = run_program(code, tmp_path / "paths.json", folder=tmp_path, env=_environment())
     worst = json.loads(done.stdout.splitlines()[-1])
     assert worst.keys() == CASES.keys()
     assert max(worst.values()) <= 1e-6, worst
@@ -210,10 +192,10 @@ def test_a_fitted_pipeline_predicts_in_a_new_session(spark, own, tmp_path):
     frame = spark.range(40).selectExpr(
         "id", "array(id / 40, 1.0, 0.5, 0.0) as numbers", "cast(id % 2 as double) as label"
     )
-    estimator = TorchClassifier(
-        model=own.Recomputed(), featuresCol="numbers", epochs=1, storageUri=str(tmp_path / "runs")
+    estimator = quiet(
+        TorchClassifier, tmp_path / "runs", model=own.Recomputed(), featuresCol="numbers", epochs=1
     )
-    fitted = Pipeline(stages=[estimator.setShowProgress(False)]).fit(frame)
+    fitted = Pipeline(stages=[estimator]).fit(frame)
     expected = [list(row.probability) for row in fitted.transform(frame).orderBy("id").collect()]
     fitted.save(str(tmp_path / "pipeline"))
     frame.write.parquet(str(tmp_path / "rows"))
@@ -227,23 +209,19 @@ model = PipelineModel.load({str(tmp_path / "pipeline")!r})
 print(json.dumps([list(row.probability) for row in model.transform(frame).orderBy("id").collect()]))
 """
     environment = {k: v for k, v in _environment().items() if not k.startswith(("SPARK", "PYSPARK_GATEWAY"))}
-    done = subprocess.run(
-        [sys.executable, "-c", child], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(child, folder=tmp_path, env=environment)
     np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), expected, rtol=0, atol=1e-6)
 
 
 def test_what_cannot_be_recorded_is_pickled_with_a_warning(own, tmp_path, monkeypatch):
-    model = _fitted(Case(lambda own: own.Branches(), _floats(4), ((2,),)), own, tmp_path / "c")
+    model = _fitted(Case(lambda own: own.Branches()), own, tmp_path / "c")
     path = str(tmp_path / "model")
     with pytest.warns(
         UserWarning, match=r"Branches cannot be recorded as a program \(.*RINGSPARK_ALLOW_PICKLE"
     ):
         model.save(path)
-    with pytest.raises(
-        ValueError, match=r"holds pickled Python code for \['model'\].* trained only by its class"
-    ):
+    refusal = r"holds pickled Python code for \['model'\].* trained only by its class"
+    with pytest.raises(ValueError, match=refusal):
         TorchModel.load(path)
     monkeypatch.setenv(ALLOW_PICKLE, "1")
     assert type(TorchModel.load(path).module()).__name__ == "Branches"
@@ -267,9 +245,8 @@ def test_the_class_comes_back_where_pickles_are_allowed(own, tmp_path, monkeypat
     network.load_state_dict(program.state_dict())
     rows = torch.randn(3, 4)
     assert network(rows).equal(program(rows))
-    with pytest.raises(
-        ValueError, match="is a saved program, which predicts and cannot be trained; give a net"
-    ):
+    refusal = "is a saved program, which predicts and cannot be trained; give a net"
+    with pytest.raises(ValueError, match=refusal):
         config_of(TorchRegressor(model=program), "regression", ["label"])
 
 
@@ -283,15 +260,30 @@ def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return apply
 
 
-def _first_step(name: str, arguments: list[Any] | None = None) -> Callable[[Path], None]:
+def _first_step(name: str, *arguments: Any) -> Callable[[Path], None]:
     def change(text: dict[str, Any]) -> None:
-        text["steps"][0] = [name, text["steps"][0][1] if arguments is None else arguments, {}]
+        text["steps"][0] = [name, list(arguments) or text["steps"][0][1], {}]
 
     return _edit(change)
 
 
+def _first_tensor(**changes: Any) -> Callable[[Path], None]:
+    return _edit(lambda text: text["tensors"][0].update(changes))
+
+
+FIRST = {"at": 0}
+NOT_ALLOWED = "uses '{}', which is not an allowed operator"
+# Operators that open files, skip checks, or write into a tensor.
+OPERATORS: dict[str, list[Any]] = {
+    "aten.from_file.default": ["/etc/passwd"],
+    "aten._sparse_coo_tensor_unsafe.default": [FIRST, FIRST, [4]],
+    "aten.add_.Tensor": [FIRST, FIRST],
+    "aten.add.out": [FIRST, FIRST],
+}
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no program": (lambda folder: (folder / "model.program.json").unlink(), "or .* is missing"),
+    **{name: (_first_step(name, *given), NOT_ALLOWED.format(name)) for name, given in OPERATORS.items()},
     "no constants": (lambda folder: (folder / "model.constants.safetensors").unlink(), "or .* is missing"),
     "cut constants": (
         lambda folder: os.truncate(folder / "model.constants.safetensors", 20),
@@ -299,51 +291,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "half a text": (lambda folder: os.truncate(folder / "model.program.json", 100), "cannot be loaded: "),
     "a later format": (_edit(lambda text: text.update(format_version=2)), "format 2, .*upgrade ringspark"),
-    "a function of Python": (
-        _first_step("os.system", ["true"]),
-        "uses 'os.system', which is not an allowed operator",
-    ),
-    "an operator that opens files": (
-        _first_step("aten.from_file.default", ["/etc/passwd"]),
-        "uses 'aten.from_file.default', which is not an allowed operator",
-    ),
-    "an operator that skips checks": (
-        _first_step("aten._sparse_coo_tensor_unsafe.default", [{"at": 0}, {"at": 0}, [4]]),
-        "uses 'aten._sparse_coo_tensor_unsafe.default', which is not an allowed operator",
-    ),
-    "an operator that writes into a tensor": (
-        _first_step("aten.add_.Tensor", [{"at": 0}, {"at": 0}]),
-        "uses 'aten.add_.Tensor', which is not an allowed operator",
-    ),
-    "an operator that writes where it is told": (
-        _first_step("aten.add.out", [{"at": 0}, {"at": 0}]),
-        "uses 'aten.add.out', which is not an allowed operator",
-    ),
     "a sparse tensor": (
-        _first_step("aten.zeros.default", [[4], None, {"layout": "sparse_coo"}]),
+        _first_step("aten.zeros.default", [4], None, {"layout": "sparse_coo"}),
         "the layout torch.sparse_coo, which is not allowed",
     ),
     "a sparse tensor by a number": (
-        _first_step("aten.zeros.default", [[4], None, 1]),
+        _first_step("aten.zeros.default", [4], None, 1),
         "the layout 1, which is not allowed",
     ),
-    "a quantized tensor": (
-        _edit(lambda text: text["tensors"][0].update(dtype="qint8")),
-        "torch has no dtype 'qint8'",
-    ),
+    "a quantized tensor": (_first_tensor(dtype="qint8"), "torch has no dtype 'qint8'"),
     "no operator at all": (_first_step("aten.__class__.mro"), "'aten.__class__.mro'|does not fit torch"),
     "an entry that is not there yet": (
-        _first_step("aten.relu.default", [{"at": 99}]),
+        _first_step("aten.relu.default", {"at": 99}),
         "uses value 99, which does not exist",
     ),
-    "a dtype that is none": (
-        _edit(lambda text: text["tensors"][0].update(dtype="hub")),
-        "torch has no dtype 'hub'",
-    ),
-    "other weights": (
-        _edit(lambda text: text["tensors"][0].update(shape=[9, 9])),
-        "is not of this model",
-    ),
+    "a dtype that is none": (_first_tensor(dtype="hub"), "torch has no dtype 'hub'"),
+    "other weights": (_first_tensor(shape=[9, 9]), "is not of this model"),
 }
 
 
@@ -373,7 +336,6 @@ def test_a_damaged_program_is_refused_in_one_sentence(own, tmp_path):
 )
 def test_a_description_of_transformers_builds_nothing_else(change, message):
     description = describe(_bert(None))
-    assert description is not None
     with pytest.raises(ValueError, match=message):
         build(description | change)
 
@@ -393,7 +355,6 @@ def test_a_network_of_from_pretrained_is_described_as_it_was(tmp_path):
     network.save_pretrained(tmp_path)
     loaded = type(network).from_pretrained(tmp_path).eval()
     description = describe(loaded)
-    assert description is not None
     again = build(description).eval()
     again.load_state_dict(loaded.state_dict())
     ids = torch.tensor([[1, 2, 3]])

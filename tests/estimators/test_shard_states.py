@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ringspark.estimators.run.shards import ShardStates
-from ringspark.pipelines import ShardManifest
-
-MakeShards = Callable[..., ShardManifest]
 
 
 @pytest.fixture
