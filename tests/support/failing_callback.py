@@ -1,7 +1,9 @@
-"""A callback that makes a training fail once, so that it restarts from a checkpoint."""
+"""Callbacks that make a training fail once, so that it restarts from a checkpoint."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 from ringspark.estimators.training.callbacks import Callback, TrainingState
@@ -17,3 +19,15 @@ class Fails(Callback):
         if state.step == self._step and state.rank == state.size - 1 and not self._mark.exists():
             self._mark.touch()
             raise RuntimeError(f"step {self._step}")
+
+
+class Dies(Callback):
+    """Kills the process of a rank after step `step`, without any cleanup, unless the file `mark` exists."""
+
+    def __init__(self, mark: Path, step: int, rank: int = 0) -> None:
+        self._mark, self._step, self._rank = mark, step, rank
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if (state.rank, state.step) == (self._rank, self._step) and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.pipelines import ShardManifest
 
 ROWS, WIDTH = 240, 6
+MakeConfig = Callable[..., TrainConfig]
 
 
 def columns(rows: int = ROWS) -> dict[str, np.ndarray]:

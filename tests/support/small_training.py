@@ -58,9 +58,11 @@ def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainCo
 
 
 def bare_config(**changes: Any) -> TrainConfig:
-    """Returns the default settings without shards, input `x` and label `y`."""
-    names = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "label_columns": ("y",)}
-    return TrainConfig(**(names | changes))
+    """Returns settings without shards: input `x`, label `y`. `model` may be a `ModelSpec`."""
+    if isinstance(spec := changes.get("model"), ModelSpec):
+        changes["model"] = spec.to_json()
+    given = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "label_columns": ("y",)}
+    return TrainConfig(**given | {"reader": "arrow"} | changes)
 
 
 def epoch_record(epoch: int = 1, **changes: Any) -> EpochRecord:

@@ -70,3 +70,24 @@ def run_stream(scored: Any, folder: Path, name: str = "scored") -> Any:
     assert query.awaitTermination(300)
     assert query.exception() is None
     return scored.sparkSession.read.parquet(str(folder / name))
+
+
+@contextmanager
+def spark_conf(spark: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Changes settings of the session, and restores them at the end."""
+    before = {name: spark.conf.get(name, None) for name in settings}
+    try:
+        for name, value in settings.items():
+            spark.conf.set(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, value)
+
+
+def time_zone(spark: Any, zone: str) -> Any:
+    """Changes the time zone of the session."""
+    return spark_conf(spark, {"spark.sql.session.timeZone": zone})
