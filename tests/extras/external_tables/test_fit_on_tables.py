@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from failing_callback import Fails
 from lake_tables import delete_delta_rows, encode_vector
 from pyspark.sql import functions as F
 from torch import nn
@@ -27,39 +26,28 @@ pytestmark = pytest.mark.spark
 
 
 class Places(nn.Module):
-    """(batch,) ids of cities and regions, (batch, 2) sizes -> (batch, 2) logits."""
+    """Ids of each table (batch,), and (batch, 2) sizes -> (batch, outputs)."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: list[int], outputs: int) -> None:
         super().__init__()
-        self.city, self.region, self.out = nn.Embedding(4, 3), nn.Embedding(9, 3), nn.Linear(8, 2)
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.Embedding(rows, 3) for rows in tables)
+        self.out = nn.Linear(3 * len(tables) + 2, outputs)
 
-    def forward(self, city: Any, region: Any, size: Any) -> Any:
-        return self.out(torch.cat([self.city(city), self.region(region), size], 1))
-
-
-class Fails(Callback):
-    """Removes the path in step 7 and raises, if the path still exists."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 7:
-            with suppress(FileNotFoundError):  # the other rank may be first
-                os.unlink(self._path)
-                raise ZeroDivisionError("on purpose")
+    def forward(self, *inputs: Any) -> Any:
+        *ids, size = inputs
+        rows = [table(own) for table, own in zip(self.tables, ids, strict=True)]
+        return self.out(torch.cat([*rows, size], 1))
 
 
 @pytest.fixture(scope="module")
 def table(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """240 rows in folders by region: a city, its class as a string, two sizes."""
     root = str(tmp_path_factory.mktemp("tables") / "table")
-    number = F.col("id")
+    number, cities = F.col("id"), F.array(*map(F.lit, ("Bern", "Oslo", "Rome")))
     spark.range(0, 240, 1, 1).select(
         number,
-        F.element_at(F.array(*map(F.lit, ("Bern", "Oslo", "Rome"))), (number % 3 + 1).cast("int")).alias(
-            "city"
-        ),
+        F.element_at(cities, (number % 3 + 1).cast("int")).alias("city"),
         F.when(number % 3 == 2, "warm").otherwise("cold").alias("weather"),
         F.array(number / 240, F.lit(1.0)).alias("size"),
         F.concat(F.lit("r "), (number / 130).cast("int")).alias("region"),
@@ -67,55 +55,23 @@ def table(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
-class WithRegion(nn.Module):
-    """(batch, 2) sizes and (batch,) ids of regions -> (batch, 1)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.region, self.out = nn.Embedding(5, 2), nn.Linear(4, 1)
-
-    def forward(self, size: Any, region: Any) -> Any:
-        return self.out(torch.cat([size, self.region(region)], 1))
-
-
 def _classifier(tmp_path: Path, **params: Any) -> TorchClassifier:
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "model": Places(),
-        "inputCols": ["city", "region", "size"],
-        "labelCol": "weather",
-        "columns": {"city": Vocabulary(), "region": HashBuckets(9)},
-        "epochs": 3,
-        "batchSize": 16,
-        "learningRate": 0.1,
-        "metrics": ["accuracy"],
-        "storageUri": str(tmp_path),
-        "showProgress": False,
-    }
+    settings: dict[str, Any] = {"model": Places([4, 9], 2), "inputCols": ["city", "region", "size"]}
+    settings |= {"labelCol": "weather", "columns": {"city": Vocabulary(), "region": HashBuckets(9)}}
+    settings |= {"epochs": 3, "batchSize": 16, "learningRate": 0.1, "metrics": ["accuracy"]}
+    settings |= {"storageUri": str(tmp_path), "showProgress": False}
     return TorchClassifier(**(settings | params))
 
 
 def _linear(tmp_path: Path, **params: Any) -> TorchRegressor:
-    settings: dict[str, Any] = {
-        "model": ModelSpec("linear", {"in_features": 2, "out_features": 1}),
-        "featuresCol": "size",
-        "labelCol": "id",
-        "epochs": 2,
-        "batchSize": 24,
-        "learningRate": 0.05,
-        "storageUri": str(tmp_path),
-        "showProgress": False,
-    }
+    settings: dict[str, Any] = {"model": ModelSpec("linear", {"in_features": 2, "out_features": 1})}
+    settings |= {"featuresCol": "size", "labelCol": "id", "epochs": 2, "batchSize": 24}
+    settings |= {"learningRate": 0.05, "storageUri": str(tmp_path), "showProgress": False}
     return TorchRegressor(**(settings | params))
 
 
-def _weights(model: Any) -> dict[str, Any]:
-    return dict(model.module().state_dict())
-
-
 def _same(left: Any, right: Any, tolerance: float = 0) -> bool:
-    weights = zip(_weights(left).values(), _weights(right).values(), strict=True)
+    weights = zip(*(model.module().state_dict().values() for model in (left, right)), strict=True)
     return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in weights)
 
 
@@ -151,16 +107,9 @@ def test_a_model_of_a_table_scores_it_and_is_saved_and_loaded(
 
 def test_two_workers_train_what_one_trains_and_go_on_where_it_failed(table: str, tmp_path: Path) -> None:
     alone = _linear(tmp_path, numWorkers=1).fitOnParquet(table)
-    (tmp_path / "fails").touch()
-    settings = {
-        "numWorkers": 2,
-        "collective": "torch",
-        "storageUri": None,
-        "runUri": str(tmp_path / "run"),
-        "checkpointEverySteps": 3,
-        "callbacks": [Fails(tmp_path / "fails")],
-    }
-    with pytest.raises(WorkerError, match=r"on purpose.*resume=True"):
+    settings = {"numWorkers": 2, "collective": "torch", "storageUri": None, "runUri": str(tmp_path / "run")}
+    settings |= {"checkpointEverySteps": 3, "callbacks": [Fails(tmp_path / "failed")]}
+    with pytest.raises(WorkerError, match=r"step 7.*resume=True"):
         _linear(tmp_path, **settings).fitOnParquet(table)
     manifest = ShardManifest.load(tmp_path / "run" / "shards")
     assert manifest.file_columns
@@ -211,11 +160,8 @@ def test_a_column_of_the_folders_holds_out_its_rows(spark: Any, table: str, tmp_
 
 def _write_delta(uri: str, first: int, rows: int, **settings: Any) -> None:
     ids = list(range(first, first + rows))
-    data = {
-        "id": ids,
-        "size": [[n / 100, 1.0] for n in ids],
-        "region": [("r 0", "a/b=100%")[n % 2] for n in ids],
-    }
+    regions = [("r 0", "a/b=100%")[n % 2] for n in ids]
+    data = {"id": ids, "size": [[n / 100, 1.0] for n in ids], "region": regions}
     deltalake.write_deltalake(uri, pa.table(data), partition_by=["region"], **settings)
 
 
@@ -265,7 +211,8 @@ def test_deleted_rows_mapped_columns_and_odd_folders_are_those_of_a_copy(spark: 
     columns = {"region": Vocabulary()}
 
     def with_region(**params: Any) -> TorchRegressor:
-        found = _linear(tmp_path, inputCols=["size", "region"], model=WithRegion(), cache="none", **params)
+        given = {"inputCols": ["region", "size"], "model": Places([5], 1), "cache": "none"}
+        found = _linear(tmp_path, **given, **params)
         found.clear(found.featuresCol)
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from lake_tables import OF_SPARK, catalog_entry, delete_delta_rows, encode_vector
+from pyspark.sql.types import LongType, StructField, StructType
+from spark_tables import time_zone
 
 from ringspark.extras.external_tables.in_place.catalog import find_table
 from ringspark.extras.external_tables.in_place.delta import list_delta
-from ringspark.extras.external_tables.in_place.file_scan import find_scan
-from ringspark.extras.external_tables.in_place.table_frame import read_listing, reads_field_ids
+from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID, find_scan
+from ringspark.extras.external_tables.in_place.listing import Listing
+from ringspark.extras.external_tables.in_place.table_frame import _BY_IDS, read_listing, reads_field_ids
 from ringspark.pipelines import write_shards
+from ringspark.pipelines.table_files import TableSource
 
 deltalake = pytest.importorskip("deltalake")
 
@@ -29,10 +34,13 @@ WORDS = ["a b", "100%", "x=y", "a/b", "%41", "Zürich", "c:d?*[]{}\\'\"", "+&#;,
 
 def _write(root: Path, rows: int = 10, first: int = 0, **settings: Any) -> None:
     ids = list(range(first, first + rows))
-    table = pa.table(
-        {"id": ids, "size": [[i / 7, 1.0] for i in ids], "place": [{"x y": i, "z": -i} for i in ids]}
-    )
+    places = [{"x y": i, "z": -i} for i in ids]
+    table = pa.table({"id": ids, "size": [[i / 7, 1.0] for i in ids], "place": places})
     deltalake.write_deltalake(str(root), table, mode="append", **settings)
+
+
+def _log(root: Path, version: int) -> Path:
+    return root / "_delta_log" / f"{version:020}.json"
 
 
 def _paths(root: Path) -> list[str]:
@@ -72,14 +80,14 @@ def test_deleted_rows_are_left_out(spark: Any, tmp_path: Path, storage: str) -> 
 @pytest.mark.parametrize("mode", ["name", "id"])
 def test_columns_keep_their_values_under_new_names(spark: Any, tmp_path: Path, mode: str) -> None:
     _write(tmp_path, configuration={"delta.columnMapping.mode": mode}, partition_by=["id"])
-    log = tmp_path / "_delta_log" / f"{0:020}.json"
+    log = _log(tmp_path, 0)
     (metadata,) = [m for line in log.read_text().splitlines() if (m := json.loads(line).get("metaData"))]
     # ALTER TABLE RENAME COLUMN: two columns swap their names.
     text = metadata["schemaString"]
     for before, after in (("size", "?"), ("place", "size"), ("?", "place"), ("id", "day of"), ("x y", "X.y")):
         text = text.replace(f'"name":"{before}"', f'"name":"{after}"')
     renamed = {"metaData": metadata | {"schemaString": text, "partitionColumns": ["day of"]}}
-    log.with_name(f"{1:020}.json").write_text(json.dumps(renamed))
+    _log(tmp_path, 1).write_text(json.dumps(renamed))
     delete_delta_rows(tmp_path, "u", {_paths(tmp_path)[0]: (encode_vector([0]), 1)})
     found = _read(spark, tmp_path)
     assert found == _scan(tmp_path)
@@ -118,51 +126,40 @@ def test_partition_values_of_all_types_and_characters(spark: Any, tmp_path: Path
             "count": pa.array([-128, *range(n - 2), None], pa.int8()),
         }
     )
-    zone = spark.conf.get("spark.sql.session.timeZone")
     names = table.column_names
     deltalake.write_deltalake(str(tmp_path), table, partition_by=names[1:])
-    try:
-        spark.conf.set("spark.sql.session.timeZone", "UTC")
+    with time_zone(spark, "UTC"):
         assert _read(spark, tmp_path) == sorted(table.to_pylist(), key=repr)
         # Delta stores the empty text as null.
         empty = table.slice(0, 1).set_column(1, "word", pa.array([""]))
         deltalake.write_deltalake(str(tmp_path), empty, mode="overwrite", partition_by=names[1:])
         assert [row["word"] for row in _read(spark, tmp_path)] == [None]
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_timestamps_of_partitions_are_those_that_spark_reads(
     spark: Any, tmp_path: Path, has_checkpoint: bool
 ) -> None:
-    zone = spark.conf.get("spark.sql.session.timeZone")
-    hours = [hour * 3_600_000_000 for hour in range(4)]
-    times = pa.array(hours, pa.timestamp("us", "UTC"))
+    hour = 3_600_000_000
+    times = pa.array([hour * number for number in range(4)], pa.timestamp("us", "UTC"))
     deltalake.write_deltalake(str(tmp_path), pa.table({"id": range(4), "time": times}), partition_by=["time"])
-    log = tmp_path / "_delta_log" / f"{0:020}.json"
+    log = _log(tmp_path, 0)
     text = log.read_text()
     texts = ["1970-01-01T00:00:00.000001Z", "1970-01-01 00:00:00", "1970-01-01 00:00:00+05:00", None]
-    for hour, value in enumerate(texts):
-        text = text.replace(f'"time":"1970-01-01 0{hour}:00:00.000000"', f'"time":{json.dumps(value)}')
+    for number, value in enumerate(texts):
+        text = text.replace(f'"time":"1970-01-01 0{number}:00:00.000000"', f'"time":{json.dumps(value)}')
     log.write_text(text)
     if has_checkpoint:
         deltalake.DeltaTable(str(tmp_path)).create_checkpoint()
-        (log.parent / f"{1:020}.json").write_text('{"commitInfo":{}}')
+        _log(tmp_path, 1).write_text('{"commitInfo":{}}')
         log.unlink()
-    try:
-        for name, local in (("Asia/Kolkata", -5.5), ("UTC", 0)):
-            spark.conf.set("spark.sql.session.timeZone", name)
+    for name, local in (("Asia/Kolkata", -5.5), ("UTC", 0)):
+        with time_zone(spark, name):
             frame = read_listing(spark, list_delta(spark, str(tmp_path)))
             found = sorted(map(tuple, frame.selectExpr("id", "unix_micros(time)").collect()))
-            hour = 3_600_000_000
             assert found == [(0, 1), (1, local * hour), (2, -5 * hour), (3, None)]
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_checkpoint: bool) -> None:
     indices, numbers = pa.list_(pa.int32()), pa.list_(pa.float64())
@@ -187,9 +184,8 @@ def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_ch
             schema = json.loads(metadata["schemaString"])
             for number, field in enumerate(schema["fields"]):
                 field["metadata"] = {f"{mapping}.id": number, f"{mapping}.physicalName": field["name"]}
-            for field, name in zip(
-                schema["fields"][1:], ("pyspark.ml.linalg.VectorUDT", "a.b.C"), strict=True
-            ):
+            names = "pyspark.ml.linalg.VectorUDT", "a.b.C"
+            for field, name in zip(schema["fields"][1:], names, strict=True):
                 field["type"] = {"type": "udt", "class": name, "pyClass": name, "sqlType": field["type"]}
             schema["fields"][1]["name"] = "features"
             metadata["schemaString"] = json.dumps(schema)
@@ -199,9 +195,9 @@ def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_ch
     mapping = "delta.columnMapping"
     if has_checkpoint:
         deltalake.DeltaTable(str(tmp_path)).create_checkpoint()
-        (log / f"{3:020}.json").write_text('{"commitInfo":{}}')
+        _log(tmp_path, 3).write_text('{"commitInfo":{}}')
         for version in range(2):
-            (log / f"{version:020}.json").unlink()
+            _log(tmp_path, version).unlink()
     for path in log.glob("*.json"):
         lines = [edit(json.loads(line)) for line in path.read_text().splitlines()]
         path.write_text("\n".join(map(json.dumps, lines)))
@@ -211,11 +207,8 @@ def test_vectors_that_spark_ml_wrote_are_read(spark: Any, tmp_path: Path, has_ch
         pq.write_table(pa.Table.from_pylist(rows, actions.schema), path)
     listing = list_delta(spark, str(tmp_path))
     assert listing.source.version == 2 + has_checkpoint
-    assert [(field.name, field.dataType.simpleString()[:6]) for field in listing.schema] == [
-        ("id", "bigint"),
-        ("features", "vector"),
-        ("other", "struct"),
-    ]
+    types = {field.name: field.dataType.simpleString()[:6] for field in listing.schema}
+    assert types == {"id": "bigint", "features": "vector", "other": "struct"}
     found = {row[0]: row[1].toArray().tolist() for row in read_listing(spark, listing).collect()}
     gone = {0, 5} - found.keys()
     assert len(gone) == 1
@@ -230,7 +223,6 @@ def test_a_table_of_sparks_catalog_needs_no_connector(spark: Any, tmp_path: Path
             assert find_table(spark, name) == list_delta(spark, str(tmp_path / "a bü"))
 
 
-@pytest.mark.extras
 def test_a_folder_is_not_taken_for_another_one(spark: Any, tmp_path: Path) -> None:
     _write(tmp_path / "a b", rows=3)
     (tmp_path / "a b").rename(tmp_path / "a%20b")
@@ -240,17 +232,14 @@ def test_a_folder_is_not_taken_for_another_one(spark: Any, tmp_path: Path) -> No
         assert len(_read(spark, tmp_path / name)) == rows
 
 
-@pytest.mark.extras
 def test_a_time_means_the_newest_version_at_that_time(spark: Any, tmp_path: Path) -> None:
-    zone = spark.conf.get("spark.sql.session.timeZone")
     first = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
     # The last file is older than the file before it. Delta counts milliseconds, and file systems less.
     for version, hours in enumerate((0, 1, 3, 2)):
         _write(tmp_path, rows=1, first=version)
         moment = int((first + timedelta(hours=hours)).timestamp()) * 10**9 + 123_999_999
-        os.utime(tmp_path / "_delta_log" / f"{version:020}.json", ns=(moment, moment))
-    try:
-        spark.conf.set("spark.sql.session.timeZone", "Europe/Zurich")
+        os.utime(_log(tmp_path, version), ns=(moment, moment))
+    with time_zone(spark, "Europe/Zurich"):
         for text, version in (
             ("2026-05-01 14:00:00.123", 0),
             ("2026-05-01T13:00:00.122Z", 0),
@@ -267,15 +256,12 @@ def test_a_time_means_the_newest_version_at_that_time(spark: Any, tmp_path: Path
             list_delta(spark, str(tmp_path), "2026-05-01 14:00:00.122")
         with pytest.raises(ValueError, match=r"a number or a time such as .*, got 'newest'"):
             list_delta(spark, str(tmp_path), "newest")
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
 
 
-@pytest.mark.extras
 def test_a_time_in_a_commit_precedes_the_time_of_its_file(spark: Any, tmp_path: Path) -> None:
     for version in range(3):
         _write(tmp_path, rows=1, first=version)
-        log = tmp_path / "_delta_log" / f"{version:020}.json"
+        log = _log(tmp_path, version)
         first, *rest = log.read_text().splitlines()
         commit = json.loads(first)
         if version:  # the table got the feature in version 1
@@ -294,7 +280,7 @@ def test_what_is_not_read_exactly_is_refused(spark: Any, tmp_path: Path) -> None
     root = tmp_path / "t"
     _write(root)
     delete_delta_rows(root, "u", {_paths(root)[0]: (OF_SPARK, 2)})
-    log = root / "_delta_log" / f"{1:020}.json"
+    log = _log(root, 1)
     text = log.read_text()
     log.write_text(text.replace('"deletionVectors"', '"deletionVectors", "rowsInAnotherPlace"'))
     with pytest.raises(ValueError, match="rowsInAnotherPlace"):
@@ -310,3 +296,20 @@ def test_what_is_not_read_exactly_is_refused(spark: Any, tmp_path: Path) -> None
     next(root.glob("*.parquet")).unlink()
     with pytest.raises(ValueError, match=r"lacks a file of its version 0 .* VACUUM"):
         list_delta(spark, str(root), 0)
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_the_last_of_two_readers_restores_the_setting(spark: Any, first_ends_first: bool) -> None:
+    schema = StructType([StructField("id", LongType(), metadata={FIELD_ID: 1})])
+    source = TableSource(uri="u", format="delta", version=1)
+    listing = Listing(source=source, schema=schema, files=(), folder_columns={}, file_schema=schema)
+    before = {name: spark.conf.get(name) for name in _BY_IDS}
+    settings = set(spark.conf.getAll)
+    readers = [ExitStack(), ExitStack()]
+    for reader in readers:
+        reader.enter_context(reads_field_ids(spark, listing))
+    for reader in readers if first_ends_first else readers[::-1]:
+        assert {name: spark.conf.get(name) for name in _BY_IDS} == _BY_IDS
+        reader.close()
+    assert {name: spark.conf.get(name) for name in _BY_IDS} == before
+    assert set(spark.conf.getAll) - settings <= set(_BY_IDS)

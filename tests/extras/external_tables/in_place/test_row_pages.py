@@ -36,6 +36,7 @@ def _table() -> Any:
     offsets = pa.array(np.r_[0, np.cumsum(lengths)].astype(np.int32))
     ragged = pa.ListArray.from_arrays(offsets, pa.array(draw.random(int(lengths.sum()))))
     few = draw.integers(0, 9, ROWS)
+    pairs = zip(few.tolist(), ragged.to_pylist(), strict=True)
     return pa.table(
         {
             "double": draw.random(ROWS),
@@ -46,12 +47,7 @@ def _table() -> Any:
             "a.b": draw.integers(0, 1 << 40, ROWS),
             "a": draw.random(ROWS).astype(np.float32),
             "ragged": ragged,
-            "pair": pa.array(
-                [
-                    None if n == 7 else {"size": n, "values": values}
-                    for n, values in zip(few.tolist(), ragged.to_pylist(), strict=True)
-                ]
-            ),
+            "pair": pa.array([None if n == 7 else {"size": n, "values": values} for n, values in pairs]),
         }
     )
 
@@ -68,11 +64,9 @@ def _table() -> Any:
 )
 def written(request: Any, tmp_path: Path) -> tuple[Path, Any]:
     """A file with one row group of small pages, and its rows."""
-    table = _table()
-    path = tmp_path / "t.parquet"
-    pq.write_table(
-        table, path, row_group_size=ROWS, data_page_size=1_000, write_batch_size=50, **request.param
-    )
+    table, path = _table(), tmp_path / "t.parquet"
+    small = {"row_group_size": ROWS, "data_page_size": 1_000, "write_batch_size": 50}
+    pq.write_table(table, path, **small, **request.param)
     return path, table
 
 
@@ -81,9 +75,8 @@ def test_the_pages_of_any_rows_give_what_arrow_gives(written: tuple[Path, Any]) 
     with pa.OSFile(str(path)) as source:
         metadata = pq.ParquetFile(source).metadata
         reader = PageReader(source, metadata)
-        names = [
-            name for name in table.column_names if has_page_rows(metadata, 0, find_leaves(metadata)[name])
-        ]
+        leaves = find_leaves(metadata)
+        names = [name for name in table.column_names if has_page_rows(metadata, 0, leaves[name])]
         # Without an offset index, the reader cannot locate the list rows of a page.
         has_index = metadata.row_group(0).column(0).has_offset_index
         assert names == table.column_names[: None if has_index else 7]
@@ -143,9 +136,8 @@ def test_a_file_that_is_opened_again_is_not_searched_again(
 ) -> None:
     path = tmp_path / "t.parquet"
     table = pa.table({"x": np.random.default_rng(0).integers(0, 500, 100_000), "y": np.arange(100_000.0)})
-    pq.write_table(
-        table, path, row_group_size=100_000, use_dictionary=["x"], data_page_size=4_000, write_batch_size=500
-    )
+    small = {"use_dictionary": ["x"], "data_page_size": 4_000, "write_batch_size": 500}
+    pq.write_table(table, path, row_group_size=100_000, **small)
     metadata, kept, sizes = pq.ParquetFile(str(path)).metadata, KeptPages(), []
     for start in (0, 50_000):
         with path.open("rb") as file:
