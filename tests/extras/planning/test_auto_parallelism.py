@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from small_training import config_of, train_gang
+from parity import equal_to_one_worker
+from small_training import columns_of, config_of
 from torch import nn
 
 from ringspark.estimators import TorchRegressor
@@ -19,7 +20,7 @@ from ringspark.estimators.memory.available import Available
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.meshes import automatic
-from ringspark.extras.planning.meshes.automatic import choose_parallelism
+from ringspark.extras.planning.meshes.automatic import ChosenMesh, choose_parallelism
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -30,10 +31,7 @@ NOTHING = UserObjects()
 
 @pytest.fixture
 def manifest(make_shards: MakeShards) -> ShardManifest:
-    rng = np.random.default_rng(0)
-    return make_shards(
-        {"x": rng.normal(size=(64, 8)).astype(np.float32), "y": rng.normal(size=64).astype(np.float32)}
-    )
+    return make_shards(columns_of(64, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -42,30 +40,37 @@ def _estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "MOST_SECONDS", 0.0)
 
 
-def _config(manifest: ShardManifest, folder: Path, **changes: Any) -> TrainConfig:
+@pytest.fixture
+def choose(manifest: ShardManifest) -> Callable[..., ChosenMesh]:
+    """Returns a function of settings and perhaps objects of the user."""
+    return lambda config, objects=NOTHING, **options: choose_parallelism(config, objects, manifest, **options)
+
+
+@pytest.fixture
+def make(manifest: ShardManifest, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Returns a function that returns settings of two workers, some of them changed."""
     # The budgets below have no room for the copy of a checkpoint.
-    settings: dict[str, Any] = {"model": SPEC.to_json(), "collective": "torch", "num_workers": 2}
-    settings["checkpoint_every_seconds"] = 0.0
-    return config_of(manifest, folder, **settings | changes)
+    settings = {"model": SPEC, "collective": "torch", "checkpoint_every_seconds": 0.0}
+    return partial(config_of, manifest, tmp_path / "run", num_workers=2, **settings)
 
 
-def test_a_small_network_stays_whole_and_nothing_is_measured(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path)
-    choice = choose_parallelism(config, NOTHING, manifest, limits=[None])
+def test_a_small_network_stays_whole_and_nothing_is_measured(make: Any, choose: Any) -> None:
+    config = make()
+    choice = choose(config, limits=[None])
     assert choice.config == config
     assert choice.config.parallelism == Mesh()
     assert choice.explanation.startswith("data parallelism: the network is small, ")
-    alone = choose_parallelism(replace(config, num_workers=1), NOTHING, manifest)
+    alone = choose(replace(config, num_workers=1))
     assert alone.config.parallelism == Mesh()
     assert alone.explanation == "one worker has the whole network"
 
 
-def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path)
+def test_a_network_that_does_not_fit_is_cut_and_trains(make: Any, choose: Any) -> None:
+    config = make()
     # About 13,000 parameters, gradients, two moments of each and the sum; half of the network has half of
     # them.
     budget = 200_000
-    choice = choose_parallelism(config, NOTHING, manifest, budget=budget)
+    choice = choose(config, budget=budget)
     found = choice.config
     assert found.cuts_network
     assert found.axes["tensor"] * found.axes["pipeline"] == 2
@@ -74,28 +79,26 @@ def test_a_network_that_does_not_fit_is_cut_and_trains(manifest: ShardManifest, 
     assert replace(found, parallelism={}, gradient_accumulation=1) == config
     # The limit of the machine applies if the user sets none.
     limits = [None, Available(num_bytes=budget, source="here")]
-    assert choose_parallelism(config, NOTHING, manifest, limits=limits).config == found
+    assert choose(config, limits=limits).config == found
     with pytest.raises(
         ValueError, match="parallelism='auto' found no mesh: no mesh of 2 workers fits: the smallest"
     ):
-        choose_parallelism(config, NOTHING, manifest, budget=1000)
+        choose(config, budget=1000)
 
 
-def test_micro_batches_that_the_user_set_stay(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path, gradient_accumulation=2)
-    found = choose_parallelism(config, NOTHING, manifest, budget=200_000, chooses_micro=False).config
+def test_micro_batches_that_the_user_set_stay(make: Any, choose: Any) -> None:
+    config = make(gradient_accumulation=2)
+    found = choose(config, budget=200_000, chooses_micro=False).config
     assert found.cuts_network
     assert found.gradient_accumulation == 2
 
 
-def test_batch_normalization_keeps_the_micro_batches_of_the_user(
-    manifest: ShardManifest, tmp_path: Path
-) -> None:
+def test_batch_normalization_keeps_the_micro_batches_of_the_user(make: Any, choose: Any) -> None:
     blocks = [nn.Sequential(nn.Conv1d(256, 256, 1), nn.BatchNorm1d(256)) for _ in range(4)]
     ends = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 256, 1)), nn.Linear(256 * 8, 1)
     network = nn.Sequential(ends[0], *blocks, nn.Flatten(), ends[1])
-    config = _config(manifest, tmp_path, model=None)
-    found = choose_parallelism(config, UserObjects(module=network), manifest, budget=4_500_000).config
+    config = make(model=None)
+    found = choose(config, UserObjects(module=network), budget=4_500_000).config
     assert found.axes["pipeline"] == 2
     assert found.gradient_accumulation == 1
 
@@ -114,66 +117,55 @@ class Mixing(nn.Module):
         return self.down(torch.softmax(self.up(x), -1))  # type: ignore[no-any-return]
 
 
-def test_a_mesh_that_computes_something_else_is_not_chosen(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path, model=None)
+def test_a_mesh_that_computes_something_else_is_not_chosen(make: Any, choose: Any) -> None:
+    config = make(model=None)
     with pytest.warns(UserWarning, match="uses data parallelism: model Mixing under .* output 0 is off by"):
-        choice = choose_parallelism(config, UserObjects(module=Mixing()), manifest, budget=150_000)
+        choice = choose(config, UserObjects(module=Mixing()), budget=150_000)
     assert choice.config == config
 
 
-def test_a_run_keeps_its_mesh_unless_it_has_other_workers(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path)
+def test_a_run_keeps_its_mesh_unless_it_has_other_workers(make: Any, choose: Any) -> None:
+    config = make()
     begun = replace(config, parallelism={"pipeline": 2}, gradient_accumulation=8)
-    choice = choose_parallelism(config, NOTHING, manifest, begun=begun)
+    choice = choose(config, begun=begun)
     assert choice.config == begun
     assert choice.explanation == "pipeline 2 is kept from the resumed run"
-    more = choose_parallelism(
-        replace(config, num_workers=4), NOTHING, manifest, begun=begun, budget=200_000
-    ).config
+    more = choose(replace(config, num_workers=4), begun=begun, budget=200_000).config
     assert more.cuts_network
     # The run's identity contains the mesh, because batch normalization depends on it.
     assert more.gradient_accumulation == 8
-    refused = choose_parallelism(replace(config, noise_scale=True), NOTHING, manifest, begun=begun)
+    refused = choose(replace(config, noise_scale=True), begun=begun)
     assert refused.config.parallelism == Mesh()
 
 
-def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(
-    manifest: ShardManifest, tmp_path: Path
-) -> None:
-    config = _config(manifest, tmp_path, collective="horovod")
-    choice = choose_parallelism(config, NOTHING, manifest, budget=1)
+def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(make: Any, choose: Any) -> None:
+    config = make(collective="horovod")
+    choice = choose(config, budget=1)
     assert choice.config == config
     assert "no other mesh is possible, because parallelism" in choice.explanation
     assert "'horovod' does not have" in choice.explanation
 
-    class Looks(nn.Module):
+    class Looks(Mixing):
         """Looks at its data."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 1024), nn.Linear(1024, 1)
-
-        def tensor_plan(self, ranks: int) -> dict[str, str]:
-            return {"up": "column", "down": "row"}
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x if x.sum() > 0 else -x))
+            return super().forward(x if x.sum() > 0 else -x)
 
-    config = _config(manifest, tmp_path, model=None)
+    config = make(model=None)
     with pytest.warns(UserWarning, match="uses data parallelism: model Looks does not run without data"):
-        choice = choose_parallelism(config, UserObjects(module=Looks()), manifest, budget=1)
+        choice = choose(config, UserObjects(module=Looks()), budget=1)
     assert choice.config == config
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_network_that_is_not_small_is_measured(
-    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, choose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic, "MOST_SECONDS", 60.0)
     wide = ModelSpec("mlp", {"in_features": 8, "hidden": [768] * 3, "out_features": 1})
-    config = _config(manifest, tmp_path, model=wide.to_json())
-    choice = choose_parallelism(config, NOTHING, manifest)
+    config = make(model=wide.to_json())
+    choice = choose(config)
     assert choice.explanation.startswith("Steps measured here: ")
     for name in ("data 2", "tensor 2", "pipeline 2"):
         assert name in choice.explanation
@@ -182,12 +174,12 @@ def test_a_network_that_is_not_small_is_measured(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_what_is_chosen_trains_what_one_worker_does(manifest: ShardManifest, tmp_path: Path) -> None:
-    config = _config(manifest, tmp_path / "one", num_workers=1)
-    spread = _config(manifest, tmp_path / "many")
-    found = choose_parallelism(spread, NOTHING, manifest, budget=200_000).config
-    one, many = train_gang(config), train_gang(found)
-    assert many.history[-1].train_loss == pytest.approx(one.history[-1].train_loss, rel=1e-5)
+def test_what_is_chosen_trains_what_one_worker_does(make: Any, choose: Any) -> None:
+    spread = make()
+    found = choose(spread, budget=200_000).config
+    chosen = {"parallelism": found.parallelism, "gradient_accumulation": found.gradient_accumulation}
+    assert replace(spread, **chosen) == found
+    equal_to_one_worker(spread, num_workers=2, **chosen)
 
 
 @pytest.mark.spark

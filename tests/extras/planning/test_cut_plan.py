@@ -1,19 +1,22 @@
-"""Memory plans of sharded networks: exact shards, live micro-batches, and one rank as in `plan_memory`."""
+"""Memory plans of sharded networks and mixtures: exact shards, live micro-batches, measured peaks."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from measured_step import Rounds, make_networks
 from simulation import count_live
+from small_training import bare_config
 from torch import nn
 
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.extras.planning.layers import count_layers
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
@@ -23,25 +26,15 @@ from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
 ROWS, SEQ, DIM, DEPTH, VOCAB = 8, 16, 32, 4, 64
-SPEC = ModelSpec(
-    "transformer_lm",
-    {"vocab_size": VOCAB, "max_seq_len": SEQ, "dim": DIM, "depth": DEPTH, "num_heads": 4},
-)
+SIZES = {"vocab_size": VOCAB, "max_seq_len": SEQ, "dim": DIM, "depth": DEPTH, "num_heads": 4}
+SPEC = ModelSpec("transformer_lm", SIZES)
 BATCH = (((ROWS, SEQ), "int64"), ((ROWS, SEQ), "int64"))
 
 
 def _config(mesh: dict[str, Any], workers: int, micro: int = 1, **changes: Any) -> TrainConfig:
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        model=SPEC.to_json(),
-        input_columns=("ids",),
-        label_columns=("next",),
-        losses=("cross_entropy",),
-        batch_size=ROWS,
-        collective="torch",
-        reader="arrow",
-    )
+    columns = {"input_columns": ("ids",), "label_columns": ("next",)}
+    settings = {"model": SPEC, "losses": ("cross_entropy",), "batch_size": ROWS, "collective": "torch"}
+    config = bare_config(**columns, **settings)
     return replace(config, num_workers=workers, parallelism=mesh, gradient_accumulation=micro, **changes)
 
 
@@ -53,15 +46,12 @@ def _measured(config: TrainConfig, rows: int) -> tuple[CutNetwork, list[RankByte
 
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16", "gradient_checkpointing": "all"}])
-def test_one_rank_with_everything_needs_what_the_memory_plan_says(
-    micro: int, changes: dict[str, Any]
-) -> None:
+def test_one_rank_with_everything_needs_what_the_memory_plan_says(micro: int, changes: Any) -> None:
     config = _config({}, 1, micro, **changes)
     _, (rank,) = _measured(config, ROWS // micro)
-    settings = {"gradientCheckpointing": changes.get("gradient_checkpointing", "none")}
-    plan = plan_memory(
-        SPEC, BATCH, gradientAccumulation=micro, precision=changes.get("precision", "fp32"), **settings
-    )
+    checkpointing, precision = changes.get("gradient_checkpointing", "none"), changes.get("precision", "fp32")
+    settings = {"gradientCheckpointing": checkpointing, "precision": precision}
+    plan = plan_memory(SPEC, BATCH, gradientAccumulation=micro, **settings)
     # The loss of each micro-batch is kept, and the plan runs only two of them.
     kept = 4 * max(0, micro - 2)
     assert peak_of_steps(rank, steps_of(config, (0,), micro)[0], config).total == plan.peak + kept
@@ -135,6 +125,21 @@ def test_each_live_micro_batch_keeps_its_activations() -> None:
     assert 0 <= highest[1] - highest[0] - 4 * (kept + rank.batch) <= places
 
 
+def _compared(network: Any, mesh: dict[str, int]) -> Any:
+    """Returns the plan of a benchmark's network over a mesh, and the measured peak of its fullest rank."""
+    workers = prod(mesh.values())
+    rounds = Rounds(network, [network.config(mesh, 1, workers)], 0, 0)
+    texts = run_spawned(workers, "torch", rounds, timeout_seconds=120)
+    measured = max(json.loads(text)[1][0] for text in texts)
+    return _plan_of(network, workers, parallelism=mesh), measured
+
+
+def _plan_of(network: Any, workers: int, **settings: Any) -> Any:
+    batch = tuple(((network.rows // workers, *shape), dtype) for (_, *shape), dtype in network.batch)
+    given = {"numWorkers": workers, "collective": "torch", "loss": network.loss}
+    return plan_memory(network.spec, batch, **given, **settings)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("hidden", [[128] * 4, [2048] * 5], ids=["one exchange", "buckets"])
 def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int]) -> None:
@@ -142,11 +147,7 @@ def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int]) -> N
     few_rows = make_networks(32, tiny=True)[1]
     spec = ModelSpec("mlp", {"in_features": 256, "hidden": hidden, "out_features": 1})
     network = replace(few_rows, spec=spec)
-    steps = Rounds(network, [network.config({"data": 2}, 1, 2)], 0, 0)
-    texts = run_spawned(2, "torch", steps, timeout_seconds=120)
-    measured = max(json.loads(text)[1][0] for text in texts)
-    batch = [((network.rows // 2, *shape), dtype) for (_, *shape), dtype in network.batch]
-    plan = plan_memory(spec, tuple(batch), loss=network.loss, numWorkers=2, collective="torch")
+    plan, measured = _compared(network, {"data": 2})
     assert plan.peak == pytest.approx(measured, rel=0.01)
 
 
@@ -168,21 +169,73 @@ def test_a_plan_of_a_mesh_is_that_of_its_fullest_rank() -> None:
     assert split.optimizer_state == whole.optimizer_state // 2
 
 
-def test_a_schedule_without_a_flush_is_not_planned() -> None:
-    mesh = {"pipeline": {"stages": 2, "schedule": "2bw"}}
-    with pytest.raises(ValueError, match="'2bw', whose steps overlap, cannot be planned"):
-        plan_memory(SPEC, BATCH, parallelism=mesh, numWorkers=2, gradientAccumulation=2, collective="torch")
+EIGHT = {"num_experts": 8}
+CLASSIFIER = {**SIZES, "vocab_size": 30, "depth": 2, "num_heads": 2, "out_features": 2}
+TEXTS = (((8, 16), torch.int64), ((8,), torch.int64))
+ROWS_OF_4 = (((8, 4), "float32"), ((8, 1), "float32"))
 
 
-def test_a_network_that_is_no_chain_is_refused() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
+def _mixture(experts: dict[str, Any] | None) -> ModelSpec:
+    more = {} if experts is None else {"experts": experts}
+    return ModelSpec("transformer_classifier", CLASSIFIER | more)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
 
-    rows = (((8, 4), "float32"), ((8, 1), "float32"))
-    with pytest.raises(ValueError, match="a pipeline needs a chain of links"):
-        plan_memory(Own(), rows, parallelism={"pipeline": 2}, numWorkers=2, collective="torch")
+@pytest.mark.parametrize(
+    ("given", "mesh", "message"),
+    [
+        ((SPEC, BATCH), {"pipeline": {"stages": 2, "schedule": "2bw"}}, "'2bw', whose steps overlap, can"),
+        ((nn.Linear(4, 1), ROWS_OF_4), {"pipeline": 2}, "a pipeline needs a chain of links"),
+        (
+            (_mixture(EIGHT), TEXTS),
+            {"expert": 2},
+            "over 'expert' with sharding='optimizer' cannot be planned",
+        ),
+    ],
+    ids=["without a flush", "no chain", "sharded experts"],
+)
+def test_a_mesh_that_cannot_be_planned_is_refused(given: Any, mesh: dict[str, Any], message: str) -> None:
+    settings = {"sharding": "optimizer"} if "expert" in mesh else {"gradientAccumulation": 2}
+    with pytest.raises(ValueError, match=message):
+        plan_memory(*given, parallelism=mesh, numWorkers=2, collective="torch", **settings)
+
+
+def test_a_plan_of_memory_knows_the_weights_of_all_experts() -> None:
+    plans = [plan_memory(_mixture(e), TEXTS, loss="cross_entropy") for e in (None, EIGHT)]
+    dense, mixed = (plan.parameters for plan in plans)
+    # 7 more MLPs of width 4 * 32, and the router.
+    assert mixed - dense == 4 * (7 * (2 * 128 * 32 + 128 + 32) + 8 * 32)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"router": "switch"},
+        {"router": "gshard", "mlp_dim": 64},
+        {"router": "expert_choice", "capacity_factor": 1.0, "min_capacity": 1},
+    ],
+)
+def test_experts_cost_the_operations_of_the_perceptron_they_replace(experts: dict[str, Any]) -> None:
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    counted = (count_layers(_mixture(each).build(), (ids,)).layers for each in (None, EIGHT | experts))
+    work, mixed = ({layer.name: layer.work for layer in layers} for layers in counted)
+    perceptron = work["blocks.1.up"] + work["blocks.1.down"]
+    assert mixed["blocks.1.mixture.experts"] == pytest.approx(perceptron, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
+def test_the_plan_of_ranks_with_other_experts_is_within_a_tenth_of_the_fullest_ones_peak(
+    mesh: dict[str, int],
+) -> None:
+    """The plan assumes an even load without dropped tokens, but the router may be uneven.
+
+    There are 256 tokens per rank and 8 experts.
+    """
+    workers = prod(mesh.values())
+    network = make_networks(4 * workers, tiny=True)[-1]
+    plan, measured = _compared(network, mesh)
+    assert 0.9 < plan.peak / measured < 1.1
+    # Each rank has half of the experts and all other layers.
+    experts = sum(p.numel() for n, p in network.spec.build().named_parameters() if ".experts." in n)
+    assert _plan_of(network, workers).parameters - plan.parameters == 4 * experts // 2

@@ -1,6 +1,8 @@
 """The memory plan matches a real step, and planning allocates nothing of that size."""
 
 import resource
+import sys
+from pathlib import Path
 from typing import Any
 
 import measured_step
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from measured_step import compare
+from small_training import bare_config
 from torch import nn
 
 from ringspark.estimators import MemoryPlan, plan_memory
@@ -17,7 +20,6 @@ from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.compressors.compressed_all_reduce import CompressedAllReduce
 from ringspark.extras.planning.memory.sharing import communication_bytes
 from ringspark.models import ModelSpec
@@ -28,15 +30,11 @@ BATCH = (((ROWS, 8), "float32"), ((ROWS,), "int64"))
 DEEP_PARAMETERS = 4 * ((8 + 1) * 32 + 15 * (32 + 1) * 32 + (32 + 1) * 3)
 
 
-class Branches(nn.Module):
+class Branches(nn.Linear):
     """A network with data-dependent control flow."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x if x.sum() > 0 else -x)
+        return super().forward(x if x.sum() > 0 else -x)
 
 
 def test_parameters_gradients_and_optimizer_state_are_exact() -> None:
@@ -109,13 +107,10 @@ def test_each_way_of_sharding_leaves_a_rank_its_share() -> None:
         for name in ("none", "optimizer", "gradients", "parameters")
     }
     whole = plans["none"]
-    for name, sharded in (
-        ("optimizer", {"optimizer_state"}),
-        ("gradients", {"optimizer_state", "gradients"}),
-        ("parameters", {"optimizer_state", "gradients", "parameters"}),
-    ):
-        for part in ("optimizer_state", "gradients", "parameters"):
-            share = getattr(whole, part) // (4 if part in sharded else 1)
+    parts = ("optimizer_state", "gradients", "parameters")
+    for level, name in enumerate(("optimizer", "gradients", "parameters"), 1):
+        for number, part in enumerate(parts):
+            share = getattr(whole, part) // (4 if number < level else 1)
             assert getattr(plans[name], part) == share
 
 
@@ -129,14 +124,7 @@ def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one
     """The plan counts as many bytes as the compressor keeps; a small tensor travels in a bucket."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
     compression = Compression.of("topk")
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        num_workers=2,
-        sync=AllReduce(compression=compression),
-    )
+    config = bare_config(num_workers=2, sync=AllReduce(compression=compression))
     sync = CompressedAllReduce(
         module,
         torch.optim.SGD(module.parameters(), 0.1),
@@ -194,7 +182,7 @@ def test_a_network_of_a_hundred_gigabytes_is_planned_without_its_memory() -> Non
 
 def test_a_network_that_looks_at_its_data_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"model Branches cannot be planned without data: .*DataDependent"):
-        plan_memory(Branches(), BATCH)
+        plan_memory(Branches(8, 3), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -247,3 +235,16 @@ def test_the_plan_is_within_a_tenth_of_the_trainers_measured_peak(network: str, 
     plan, measured = compare(getattr(measured_step, network), 8, **settings)
     assert isinstance(plan, MemoryPlan)
     assert 0.9 < plan.peak / measured < 1.1
+
+
+def test_the_chart_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    plan_memory(DEEP, BATCH, rows=4096, budget="5m").save_chart(str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_chart_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'ringspark\[examples\]'"):
+        plan_memory(DEEP, BATCH).save_chart(str(tmp_path / "plan.png"))
