@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from parity import assert_predicts_the_same
 from pyspark.sql import functions as F
+from small_training import workers_of
+from spark_tables import points
 
-from ringspark.estimators import Mesh, Pipeline, TorchClassifier, Zero
+from ringspark.estimators import (
+    AllReduce,
+    LoRA,
+    Mesh,
+    Pipeline,
+    PowerSGD,
+    TopK,
+    TorchClassifier,
+    TorchRegressor,
+    Zero,
+)
 from ringspark.models import ModelSpec
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.distributed]
@@ -48,11 +64,14 @@ def one(train: Callable[..., Any]) -> dict[str, Any]:
     return {name: train(name) for name in SPECS}
 
 
-def difference(first: Any, second: Any) -> float:
-    weights = [
-        torch.cat([p.detach().flatten() for p in model.module().parameters()]) for model in (first, second)
-    ]
-    return float((weights[0] - weights[1]).abs().max())
+def difference(*models: Any) -> float:
+    one, other = (torch.cat([p.detach().flatten() for p in m.module().parameters()]) for m in models)
+    return float((one - other).abs().max())
+
+
+def piped(schedule: str, virtual: int = 1) -> dict[str, Any]:
+    pipeline = Pipeline(2, schedule=schedule, virtual=virtual)
+    return {"parallelism": Mesh(pipeline=pipeline), "gradientAccumulation": 2 * virtual}
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -66,47 +85,27 @@ MESHES: dict[str, dict[str, Any]] = {
     "data-shard": {"parallelism": Mesh(data=2, shard=2), "sync": Zero(stage=3)},
     "shard-sequence": {"parallelism": Mesh(shard=2, sequence=2), "sync": Zero(stage=3)},
     "shard-pipeline": {"parallelism": Mesh(shard=2, pipeline=Pipeline(2)), "sync": Zero(stage=1)},
-    **{
-        schedule: {"parallelism": Mesh(pipeline=Pipeline(2, schedule=schedule)), "gradientAccumulation": 2}
-        for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")
-    },
-    **{
-        schedule: {
-            "parallelism": Mesh(pipeline=Pipeline(2, schedule=schedule, virtual=2)),
-            "gradientAccumulation": 4,
-        }
-        for schedule in ("interleaved", "zbv")
-    },
+    **{schedule: piped(schedule) for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")},
+    **{schedule: piped(schedule, virtual=2) for schedule in ("interleaved", "zbv")},
 }
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_fits_like_one_worker(train: Callable[..., Any], one: dict[str, Any], name: str) -> None:
-    settings = MESHES[name]
-    axes = ("data", "shard", "sequence", "tensor", "pipeline")
-    mesh = settings["parallelism"]
-    workers = 1
-    for axis in axes:
-        workers *= mesh.size(axis)
-    many = train(numWorkers=workers, **settings)
+    many = train(numWorkers=workers_of(MESHES[name]["parallelism"]), **MESHES[name])
     assert difference(many, one["text"]) < 1e-5
-    assert [*many.summary.history.train_loss] == pytest.approx(
-        [*one["text"].summary.history.train_loss], rel=1e-5
-    )
+    losses = [[*model.summary.history.train_loss] for model in (many, one["text"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_experts_on_several_workers_fit_like_one_worker(
-    train: Callable[..., Any], one: dict[str, Any]
-) -> None:
+def test_experts_on_several_workers_fit_like_one_worker(train: Any, one: dict[str, Any]) -> None:
     many = train("experts", numWorkers=2, parallelism=Mesh(expert=2))
     assert difference(many, one["experts"]) < 1e-5
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_a_schedule_with_delayed_gradients_learns(train: Callable[..., Any], schedule: str) -> None:
-    mesh = Mesh(pipeline=Pipeline(2, schedule=schedule))
-    many = train(numWorkers=2, parallelism=mesh, gradientAccumulation=2, learningRate=0.01, epochs=6)
+    many = train(numWorkers=2, learningRate=0.01, epochs=6, **piped(schedule))
     losses = [*many.summary.history.train_loss]
     assert losses[-1] < losses[0]
 
@@ -142,7 +141,7 @@ def own_momentum() -> Callable[[Any], torch.optim.Optimizer]:
         (2, {"sync": Zero(stage=3)}),
         (2, {"parallelism": Mesh(tensor=2)}),
         (2, {"parallelism": Mesh(sequence=2)}),
-        (2, {"parallelism": Mesh(pipeline=Pipeline(2)), "gradientAccumulation": 2}),
+        (2, piped("1f1b")),
     ],
     ids=repr,
 )
@@ -152,9 +151,7 @@ def test_an_optimizer_of_a_users_own_fits_like_the_named_one(
     assert difference(train(optimizer=own_momentum(), numWorkers=workers, **settings), one["text"]) < 1e-5
 
 
-def test_an_own_optimizer_of_whole_parameters_is_refused_where_they_are_sharded(
-    train: Callable[..., Any],
-) -> None:
+def test_an_own_optimizer_of_whole_parameters_is_refused_where_they_are_sharded(train: Any) -> None:
     """It fits where workers hold whole parameters."""
 
     class Whole(torch.optim.SGD):
@@ -167,3 +164,38 @@ def test_an_own_optimizer_of_whole_parameters_is_refused_where_they_are_sharded(
         train(optimizer=make, numWorkers=2, parallelism=Mesh(tensor=2))
     spread = train(optimizer=make, numWorkers=2, parallelism=Mesh(sequence=2))
     assert difference(spread, train(optimizer="sgd")) < 1e-5
+
+
+MLP = ModelSpec("mlp", {"in_features": 3, "hidden": [24, 16], "out_features": 1, "activation": "tanh"})
+# Settings, and whether the training is the training of one worker.
+FITS: dict[str, tuple[dict[str, Any], bool]] = {
+    "adapters": ({"lora": LoRA(rank=2, targets=("trunk.*",), train=("head.*",))}, True),
+    "compiled": ({"compile": True}, True),
+    "compressed, everything sent": ({"sync": AllReduce(compression=TopK(ratio=1.0, least=1))}, True),
+    "compressed": ({"sync": AllReduce(compression=PowerSGD(rank=1, least=1))}, False),
+    "may shrink": ({"minWorkers": 2}, True),
+}
+MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.skipif(not MASTER.startswith("local["), reason="needs four slots")
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_over_replicas_of_sharded_layers(spark: Any, tmp_path: Path, name: str) -> None:
+    """The settings change what the workers send or train."""
+    table, (changes, is_equal) = points(spark, 200), FITS[name]
+    common: dict[str, Any] = {"model": MLP, "optimizer": "momentum", "learningRate": 0.02, "epochs": 4}
+    common |= {"batchSize": 32, "collective": "torch", "storageUri": str(tmp_path), "showProgress": False}
+    many = TorchRegressor(**common, **changes, numWorkers=4, parallelism=Mesh(data=2, tensor=2)).fit(table)
+    losses = many.summary.history["train_loss"]
+    assert losses.iloc[-1] < 0.7 * losses.iloc[0]
+    many.write().overwrite().save(str(tmp_path / "saved"))
+    loaded = type(many).load(str(tmp_path / "saved"))
+    assert_predicts_the_same(many, loaded, table)
+    if name == "adapters":
+        assert loaded.adapter().keys() == many.adapter().keys() >= {"trunk.0.linear.lora_A", "head.weight"}
+    if is_equal:
+        adapters = {key: value for key, value in changes.items() if key == "lora"}
+        models = (many, TorchRegressor(**common, **adapters).fit(table))
+        found = ([row.prediction for row in m.transform(table).orderBy("id").collect()] for m in models)
+        np.testing.assert_allclose(*found, rtol=0, atol=1e-5)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from small_training import bare_config, workers_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -24,11 +25,11 @@ from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.precision import LossScaler, autocast
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
 from ringspark.extras.experts.layer import Experts
 from ringspark.extras.model_parallel.expert import expert_names, shard_experts
 from ringspark.extras.model_parallel.expert_sync import ExpertAllReduce
+from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.shard_network import check_shardable
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 
@@ -38,13 +39,8 @@ PARTS, EXPERTS = 2, 5  # 5 experts do not divide by 2 ranks
 
 def _network(case: Mapping[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    experts = {
-        "num_experts": EXPERTS,
-        "router": case["router"],
-        "capacity_factor": case.get("capacity", 1.0),
-        "min_capacity": 1,
-        "balance_weight": 0.1,
-    }
+    experts = {"num_experts": EXPERTS, "router": case["router"], "min_capacity": 1, "balance_weight": 0.1}
+    experts["capacity_factor"] = case.get("capacity", 1.0)
     sizes = {"vocab_size": 13, "max_seq_len": 6, "dim": 8, "depth": 4, "num_heads": 2, "out_features": 3}
     net = ModelSpec("transformer_classifier", {**sizes, "padding_id": 0, "experts": experts}).build()
     for name, parameter in net.named_parameters():
@@ -78,22 +74,10 @@ def _trained(mesh: RankMesh, case: Mapping[str, Any]) -> tuple[dict[str, torch.T
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-4)
     sync: GradientSync = GradientSync(net, optimizer)
     if mesh.world.size > 1:
-        sync = ExpertAllReduce(
-            net,
-            optimizer,
-            mesh,
-            SyncSettings(micro_batches=PARTS, autocast=partial(autocast, precision, CPU)),
-            bucket_bytes=case.get("bucket_bytes"),
-        )
+        settings = SyncSettings(micro_batches=PARTS, autocast=partial(autocast, precision, CPU))
+        sync = ExpertAllReduce(net, optimizer, mesh, settings, bucket_bytes=case.get("bucket_bytes"))
     heads = [Head(label="y", loss="cross_entropy", width=3)]
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        reader="arrow",
-        precision=precision,
-    )
+    config = bare_config(precision=precision)
     recipe = Recipe(config=config, criterion=Criterion(heads), scaler=LossScaler(precision, CPU), device=CPU)
     sums = Sums("train", heads, CPU, net)
     for step in range(case.get("steps", 50)):
@@ -130,10 +114,10 @@ def _told(case: Mapping[str, Any], collective: Collective) -> Any:
     return [{name: tensor.flatten().tolist() for name, tensor in weights.items()}, numbers]
 
 
-def _check(case: Mapping[str, Any], size: int, tolerance: float = 1e-5) -> None:
+def _check(case: Mapping[str, Any], tolerance: float = 1e-5) -> None:
     alone, expected = _trained(RankMesh.of(LocalCollective()), case)
     assert expected["train_dropped_share"] > 0.05 or case.get("capacity", 1.0) is None
-    for weights, numbers in run_ranks(size, "torch", partial(_told, case)):
+    for weights, numbers in run_ranks(workers_of(case["mesh"]), "torch", partial(_told, case)):
         differences = {n: (torch.tensor(weights[n]) - alone[n].flatten()).abs().max().item() for n in alone}
         assert max(differences.values()) < tolerance, differences
         assert numbers == pytest.approx(expected, rel=10 * tolerance)
@@ -147,42 +131,31 @@ BOTH = {"data": 2, "expert": 2}
 @pytest.mark.distributed
 def test_two_ranks_with_other_experts_train_what_one_process_trains() -> None:
     """Sometimes a rank has no rows, or fewer micro-batches than the other rank."""
-    _check({"mesh": TWO, "router": "switch", "optimizer": "sgd", "checkpoint": "sqrt"}, 2)
+    _check({"mesh": TWO, "router": "switch", "optimizer": "sgd", "checkpoint": "sqrt"})
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("size", "case"),
+    "case",
     [
-        (2, {"mesh": TWO, "router": "gshard", "optimizer": "adamw", "bucket_bytes": 2000}),
-        (
-            2,
-            {
-                "mesh": TWO,
-                "router": "expert_choice",
-                "optimizer": "sgd",
-                "checkpoint": "all",
-                "bucket_bytes": 2000,
-            },
-        ),
-        (2, {"mesh": TWO, "router": "gshard", "optimizer": "sgd", "capacity": None}),
-        (4, {"mesh": FOUR, "router": "switch", "optimizer": "adamw"}),
-        (4, {"mesh": FOUR, "router": "expert_choice", "optimizer": "sgd"}),
-        (
-            4,
-            {
-                "mesh": BOTH,
-                "router": "gshard",
-                "optimizer": "sgd",
-                "checkpoint": "sqrt",
-                "bucket_bytes": 2000,
-            },
-        ),
+        {"mesh": TWO, "router": "gshard", "optimizer": "adamw", "bucket_bytes": 2000},
+        {
+            "mesh": TWO,
+            "router": "expert_choice",
+            "optimizer": "sgd",
+            "checkpoint": "all",
+            "bucket_bytes": 2000,
+        },
+        {"mesh": TWO, "router": "gshard", "optimizer": "sgd", "capacity": None},
+        {"mesh": FOUR, "router": "switch", "optimizer": "adamw"},
+        {"mesh": FOUR, "router": "expert_choice", "optimizer": "sgd"},
+        {"mesh": BOTH, "router": "gshard", "optimizer": "sgd", "checkpoint": "sqrt", "bucket_bytes": 2000},
     ],
+    ids=str,
 )
-def test_any_number_of_expert_ranks_trains_what_one_process_trains(size: int, case: dict[str, Any]) -> None:
-    _check(case, size)
+def test_any_number_of_expert_ranks_trains_what_one_process_trains(case: dict[str, Any]) -> None:
+    _check(case)
 
 
 @pytest.mark.slow
@@ -190,7 +163,7 @@ def test_any_number_of_expert_ranks_trains_what_one_process_trains(size: int, ca
 def test_in_sixteen_bits_ranks_differ_by_their_rounding_alone() -> None:
     """Few steps: after more, rounding would send borderline tokens to different experts."""
     case = {"mesh": TWO, "router": "switch", "optimizer": "sgd", "precision": "bf16", "steps": 5}
-    _check(case, 2, tolerance=3e-3)
+    _check(case, tolerance=3e-3)
 
 
 def test_the_names_of_experts_are_those_of_their_stacked_weights() -> None:
@@ -200,10 +173,7 @@ def test_the_names_of_experts_are_those_of_their_stacked_weights() -> None:
 
 
 def test_a_network_without_enough_experts_is_refused() -> None:
-    class Seat:
-        rank, size = 0, 6
-
-    seat: Any = Seat()
+    seat: Any = FakeCollective(0, 6)
     with pytest.raises(
         ValueError, match=r"'expert' 6 workers, more than the 5 experts of 'blocks\.1\.mixture'"
     ):

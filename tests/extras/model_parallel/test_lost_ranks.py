@@ -18,60 +18,44 @@ import numpy as np
 import pytest
 import rows
 from driver import BASE, NUM_DIGITS, NUM_TOKENS, STRUCK, MeshDiary
-from small_training import config_of, train_gang, weights_of
+from failing_callback import Dies
+from parity import difference
+from small_training import config_of, train_gang, workers_of
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.run.identity import identity_of, list_differences, split_changes
-from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.callbacks import Callback
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
-MakeShards = Callable[..., ShardManifest]
+MakeConfig = Callable[..., TrainConfig]
 ROWS, BATCH, EPOCHS, EVERY = 150, 20, 4, 5
 EPOCH_STEPS = -(-ROWS // BATCH)  # the last step has ten rows
-TEXT = {
-    "vocab_size": 1 + BASE,
-    "max_seq_len": NUM_TOKENS,
-    "dim": 16,
-    "depth": 2,
-    "num_heads": 4,
-    "out_features": 1,
-}
+TEXT = {"vocab_size": 1 + BASE, "max_seq_len": NUM_TOKENS, "dim": 16, "depth": 2, "num_heads": 4}
+TEXT |= {"out_features": 1}
 EXPERTS = {"experts": {"num_experts": 4, "router": "gshard"}}
 
 
-def _config(make_shards: MakeShards, folder: Path, model: ModelSpec, **changes: Any) -> TrainConfig:
+@pytest.fixture
+def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
+    """Returns a function that returns settings of a transformer with some other sizes."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 1 + BASE, (ROWS, NUM_TOKENS))
     for digit in range(NUM_DIGITS):
         tokens[:, digit] = 1 + np.arange(ROWS) // BASE**digit % BASE
     label = (tokens.sum(1) % 5).astype(np.float32)
     manifest = make_shards({"x": tokens, "y": label}, row_group_rows=25)
-    settings: dict[str, Any] = {
-        "model": model.to_json(),
-        "batch_size": BATCH,
-        "epochs": EPOCHS,
-        "optimizer": "momentum",
-        "learning_rate": 0.01,
-        "max_grad_norm": 1.0,
-        "collective": "torch",
-        "checkpoint_every_steps": EVERY,
-    }
-    return config_of(manifest, folder, **settings | changes)
+    settings = {"batch_size": BATCH, "epochs": EPOCHS, "optimizer": "momentum", "max_grad_norm": 1.0}
+    settings |= {"collective": "torch", "checkpoint_every_steps": EVERY}
 
+    def make(sizes: dict[str, Any], **changes: Any) -> TrainConfig:
+        model = ModelSpec("transformer_classifier", TEXT | sizes)
+        return config_of(manifest, tmp_path / "run", model=model, **settings | changes)
 
-class Lost(Callback):
-    """Kills the process of one rank after a step, once, without any cleanup."""
-
-    def __init__(self, mark: Path, rank: int, step: int) -> None:
-        self._mark, self._rank, self._step = mark, rank, step
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if (state.rank, state.step) == (self._rank, self._step) and not self._mark.exists():
-            self._mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    return make
 
 
 def _objects(folder: Path, mesh: dict[str, int], *more: Callback) -> UserObjects:
@@ -83,7 +67,14 @@ def _objects(folder: Path, mesh: dict[str, int], *more: Callback) -> UserObjects
 
 
 def _leg(config: TrainConfig, mesh: dict[str, int]) -> TrainConfig:
-    return replace(config, num_workers=int(np.prod(list(mesh.values()))), parallelism=mesh)
+    return replace(config, num_workers=workers_of(mesh), parallelism=mesh)
+
+
+def _straight(config: TrainConfig, folder: Path, mesh: dict[str, int]) -> TrainResult:
+    """Trains beside the run, undisturbed."""
+    return train_gang(
+        replace(config, run_uri=str(folder / "straight")), _objects(folder / "undisturbed", mesh)
+    )
 
 
 def _check_rows(folder: Path) -> None:
@@ -102,24 +93,19 @@ def _check_rows(folder: Path) -> None:
     ],
 )
 def test_the_bits_are_those_of_a_training_that_lost_no_rank(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, int], lost: int
+    config: MakeConfig, tmp_path: Path, mesh: dict[str, int], lost: int
 ) -> None:
     """Each rank draws its own dropout for its shard, so a resume must restore every random state."""
-    model = ModelSpec(
-        "transformer_classifier", {**TEXT, "dropout": 0.2, **(EXPERTS if "expert" in mesh else {})}
-    )
-    config = _leg(_config(make_shards, tmp_path / "run", model, epochs=EPOCHS), mesh)
-    straight = train_gang(
-        replace(config, run_uri=str(tmp_path / "straight")), _objects(tmp_path / "undisturbed", mesh)
-    )
+    made = _leg(config({"dropout": 0.2, **(EXPERTS if "expert" in mesh else {})}), mesh)
+    straight = _straight(made, tmp_path, mesh)
     diary = tmp_path / "disturbed"
-    objects = _objects(diary, mesh, Lost(tmp_path / "lost", lost, 2 * EVERY + 2))
+    objects = _objects(diary, mesh, Dies(tmp_path / "lost", 2 * EVERY + 2, rank=lost))
     with pytest.raises(WorkerError, match=f"rank {lost} .*exit code -9"):
-        train_gang(config, objects)
-    resumed = train_gang(config, objects)
+        train_gang(made, objects)
+    resumed = train_gang(made, objects)
     # The kill may have interrupted the last checkpoint.
     assert resumed.resumed_steps in ((EVERY,), (2 * EVERY,))
-    assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
+    assert difference(resumed, straight, made) == 0
     _check_rows(diary)
 
 
@@ -145,13 +131,10 @@ class _Killer(threading.Thread):
         while self.hit is None and not self._over.is_set():
             # Removal of an old checkpoint deletes that file first, so look only at the newest folder.
             for folder in sorted(self._root.glob("step-*"))[-1:]:
-                if (
-                    list(folder.glob(f"model-{self._rank:05d}-of-00002.*"))
-                    and not (folder / "checkpoint.json").exists()
-                ):
+                written = list(folder.glob(f"model-{self._rank:05d}-of-00002.*"))
+                if written and not (folder / "checkpoint.json").exists():
                     os.kill(pid, signal.SIGKILL)
                     self.hit = folder
-                    break
 
     def end(self) -> None:
         self._over.set()
@@ -161,31 +144,28 @@ class _Killer(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
-    make_shards: MakeShards, tmp_path: Path, rank: int
+    config: MakeConfig, tmp_path: Path, rank: int
 ) -> None:
     mesh = {"pipeline": 2}
     # A few megabytes, so that writing the files takes time.
-    model = ModelSpec("transformer_classifier", {**TEXT, "dim": 128, "dropout": 0.2})
-    config = _leg(_config(make_shards, tmp_path / "run", model, checkpoint_every_steps=2), mesh)
-    straight = train_gang(
-        replace(config, run_uri=str(tmp_path / "straight")), _objects(tmp_path / "undisturbed", mesh)
-    )
+    made = _leg(config({"dim": 128, "dropout": 0.2}, checkpoint_every_steps=2), mesh)
+    straight = _straight(made, tmp_path, mesh)
     diary = tmp_path / "disturbed"
     objects = _objects(diary, mesh)
     killer = _Killer(tmp_path / "run", diary, rank)
     killer.start()
     try:
         with pytest.raises(WorkerError, match="exit code -9"):
-            train_gang(config, objects)
+            train_gang(made, objects)
     finally:
         killer.end()
     assert killer.hit is not None
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    resumed = train_gang(config, objects)
+    resumed = train_gang(made, objects)
     # The process may have written the last file before it received the signal.
     (step,) = resumed.resumed_steps
     assert f"step-{step:010d}" in left[-2:]
-    assert weights_of(resumed, model.build()).equal(weights_of(straight, model.build()))
+    assert difference(resumed, straight, made) == 0
     _check_rows(diary)
 
 
@@ -195,29 +175,27 @@ def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
     [
         pytest.param({}, [{"pipeline": 2, "tensor": 2}, {"data": 2}, {}, {"sequence": 4}], id="transformer"),
         pytest.param(
-            EXPERTS, [{"expert": 2, "tensor": 2}, {"data": 2}, {}, {"data": 2, "expert": 2}], id="mixture"
+            EXPERTS, [{"expert": 2, "tensor": 2}, {"data": 2}, {}, {"data": 2, "expert": 2}], id="experts"
         ),
     ],
 )
 def test_four_ranks_two_one_and_four_train_what_one_does(
-    make_shards: MakeShards, tmp_path: Path, more: dict[str, Any], meshes: list[dict[str, int]]
+    config: MakeConfig, tmp_path: Path, more: dict[str, Any], meshes: list[dict[str, int]]
 ) -> None:
     """Each mesh trains one epoch and some steps until a rank is lost; then the next mesh resumes.
 
     A user's run accepts all changes between the meshes.
     """
-    model = ModelSpec("transformer_classifier", {**TEXT, **more})
-    config = _config(make_shards, tmp_path / "run", model, ema_decay=0.9)
-    straight = train_gang(replace(config, run_uri=str(tmp_path / "one")), _objects(tmp_path / "other", {}))
+    made = config(more, ema_decay=0.9)
+    straight = _straight(made, tmp_path, {})
     diary = tmp_path / "diary"
-    manifest = ShardManifest.load(config.shards_uri)
-    begun = identity_of(config, UserObjects(), manifest)
+    manifest = ShardManifest.load(made.shards_uri)
+    begun = identity_of(made, UserObjects(), manifest)
     resumed: list[int] = []
-    result = None
     for number, mesh in enumerate(meshes):
         last = (number + 1) * EPOCH_STEPS + 3  # the last run never reaches its step
-        lost = Lost(tmp_path / f"lost {number}", rank=_ranks(mesh) - 1, step=last)
-        leg = replace(_leg(config, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
+        lost = Dies(tmp_path / f"lost {number}", last, rank=workers_of(mesh) - 1)
+        leg = replace(_leg(made, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
         identity = identity_of(leg, UserObjects(), manifest)
         assert list_differences(split_changes(begun, identity)[1], identity) == []
         if number == len(meshes) - 1:
@@ -226,7 +204,6 @@ def test_four_ranks_two_one_and_four_train_what_one_does(
         with pytest.raises(WorkerError, match="exit code -9"):
             train_gang(leg, _objects(diary, mesh, lost))
         resumed.append(last - last % EVERY)
-    assert result is not None
     # Or the checkpoint before, if the kill interrupted the last one.
     found = result.resumed_steps
     assert len(found) == 3
@@ -235,9 +212,4 @@ def test_four_ranks_two_one_and_four_train_what_one_does(
     assert [record.rows for record in result.history] == [ROWS] * EPOCHS
     for record, other in zip(result.history, straight.history, strict=True):
         assert record.train_loss == pytest.approx(other.train_loss, rel=1e-6)
-    difference = weights_of(result, model.build()) - weights_of(straight, model.build())
-    assert float(difference.abs().max()) < 1e-6
-
-
-def _ranks(mesh: dict[str, int]) -> int:
-    return int(np.prod(list(mesh.values())))
+    assert difference(result, straight, made) < 1e-6

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_training import config_of, workers_of
+from small_training import columns_of, config_of, workers_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,9 +18,7 @@ from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.models import ModelSpec
 from ringspark.models.chain import Link
-from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
 WIDTH = 8
 
 
@@ -108,34 +106,28 @@ class Chaotic(Pair):
         return super()._end(x * (1 + np.random.random() if self.training else 1))
 
 
-def _check(
-    make_shards: MakeShards, folder: Path, model: nn.Module | ModelSpec, mesh: dict[str, Any], **changes: Any
-) -> None:
+@pytest.fixture
+def check(make_shards: Any, tmp_path: Path) -> Callable[[Any, dict[str, Any]], None]:
+    """Returns a function that checks a training of a network over a mesh; texts are for transformers."""
     rng = np.random.default_rng(0)
-    manifest = make_shards(
-        {
-            "x": rng.normal(size=(64, WIDTH)).astype(np.float32),
-            "ids": rng.integers(0, 11, size=(64, 6)),
-            "y": rng.normal(size=64).astype(np.float32),
-        }
-    )
-    if "pipeline" in mesh:
-        changes["gradient_accumulation"] = 2
-    given = {"model": model.to_json()} if isinstance(model, ModelSpec) else {}
-    mesh_of = {"parallelism": mesh, "num_workers": workers_of(mesh), "collective": "torch"}
-    config = config_of(manifest, folder, **given, **mesh_of, **changes)
-    objects = UserObjects(module=None if given else model)
-    check_training(config, objects, manifest)
+    manifest = make_shards(columns_of(64, WIDTH) | {"ids": rng.integers(0, 11, size=(64, 6))})
+
+    def check(model: nn.Module | ModelSpec, mesh: dict[str, Any]) -> None:
+        spec = model if isinstance(model, ModelSpec) else None
+        given = {} if spec is None else {"model": spec}
+        given |= {"parallelism": mesh, "num_workers": workers_of(mesh), "collective": "torch"}
+        given |= {"gradient_accumulation": 2 if "pipeline" in mesh else 1}
+        given |= {"input_columns": ("ids" if spec and spec.target != "mlp" else "x",)}
+        config = config_of(manifest, tmp_path, **given)
+        check_training(config, UserObjects(module=None if spec else model), manifest)
+
+    return check
 
 
 @pytest.mark.parametrize(
     ("network", "mesh", "message"),
     [
-        (
-            Mixing,
-            {"tensor": 2},
-            "Mixing under .* in evaluation mode, output 0 is off by .*leave 'tensor' out",
-        ),
+        (Mixing, {"tensor": 2}, "Mixing under .* evaluation mode, output 0 is off by .*leave 'tensor' out"),
         (Fast, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
         (Scaled, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
         (Skipping, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
@@ -145,19 +137,17 @@ def _check(
     ids=["mixing", "fast", "scaled", "skipping", "flat"],
 )
 def test_a_network_that_a_mesh_computes_otherwise_is_refused(
-    make_shards: MakeShards, tmp_path: Path, network: type[nn.Module], mesh: dict[str, Any], message: str
+    check: Any, network: type[nn.Module], mesh: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        _check(make_shards, tmp_path, network(), mesh)
+        check(network(), mesh)
 
 
 _TRANSFORMER = {"vocab_size": 11, "max_seq_len": 6, "dim": 8, "depth": 4, "num_heads": 2, "out_features": 1}
 MLP = ModelSpec("mlp", {"in_features": WIDTH, "hidden": [16] * 5, "out_features": 1, "norm": "batch"})
 TRANSFORMER = ModelSpec("transformer_classifier", {**_TRANSFORMER, "padding_id": 0, "dropout": 0.1})
-MIXTURE = ModelSpec(
-    "transformer_classifier",
-    {**_TRANSFORMER, "experts": {"num_experts": 3, "router": "gshard", "balance_weight": 0.5}},
-)
+_EXPERTS = {"num_experts": 3, "router": "gshard", "balance_weight": 0.5}
+MIXTURE = ModelSpec("transformer_classifier", {**_TRANSFORMER, "experts": _EXPERTS})
 
 
 @pytest.mark.parametrize(
@@ -169,15 +159,11 @@ MIXTURE = ModelSpec(
         (Chaotic(), {"pipeline": 2}),
         (MLP, {"tensor": 2, "pipeline": 2}),
         (MLP, {"tensor": 4, "plan": {"*linear": ["grid", [2, 2]], "head": ["grid", [1, 4]]}}),
-        *((MLP, {"pipeline": {"stages": 2, "schedule": name}}) for name in ("gpipe", "zero_bubble")),
         *(
-            pytest.param(MLP, {"pipeline": {"stages": 2, "schedule": name}}, marks=pytest.mark.extras)
-            for name in ("pipedream", "2bw")
+            (MLP, {"pipeline": {"stages": 2, "schedule": name}})
+            for name in ("gpipe", "zero_bubble", "pipedream", "2bw")
         ),
-        *(
-            (MLP, {"pipeline": {"stages": 2, "schedule": name, "virtual": 2}})
-            for name in ("interleaved", "zbv")
-        ),
+        *((MLP, {"pipeline": {"stages": 2, "schedule": s, "virtual": 2}}) for s in ("interleaved", "zbv")),
         (TRANSFORMER, {"data": 2, "tensor": 2, "sequence_parallel": True}),
         (TRANSFORMER, {"sequence": 2}),
         (MIXTURE, {"expert": 2}),
@@ -186,8 +172,5 @@ MIXTURE = ModelSpec(
     ],
     ids=lambda value: value.target if isinstance(value, ModelSpec) else str(value),
 )
-def test_a_network_that_a_mesh_computes_alike_is_taken(
-    make_shards: MakeShards, tmp_path: Path, model: nn.Module | ModelSpec, mesh: dict[str, Any]
-) -> None:
-    is_text = isinstance(model, ModelSpec) and model is not MLP
-    _check(make_shards, tmp_path, model, mesh, input_columns=("ids",) if is_text else ("x",))
+def test_a_network_that_a_mesh_computes_alike_is_taken(check: Any, model: Any, mesh: dict[str, Any]) -> None:
+    check(model, mesh)

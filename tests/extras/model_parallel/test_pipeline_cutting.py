@@ -1,17 +1,19 @@
-"""Splitting a network into stages, and the layers that a stage keeps."""
+"""Splitting a network into stages, the layers that a stage keeps, and backward passes in two halves."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from ringspark.estimators.options.mesh import AXES, Mesh, Pipeline
 from ringspark.extras.model_parallel.pipeline import wire
@@ -21,22 +23,16 @@ from ringspark.extras.model_parallel.pipeline.partition import (
     partition_by_cost,
     partition_by_names,
 )
+from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass, run_weight_passes
 from ringspark.extras.model_parallel.pipeline.stage import keep_stages
 from ringspark.extras.model_parallel.pipeline.ties import find_ties
-from ringspark.extras.model_parallel.pipeline.wire import (
-    _DTYPES,
-    TensorForm,
-    _decode_forms,
-    _encode_forms,
-)
+from ringspark.extras.model_parallel.pipeline.wire import _DTYPES, TensorForm, _decode_forms, _encode_forms
 from ringspark.extras.model_parallel.shard_network import check_shardable
-from ringspark.models import ModelSpec
+from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, links_of
 
-LM = ModelSpec(
-    "transformer_lm",
-    {"vocab_size": 50, "max_seq_len": 8, "dim": 8, "depth": 4, "num_heads": 2, "dropout": 0.1},
-)
+SIZES = {"vocab_size": 50, "max_seq_len": 8, "dim": 8, "depth": 4, "num_heads": 2, "dropout": 0.1}
+LM = ModelSpec("transformer_lm", SIZES)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 8))
@@ -196,8 +192,86 @@ def test_neighbours_forget_the_same_shapes_and_describe_them_again(monkeypatch: 
     for length in (1, 2, 1, 3, 1, 2, 3):
         sender.send((torch.full((length,), float(length)),), length, 1)
         (values,) = receiver.start_receive(length, 0)()
-        assert values is not None
         assert values.tolist() == [length] * length
         assert not cable.sent
         assert sender._known == receiver._known
         assert len(sender._known) <= 2
+
+
+Weights = Sequence[torch.Tensor]
+Stage = Callable[[torch.Tensor, torch.Tensor, Weights], tuple[torch.Tensor, ...]]
+
+
+def _used_twice(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
+    return (F.linear(F.linear(F.linear(x, w[0]).tanh(), w[1]).tanh(), w[0]) + y,)
+
+
+def _shared_by_layers(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
+    # Two additions: w[0] enters the first, w[2] the second, and w[1] both.
+    return ((x + (w[0] + w[1])).tanh() @ y + (w[2] + w[1]),)
+
+
+def _handed_on(x: torch.Tensor, y: torch.Tensor, w: Weights) -> tuple[torch.Tensor, ...]:
+    query = w[0].tanh()
+    return x + query * w[1], w[0], query, query.exp()[:2], x, y
+
+
+STAGES: dict[str, Stage] = {
+    "used twice": _used_twice,
+    "shared": _shared_by_layers,
+    "handed on": _handed_on,
+    "not reached": lambda x, y, w: (w[0] * 2, w[0] @ w[1]),
+    "inputs alone": lambda x, y, w: (x * y,),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_both_halves_give_the_gradients_of_a_whole_backward_pass(stage: Stage) -> None:
+    leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(5)]
+    results = stage(*leaves[:2], leaves[2:])
+    gradients = [torch.randn_like(result) for result in results]
+    want = torch.autograd.grad(results, leaves, gradients, allow_unused=True, retain_graph=True)
+    passes = run_input_pass(results, gradients, leaves[:2])
+    assert all(leaf.grad is None for leaf in leaves[2:])
+    run_weight_passes(passes)
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert (leaf.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_the_second_half_computes_no_gradient_of_values_again() -> None:
+    """The split must compute each gradient only once."""
+    calls = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            calls.append(gradient)
+            return gradient
+
+    x = torch.randn(4, 4, requires_grad=True)
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+    y = x
+    for weight in weights:
+        y = Watched.apply(F.linear(y, weight))
+    passes = run_input_pass([y], [torch.ones_like(y)], [x])
+    assert len(calls) == 3
+    run_weight_passes(passes)
+    assert len(calls) == 3
+
+
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "GraphExecGroup"), reason="torch is before 2.10")
+def test_each_half_runs_a_recomputed_layer_once() -> None:
+    calls: list[nn.Module] = []
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)))
+    net[0].register_forward_pre_hook(lambda layer, _: calls.append(layer))
+    y = apply_activation_checkpoint(net, 2)(x := torch.randn(4, 4, requires_grad=True))
+    passes = run_input_pass([y], [torch.ones_like(y)], [x])
+    assert len(calls) == 2
+    run_weight_passes(passes)
+    assert len(calls) == 3

@@ -51,9 +51,8 @@ def test_every_stage_takes_every_micro_batch_forward_and_back_once(name: str) ->
 @pytest.mark.parametrize("name", FLUSHED)
 def test_what_is_sent_arrives_once_before_it_is_needed_and_in_one_order(name: str) -> None:
     for ranks, virtual, micros in _sizes(name):
-        _check_arrivals(
-            SCHEDULES[name].orders_by_rank(ranks, virtual, micros), SCHEDULES[name].owners(ranks, virtual)
-        )
+        schedule = SCHEDULES[name]
+        _check_arrivals(schedule.orders_by_rank(ranks, virtual, micros), schedule.owners(ranks, virtual))
 
 
 def _check_arrivals(orders: Any, owners: list[int]) -> None:
@@ -89,11 +88,8 @@ def _messages(steps: Any, one: int, other: int, owners: list[int]) -> list[tuple
             target = receiver(step, len(owners))
             if target is None:
                 continue
-            sender = owners[step.stage]
-            pair, message = (
-                {sender, owners[target]},
-                (sender, step.kind is PassType.FORWARD, target, step.micro),
-            )
+            sender, is_forward = owners[step.stage], step.kind is PassType.FORWARD
+            pair, message = {sender, owners[target]}, (sender, is_forward, target, step.micro)
         if pair == {one, other} and one != other:
             found.append(message)
     return found
@@ -139,7 +135,6 @@ def test_gpipe_and_1f1b_are_the_orders_of_torch() -> None:
         for ranks, micros in ((2, 2), (2, 5), (4, 4), (4, 9)):
             stage: Any = SimpleNamespace(num_stages=ranks, has_backward=True)
             theirs = kind(stage, micros).pipeline_order
-            assert theirs is not None
             ours = SCHEDULES[name].orders_by_rank(ranks, 1, micros)[::-1]
             for rank in range(ranks):
                 kinds = [action.computation_type.value for action in theirs[rank] if action is not None]

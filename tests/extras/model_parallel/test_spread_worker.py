@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +12,28 @@ import numpy as np
 import pytest
 import torch
 from parity import Pair, equal_to_one_worker, equal_to_undisturbed
-from small_training import config_of, workers_of
+from small_training import columns_of, config_of, workers_of
 
 from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.checkpoint.weights import read_adapter
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
-MakeShards = Callable[..., ShardManifest]
+MakeConfig = Callable[..., TrainConfig]
 MLP = ModelSpec("mlp", {"in_features": 8, "hidden": [21, 16, 10], "out_features": 1, "activation": "tanh"})
 ROWS, BATCH = 330, 20  # the last batch has 10 rows
 
 
-def _config(make_shards: MakeShards, folder: Path, **changes: Any) -> TrainConfig:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, 8)).astype(np.float32)
-    y = (x[:, 0] - x[:, 1] * x[:, 2]).astype(np.float32)
-    manifest = make_shards({"x": x, "y": y, "w": rng.random(ROWS).astype(np.float32)})
-    settings: dict[str, Any] = {
-        "model": MLP.to_json(),
-        "batch_size": BATCH,
-        "epochs": 3,
-        "optimizer": "adamw",
-        "learning_rate": 0.01,
-        "weight_column": "w",
-        "max_grad_norm": 0.5,
-        "collective": "torch",
-        "num_workers": 1,
-    }
-    return config_of(manifest, folder, **settings | changes)
+@pytest.fixture
+def numbers(make_shards: Any, tmp_path: Path) -> MakeConfig:
+    """Returns a function that returns settings of an MLP, some of them changed."""
+    weight = np.random.default_rng(1).random(ROWS).astype(np.float32)
+    manifest = make_shards(columns_of(ROWS, 8) | {"w": weight})
+    settings: dict[str, Any] = {"model": MLP, "batch_size": BATCH, "epochs": 3, "optimizer": "adamw"}
+    settings |= {"weight_column": "w", "max_grad_norm": 0.5, "collective": "torch"}
+    return partial(config_of, manifest, tmp_path / "run", **settings)
 
 
 # Every layer, because all ranks compute and count a layer outside the plan.
@@ -54,20 +45,15 @@ GRIDS: dict[str, Any] = {
 }
 
 
-def _slow(mesh: dict[str, Any], **changes: Any) -> Any:
-    return pytest.param(mesh, changes, id=_id(mesh, changes), marks=pytest.mark.slow)
+def _quick(mesh: dict[str, Any], marks: Any = (), **changes: Any) -> Any:
+    return pytest.param(mesh, changes, id=_id(mesh | changes), marks=marks)
 
 
-def _quick(mesh: dict[str, Any], **changes: Any) -> Any:
-    return pytest.param(mesh, changes, id=_id(mesh, changes))
+_slow = partial(_quick, marks=pytest.mark.slow)
 
 
-def _id_of(mesh: dict[str, Any]) -> str:
-    return _id(mesh, {})
-
-
-def _id(mesh: dict[str, Any], changes: dict[str, Any]) -> str:
-    return "-".join(f"{key}{value}" for key, value in (mesh | changes).items())
+def _id(settings: dict[str, Any]) -> str:
+    return "-".join(f"{key}{value}" for key, value in settings.items())
 
 
 MESHES = [
@@ -91,11 +77,9 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("mesh", "changes"), MESHES)
-def test_a_mesh_trains_what_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_a_mesh_trains_what_one_worker_does(numbers: Any, mesh: Any, changes: Any) -> None:
     """51 AdamW steps with row weights and clipping; each of 3 epochs has a short last batch."""
-    one, many = equal_to_one_worker(_config(make_shards, tmp_path / "run"), parallelism=mesh, **changes)
+    one, many = equal_to_one_worker(numbers(), parallelism=mesh, **changes)
     assert one.steps == 51
     for first, second in zip(one.history, many.history, strict=True):
         # The ranks of a replica each count a share of the operations; pipeline stages count none.
@@ -115,11 +99,8 @@ def test_a_mesh_trains_what_one_worker_does(
         ({"tensor": 2, "plan": {"trunk.1.linear": ["grid", [1, 2]]}}, {"tensor": 2}),
     ],
 )
-def test_a_training_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
-) -> None:
-    config = _config(make_shards, tmp_path / "run", checkpoint_every_steps=5, ema_decay=0.9)
-    straight, resumed = _goes_on(config, first, then)
+def test_a_training_goes_on_over_another_mesh(numbers: Any, first: Any, then: Any) -> None:
+    straight, resumed = _goes_on(numbers(checkpoint_every_steps=5, ema_decay=0.9), first, then)
     assert resumed.history[1].train_loss == pytest.approx(straight.history[1].train_loss, rel=1e-6)
 
 
@@ -134,19 +115,15 @@ WIDE = ModelSpec("mlp", {"in_features": 8, "hidden": [64, 96, 64], "out_features
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "lamb", "sm3"])
-def test_stages_train_by_optimizers_that_look_at_whole_parameters(
-    make_shards: MakeShards, tmp_path: Path, optimizer: str
-) -> None:
+def test_stages_train_by_optimizers_that_look_at_whole_parameters(numbers: Any, optimizer: str) -> None:
     """Stages train like one worker, resume bit for bit, and let one worker resume from their state."""
-    config = _config(
-        make_shards, tmp_path / "run", model=WIDE.to_json(), optimizer=optimizer, checkpoint_every_steps=5
-    )
+    config = numbers(model=WIDE, optimizer=optimizer, checkpoint_every_steps=5)
     staged = {"num_workers": 2, "parallelism": {"pipeline": 2}, "gradient_accumulation": 2}
     # Rounding can change an 8-bit code by one: a step of up to the rate, 0.01.
     bound = 1e-2 if optimizer == "adamw8bit" else 1e-5
     equal_to_one_worker(config, bound=bound, **staged)
     equal_to_undisturbed(config, step=25, first=staged)
-    alone = replace(config, run_uri=str(tmp_path / "alone"), gradient_accumulation=2)
+    alone = replace(config, run_uri=f"{config.run_uri}-alone", gradient_accumulation=2)
     equal_to_undisturbed(alone, step=25, first=staged, then={}, bound=bound)
 
 
@@ -157,9 +134,13 @@ TRANSFORMERS = {
 }
 
 
-def _texts(
-    make_shards: MakeShards, folder: Path, spec: ModelSpec, held_out: int = 0, **changes: Any
-) -> TrainConfig:
+@pytest.fixture
+def texts(make_shards: Any, tmp_path: Path) -> MakeConfig:
+    """Returns a function that returns settings of a network on texts."""
+    return partial(_texts, make_shards, tmp_path / "run")
+
+
+def _texts(make_shards: Any, run: Path, spec: ModelSpec, held_out: int = 0, **changes: Any) -> TrainConfig:
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 23, (ROWS, 11))
     for row, length in zip(ids, rng.integers(0, 12, ROWS), strict=True):
@@ -167,24 +148,12 @@ def _texts(
     is_lm = spec.target == "transformer_lm"
     label = np.roll(ids, -1, 1) if is_lm else ids.sum(1) % 3
     columns = {"x": ids, "y": label, "w": rng.random(ROWS).astype(np.float32)}
-    manifest = make_shards(
-        columns,
-        validation=np.arange(ROWS) >= ROWS - held_out if held_out else None,
-        row_group_rows=ROWS,
-    )
-    settings: dict[str, Any] = {
-        "model": spec.to_json(),
-        "task": "any",
-        "losses": ("cross_entropy",),
-        "batch_size": BATCH,
-        "epochs": 3,
-        # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
-        "optimizer": "momentum",
-        "learning_rate": 0.05,
-        "max_grad_norm": 1.0,
-        "collective": "torch",
-    }
-    return config_of(manifest, folder, **settings | changes)
+    validation = np.arange(ROWS) >= ROWS - held_out if held_out else None
+    manifest = make_shards(columns, validation=validation, row_group_rows=ROWS)
+    settings = {"model": spec, "task": "any", "losses": ("cross_entropy",), "batch_size": BATCH, "epochs": 3}
+    # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
+    settings |= {"optimizer": "momentum", "learning_rate": 0.05, "max_grad_norm": 1.0, "collective": "torch"}
+    return config_of(manifest, run, **settings | changes)
 
 
 # One axis of 2 and of 4 ranks, and every pair of axes that shards a network.
@@ -226,12 +195,8 @@ OVER_TEXT = [
 
 @pytest.mark.parametrize("name", ["classifier", pytest.param("language model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "changes"), OVER_TEXT)
-def test_a_mesh_trains_a_transformer_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    equal_to_one_worker(
-        _texts(make_shards, tmp_path / "run", TRANSFORMERS[name]), parallelism=mesh, **changes
-    )
+def test_a_mesh_trains_a_transformer_like_one_worker(texts: Any, name: str, mesh: Any, changes: Any) -> None:
+    equal_to_one_worker(texts(TRANSFORMERS[name]), parallelism=mesh, **changes)
 
 
 # Key biases get only rounding errors as gradients, which these optimizers would turn into full steps.
@@ -247,59 +212,41 @@ WHOLE_PARAMETERS = [
 
 
 @pytest.mark.parametrize(("mesh", "changes"), WHOLE_PARAMETERS)
-def test_an_optimizer_of_whole_parameters_trains_as_on_one_worker(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    spec = TRANSFORMERS["language model"]
-    config = _texts(make_shards, tmp_path / "run", spec, **GENTLE)
+def test_an_optimizer_of_whole_parameters_trains_like_one_worker(texts: Any, mesh: Any, changes: Any) -> None:
+    config = texts(TRANSFORMERS["language model"], **GENTLE)
     # Rounding can change an 8-bit code by one, which changes a step by up to the rate.
     bound = 1e-3 if changes["optimizer"] == "adamw8bit" else 1e-5
     equal_to_one_worker(config, bound=bound, parallelism=mesh, **changes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"data": 2, "sequence": 2}, {"data": 2, "pipeline": 2}], ids=_id_of)
-def test_a_sharded_state_of_whole_parameters_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any]
-) -> None:
-    spec, settings = TRANSFORMERS["language model"], GENTLE | {"optimizer": "adafactor"}
-    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, **settings)
+@pytest.mark.parametrize("mesh", [{"data": 2, "sequence": 2}, {"data": 2, "pipeline": 2}], ids=_id)
+def test_a_sharded_state_of_whole_parameters_goes_on_over_another_mesh(texts: Any, mesh: Any) -> None:
+    settings = GENTLE | {"optimizer": "adafactor", "checkpoint_every_steps": 5}
+    config = texts(TRANSFORMERS["language model"], **settings)
     begin = {"num_workers": 4, "parallelism": mesh, "sync": Zero(stage=1)}
     end = {"num_workers": 2, "parallelism": {"sequence": 2}}
     equal_to_undisturbed(config, step=25, first=begin, then=end, bound=1e-5)
 
 
-RECURRENT = ModelSpec(
-    "recurrent",
-    {"vocab_size": 23, "hidden": 12, "depth": 4, "out_features": 3, "padding_id": 0, "kind": "lstm"},
-)
+def _in_time(chunks: int, stages: int = 2, **changes: Any) -> dict[str, Any]:
+    return {"stages": stages, "sequence_chunks": chunks, **changes}
+
+
+LSTM = {"vocab_size": 23, "hidden": 12, "depth": 4, "out_features": 3, "padding_id": 0, "kind": "lstm"}
 IN_TIME = [
-    _slow({"pipeline": {"stages": 2, "sequence_chunks": 3}}),
-    _slow({"pipeline": {"stages": 2, "sequence_chunks": 2, "schedule": "gpipe"}}, gradient_accumulation=3),
-    _slow(
-        {"pipeline": {"stages": 4, "sequence_chunks": 3, "cuts": ["layers.1", "layers.2", "layers.3"]}},
-        gradient_accumulation=2,
-    ),
-    _slow(
-        {"data": 2, "pipeline": {"stages": 2, "sequence_chunks": 3}},
-        gradient_accumulation=2,
-        sync=Zero(stage=1),
-    ),
-    _slow(
-        {"pipeline": {"stages": 2, "sequence_chunks": 3}},
-        gradient_accumulation=2,
-        gradient_checkpointing="all",
-    ),
+    _slow({"pipeline": _in_time(3)}),
+    _slow({"pipeline": _in_time(2, schedule="gpipe")}, gradient_accumulation=3),
+    _slow({"pipeline": _in_time(3, 4, cuts=["layers.1", "layers.2", "layers.3"])}, gradient_accumulation=2),
+    _slow({"data": 2, "pipeline": _in_time(3)}, gradient_accumulation=2, sync=Zero(stage=1)),
+    _slow({"pipeline": _in_time(3)}, gradient_accumulation=2, gradient_checkpointing="all"),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "changes"), IN_TIME)
-def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_a_pipeline_in_time_trains_a_recurrent_network(texts: Any, mesh: Any, changes: Any) -> None:
     """Rows have 0 to 11 tokens; the head uses the state after the last one."""
-    config = _texts(make_shards, tmp_path / "run", RECURRENT, held_out=9)
-    equal_to_one_worker(config, parallelism=mesh, **changes)
+    equal_to_one_worker(texts(ModelSpec("recurrent", LSTM), held_out=9), parallelism=mesh, **changes)
 
 
 @pytest.mark.slow
@@ -314,34 +261,23 @@ def test_a_pipeline_in_time_trains_a_recurrent_network_as_one_worker_does(
         ({"tensor": 2, "sequence_parallel": True}, {}),
     ],
 )
-def test_a_training_of_spread_rows_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_a_training_of_spread_rows_goes_on_over_another_mesh(texts: Any, first: Any, then: Any) -> None:
     """Bit-identical over the same mesh, even with dropout on each rank's own tokens or heads."""
     dropout = 0.2 if then == first else 0.0
     attention = {"attention_dropout": dropout} if "tensor" in first else {}
     spec = ModelSpec("transformer_lm", {**TEXT, "dropout": dropout, **attention})
-    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5)
-    _goes_on(config, first, then)
+    _goes_on(texts(spec, checkpoint_every_steps=5), first, then)
 
 
 # Every block is a mixture, so every stage adds a large loss and drops tokens.
-EXPERTS = {
-    "num_experts": 4,
-    "router": "gshard",
-    "every": 1,
-    "min_capacity": 1,
-    "balance_weight": 0.2,
-    "z_weight": 0.05,
-}
+EXPERTS = {"num_experts": 4, "router": "gshard", "every": 1, "min_capacity": 1}
+EXPERTS |= {"balance_weight": 0.2, "z_weight": 0.05}
+CLASSIFIER = {**TEXT, "out_features": 3, "padding_id": 0}
 MIXTURES = {
-    "classifier": ModelSpec(
-        "transformer_classifier", {**TEXT, "out_features": 3, "padding_id": 0, "experts": EXPERTS}
-    ),
+    "classifier": ModelSpec("transformer_classifier", {**CLASSIFIER, "experts": EXPERTS}),
     "language model": ModelSpec("transformer_lm", {**TEXT, "experts": {**EXPERTS, "router": "switch"}}),
     "expert choice": ModelSpec(
-        "transformer_classifier",
-        {**TEXT, "out_features": 3, "padding_id": 0, "experts": {**EXPERTS, "router": "expert_choice"}},
+        "transformer_classifier", {**CLASSIFIER, "experts": {**EXPERTS, "router": "expert_choice"}}
     ),
 }
 # With these seeds, every expert choice has a margin of at least 3e-6, so rounding changes none.
@@ -379,28 +315,21 @@ OVER_EXPERTS = [
 
 
 @pytest.mark.parametrize(("mesh", "changes"), OVER_EXPERTS)
-def test_a_mesh_trains_a_mixture_of_experts_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_a_mesh_trains_a_mixture_of_experts_as_one_worker_does(texts: Any, mesh: Any, changes: Any) -> None:
     """Covers added losses and expert counts, with row weights, in training and validation."""
-    _check_mixture("classifier", make_shards, tmp_path, mesh, changes)
+    _check_mixture(texts, "classifier", mesh, changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["language model", "expert choice"])
-@pytest.mark.parametrize("mesh", [{"expert": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2}], ids=_id_of)
-def test_a_mesh_trains_other_mixtures_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any]
-) -> None:
-    _check_mixture(name, make_shards, tmp_path, mesh, {"gradient_accumulation": 2})
+@pytest.mark.parametrize("mesh", [{"expert": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2}], ids=_id)
+def test_a_mesh_trains_other_mixtures_as_one_worker_does(texts: Any, name: str, mesh: Any) -> None:
+    _check_mixture(texts, name, mesh, {"gradient_accumulation": 2})
 
 
-def _check_mixture(
-    name: str, make_shards: MakeShards, folder: Path, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    settings: dict[str, Any] = {"held_out": 9, "weight_column": "w", "seed": SEEDS[name]}
-    config = _texts(make_shards, folder / "run", MIXTURES[name], **settings)
-    equal_to_one_worker(config, parallelism=mesh, **changes)
+def _check_mixture(texts: MakeConfig, name: str, mesh: dict[str, Any], changes: dict[str, Any]) -> None:
+    settings = {"held_out": 9, "weight_column": "w", "seed": SEEDS[name]}
+    equal_to_one_worker(texts(MIXTURES[name], **settings), parallelism=mesh, **changes)
 
 
 @pytest.mark.slow
@@ -413,12 +342,9 @@ def _check_mixture(
         ({}, {"pipeline": 2}),
     ],
 )
-def test_counts_of_an_epoch_go_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, first: dict[str, int], then: dict[str, int]
-) -> None:
+def test_counts_of_an_epoch_go_on_over_another_mesh(texts: Any, first: Any, then: Any) -> None:
     """Training fails in the middle of an epoch, when each stage has counts of its own layers."""
-    spec, seed = MIXTURES["classifier"], SEEDS["classifier"]
-    config = _texts(make_shards, tmp_path / "run", spec, checkpoint_every_steps=5, seed=seed)
+    config = texts(MIXTURES["classifier"], checkpoint_every_steps=5, seed=SEEDS["classifier"])
     straight, resumed = _goes_on(config, first, then)
     for one, other in zip(straight.history, resumed.history, strict=True):
         assert other.metrics == pytest.approx(one.metrics, rel=1e-5)
@@ -452,28 +378,21 @@ OVER_ADAPTERS = [
 
 @pytest.mark.parametrize("name", ADAPTED)
 @pytest.mark.parametrize(("mesh", "changes"), OVER_ADAPTERS)
-def test_a_mesh_trains_adapters_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path, name: str, mesh: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    spec = TRANSFORMERS[name]
-    _check_adapters(_texts(make_shards, tmp_path / "run", spec, lora=ADAPTED[name]), mesh, changes)
+def test_a_mesh_trains_adapters_as_one_worker_does(texts: Any, name: str, mesh: Any, changes: Any) -> None:
+    _check_adapters(texts(TRANSFORMERS[name], lora=ADAPTED[name]), mesh, changes)
 
 
 @pytest.mark.slow
-def test_a_mesh_trains_adapters_beside_experts_as_one_worker_does(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_a_mesh_trains_adapters_beside_experts_as_one_worker_does(texts: Any) -> None:
     adapters = replace(ADAPTED["classifier"], targets=("*.qkv", "*.out", "head"))
-    settings: dict[str, Any] = {"weight_column": "w", "seed": SEEDS["classifier"], "lora": adapters}
-    config = _texts(make_shards, tmp_path / "run", MIXTURES["classifier"], **settings)
-    changes = {"gradient_accumulation": 2}
-    _check_adapters(config, {"data": 2, "expert": 2}, changes)
+    settings = {"weight_column": "w", "seed": SEEDS["classifier"], "lora": adapters}
+    config = texts(MIXTURES["classifier"], **settings)
+    _check_adapters(config, {"data": 2, "expert": 2}, {"gradient_accumulation": 2})
 
 
 @pytest.mark.slow
-def test_a_grid_trains_adapters_as_one_worker_does(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = _config(make_shards, tmp_path / "run", lora=LoRA(rank=2, targets=("*",)))
-    _check_adapters(config, {"tensor": 4, "plan": GRIDS}, {})
+def test_a_grid_trains_adapters_as_one_worker_does(numbers: Any) -> None:
+    _check_adapters(numbers(lora=LoRA(rank=2, targets=("*",))), {"tensor": 4, "plan": GRIDS}, {})
 
 
 def _check_adapters(config: TrainConfig, mesh: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -497,11 +416,8 @@ def _check_adapters(config: TrainConfig, mesh: dict[str, Any], changes: dict[str
         ({"pipeline": 2}, {}),
     ],
 )
-def test_a_training_of_adapters_goes_on_over_another_mesh(
-    make_shards: MakeShards, tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_a_training_of_adapters_goes_on_over_another_mesh(texts: Any, first: Any, then: Any) -> None:
     """Bit-identical over the same mesh, even with dropout of each rank's own inputs."""
-    spec = TRANSFORMERS["classifier"]
     adapters = replace(ADAPTED["classifier"], dropout=0.2 if then == first else 0.0)
-    config = _texts(make_shards, tmp_path / "run", spec, lora=adapters, checkpoint_every_steps=5)
+    config = texts(TRANSFORMERS["classifier"], lora=adapters, checkpoint_every_steps=5)
     _goes_on(config, first, then, gradient_accumulation=2)

@@ -1,9 +1,10 @@
-"""Attention computed over key chunks equals attention over all keys."""
+"""Attention over key chunks equals attention over all keys; each token span is on one rank."""
 
 from __future__ import annotations
 
 import math
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from ringspark.extras.model_parallel.sequence.partial_attention import (
     differentiate_chunk,
     merge,
 )
+from ringspark.extras.model_parallel.sequence.span_attention import find_visible
+from ringspark.extras.model_parallel.sequence.spans import Spans
 
 # The CPU kernel of torch, and the matrix products that replace it on other devices.
 BY = {
@@ -116,3 +119,40 @@ def test_scores_beyond_the_range_of_exponentials_merge() -> None:
     mean, log_sum = merge(nothing, nothing)
     assert mean.tolist() == [[[[0.0, 0.0]]]]
     assert log_sum.item() == -math.inf
+
+
+SPANS = st.builds(Spans, st.integers(1, 6), st.booleans())
+LENGTHS = st.integers(0, 40)
+
+
+@given(SPANS, LENGTHS)
+def test_every_token_is_on_one_rank_and_parts_go_back_to_their_places(spans: Spans, seq: int) -> None:
+    row = torch.arange(2 * seq).view(2, seq)
+    parts = [spans.take(row, 1, rank) for rank in range(spans.num_ranks)]
+    assert sorted(torch.cat(parts, 1)[0].tolist()) == list(range(seq))
+    assert [part.shape[1] for part in parts] == spans.lengths(seq)
+    assert torch.equal(spans.join(parts, 1), row)
+
+
+@given(SPANS, LENGTHS, st.booleans())
+def test_every_query_sees_each_of_its_keys_once(spans: Spans, seq: int, causal: bool) -> None:
+    seen_pairs = torch.zeros(seq, seq, dtype=torch.long)
+    pieces = [[span for rank in range(spans.num_ranks) for span in spans.of(rank, seq)], [(0, seq)]]
+    # Keys arrive in chunks, or all at once.
+    for keys in pieces:
+        seen_pairs.zero_()
+        for query in pieces[0]:
+            for key in keys:
+                for (begin, end), up_to_itself in find_visible(query, key, causal):
+                    block = torch.ones(query[1] - query[0], end - begin, dtype=torch.long)
+                    seen_pairs[slice(*query), begin:end] += block.tril() if up_to_itself else block
+        want = torch.ones(seq, seq, dtype=torch.long)
+        assert torch.equal(seen_pairs, want.tril() if causal else want)
+
+
+@given(st.integers(1, 6), st.integers(1, 8))
+def test_pieces_from_both_ends_give_every_rank_as_many_pairs(num_ranks: int, length: int) -> None:
+    seq = 2 * num_ranks * length
+    spans = Spans(num_ranks, zigzag=True)
+    pairs = [sum(sum(range(b + 1, e + 1)) for b, e in spans.of(rank, seq)) for rank in range(num_ranks)]
+    assert all(one == other for one, other in pairwise(pairs))

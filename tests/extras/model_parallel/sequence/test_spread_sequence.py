@@ -65,13 +65,7 @@ def _network(kind: str, seed: int = 1, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
     if kind == "own":
         return _Own()
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "max_seq_len": MAX_SEQ,
-        "dim": 12,
-        "depth": 2,
-        "num_heads": 3,
-    }
+    sizes = {"vocab_size": VOCAB, "max_seq_len": MAX_SEQ, "dim": 12, "depth": 2, "num_heads": 3}
     if kind == "language model":
         return TransformerLM(**sizes | more)
     padding = {"padding_id": 0} if kind == "padded classifier" else {}
@@ -123,10 +117,7 @@ def _exact(collective: Collective) -> Any:
                     outputs = _backward(one, ids), _backward(copy.deepcopy(spread), ids)
                     assert torch.allclose(*outputs, rtol=0, atol=1e-6), (way, kind, seq)
                     _backward(spread, ids)
-                    found = _far(
-                        _whole_gradients(spread, collective),
-                        [p.grad for p in one.parameters()],  # type: ignore[misc]
-                    )
+                    found = _far(_whole_gradients(spread, collective), [p.grad for p in one.parameters()])
                     name = str(dtype).removeprefix("torch.")
                     far[name] = max(far[name], found)
                     # A batch may have no rows, as at the end of a validation.
@@ -244,9 +235,7 @@ _EACH = [(way, kind) for way in CONTEXTS for kind in KINDS]
     ],
     ids=["2", "2 each", "4 each", "2 by 2 each"],
 )
-def test_fifty_steps_lead_to_the_weights_of_one_worker(
-    size: int, data: int, cases: list[tuple[str, str]]
-) -> None:
+def test_fifty_steps_lead_to_the_weights_of_one_worker(size: int, data: int, cases: Any) -> None:
     far, *others = run_ranks(size, "torch", partial(_trained, cases=cases, data=data))
     assert all(other == far for other in others)  # to the bit
     assert len(far) == len(cases)
@@ -345,25 +334,17 @@ def _variants(collective: Collective) -> Any:
                 shard_sequence(module, collective, way)
             outputs = [_backward(module, ids) for module in (plain, *others)]
             gradients = [[p.grad for p in module.parameters()] for module in (plain, *others)]
-            found[f"{way} {kind} recomputed"] = (
-                all(torch.equal(outputs[0], other) for other in outputs[1:])
-                and all(
-                    torch.equal(a, b)  # type: ignore[arg-type]
-                    for other in gradients[1:]
-                    for a, b in zip(gradients[0], other, strict=True)
-                )
-            )
+            pairs = [pair for other in gradients[1:] for pair in zip(gradients[0], other, strict=True)]
+            pairs += [(outputs[0], other) for other in outputs[1:]]
+            found[f"{way} {kind} recomputed"] = all(torch.equal(a, b) for a, b in pairs)
             exact = _whole_gradients(plain, collective)
             one.zero_grad()
             plain.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 outputs = [_backward(one, ids), _backward(plain, ids)]
-            in_16_bits = [p.grad for p in one.parameters()]
-            error = _far(in_16_bits, exact)  # type: ignore[arg-type]
-            found[f"{way} {kind} bf16"] = (
-                outputs[0].dtype == outputs[1].dtype
-                and _far(_whole_gradients(plain, collective), exact) < 2 * error
-            )
+            error = _far([p.grad for p in one.parameters()], exact)
+            is_near = _far(_whole_gradients(plain, collective), exact) < 2 * error
+            found[f"{way} {kind} bf16"] = outputs[0].dtype == outputs[1].dtype and is_near
     # Ranks draw different dropout masks and see the same outputs.
     for kind in KINDS:
         module = _network(kind, dropout=0.5, attention_dropout=0.5)
@@ -388,39 +369,40 @@ def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
     alone = LocalCollective()
     same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
     sizes = {"sequence": 3, "tensor": 2}
-    drawing = [
-        RankMesh(**same, sizes=sizes, coordinates={"sequence": s, "tensor": t}).random_stream  # type: ignore[arg-type]
-        for s in range(3)
-        for t in range(2)
-    ]
+    places: list[Any] = [{"sequence": s, "tensor": t} for s in range(3) for t in range(2)]
+    drawing = [RankMesh(**same, sizes=sizes, coordinates=place).random_stream for place in places]
     assert drawing == [0, 0, 1, 1, 2, 2]
 
 
-def test_one_rank_changes_nothing() -> None:
-    module = _network("classifier")
+@pytest.mark.parametrize(("way", "dropout"), [("ring", 0.0), ("ulysses", 0.1)])
+def test_one_rank_changes_nothing(way: str, dropout: float) -> None:
+    module = _network("classifier", attention_dropout=dropout)
     before = dict(vars(module))
-    shard_sequence(module, LocalCollective(), "ring")
+    shard_sequence(module, LocalCollective(), way)
     assert vars(module) == before
 
 
-def test_what_cannot_be_spread_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="model MLP does not support parallelism's 'sequence': the model needs an attrib"
-    ):
-        shard_sequence(MLP(3, [4], 2), LocalCollective())
-    # A layer around the sharded network would count once per rank.
-    with pytest.raises(ValueError, match="model Sequential does not support parallelism's"):
-        shard_sequence(nn.Sequential(_network("classifier"), nn.Linear(3, 3)), LocalCollective())
-    with pytest.raises(ValueError, match=r"must be one of \['gather', 'ring', 'ulysses'\], got 'rign'; did"):
-        shard_sequence(_network("classifier"), LocalCollective(), "rign")
-    dropping = _network("classifier", attention_dropout=0.1)
-    for way in ("gather", "ring"):
-        with pytest.raises(
-            ValueError, match=r"does not support dropout .*got attention_dropout=0.1; set it to 0, or"
-        ):
-            shard_sequence(dropping, LocalCollective(), way)
-    shard_sequence(dropping, LocalCollective(), "ulysses")
-    twice = _network("classifier")
-    twice.rows = ShardedRows(LocalCollective(), Spans(1))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="are sharded already"):
-        shard_sequence(twice, LocalCollective())
+KNOWN, DROPPING = _network("classifier"), _network("classifier", attention_dropout=0.1)
+TWICE = _network("classifier")
+TWICE.rows = ShardedRows(LocalCollective(), Spans(1))
+
+
+@pytest.mark.parametrize(
+    ("network", "way", "message"),
+    [
+        (
+            MLP(3, [4], 2),
+            "ring",
+            "model MLP does not support parallelism's 'sequence': the model needs an attr",
+        ),
+        # A layer around the sharded network would count once per rank.
+        (nn.Sequential(KNOWN, nn.Linear(3, 3)), "ring", "model Sequential does not support parallelism's"),
+        (KNOWN, "rign", r"must be one of \['gather', 'ring', 'ulysses'\], got 'rign'; did"),
+        (DROPPING, "gather", "does not support dropout .*got attention_dropout=0.1; set it to 0, or"),
+        (DROPPING, "ring", "does not support dropout .*got attention_dropout=0.1; set it to 0, or"),
+        (TWICE, "ring", "are sharded already"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(network: nn.Module, way: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard_sequence(network, LocalCollective(), way)
