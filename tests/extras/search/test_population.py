@@ -1,28 +1,26 @@
-"""The decisions of population based training, without Spark."""
+"""The decisions of population based training, and its resume from an earlier driver's records."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringspark.extras.search import Choice, IntRange, Uniform
 from ringspark.extras.search.population import Member, Population
+from ringspark.extras.search.population_loop import PopulationLoop, Trained
 
 RANGES = {"rate": Uniform(1e-4, 1.0, log=True), "width": IntRange(2, 9, step=2), "kind": Choice(["a", "b"])}
 
 
 def population(**given: Any) -> Population:
-    rules = {
-        "ranges": RANGES,
-        "size": 8,
-        "quantile": 0.25,
-        "perturbation": 1.2,
-        "seed": 3,
-        "is_larger_better": True,
-    }
-    return Population(**rules | given)
+    rules = {"ranges": RANGES, "size": 8, "quantile": 0.25, "perturbation": 1.2, "seed": 3}
+    return Population(**rules | {"is_larger_better": True} | given)
 
 
 def test_the_worst_take_over_from_the_best_and_the_others_go_on_as_they_are() -> None:
@@ -98,3 +96,36 @@ def test_numbers_are_multiplied_or_divided_and_some_are_drawn_anew() -> None:
     assert 60 < seen["new"] < 140
     assert 100 < seen["up"] < 200
     assert 100 < seen["down"] < 200
+
+
+ABOUT = {"seed": "0"}
+MEMBER = asdict(Trained(value=0.5, steps=3, epochs=1, seconds=0.1))
+
+
+def resumed(folder: Path, state: dict[str, Any]) -> PopulationLoop:
+    (folder / "population.json").write_text(json.dumps(state))
+    unused: Any = dict.fromkeys(("space", "objective", "data", "dataset"))
+    given = {"run_uri": str(folder), "about": ABOUT, "epochs": 2, "epochs_per_round": 1}
+    return PopulationLoop(population=population(size=2), **unused, **given)
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({}, "'about' is missing"),
+        ({"about": ["seed"], "rounds": []}, "'about' must be dict"),
+        ({"about": ABOUT, "rounds": [[MEMBER, {"value": 0.5}]]}, "'steps' is missing"),
+        ({"about": ABOUT, "rounds": [[MEMBER]]}, "round 0 has 1 members instead of 2"),
+    ],
+)
+def test_a_damaged_state_is_refused_in_one_sentence(tmp_path: Path, state: Any, problem: str) -> None:
+    sentence = rf"cannot resume .* population.json is damaged \({re.escape(problem)}.*\); set another runUri"
+    with pytest.raises(ValueError, match=sentence):
+        resumed(tmp_path, state)
+
+
+def test_a_whole_state_is_read_back_unless_its_settings_differ(tmp_path: Path) -> None:
+    assert resumed(tmp_path, {"about": ABOUT, "rounds": [[MEMBER, MEMBER]]})._values(0) == [0.5, 0.5]
+    more = ABOUT | {"own metrics": "{'accuracy': 1}"}
+    with pytest.raises(ValueError, match=r"differ: own metrics: \{'accuracy': 1\} -> None; restore"):
+        resumed(tmp_path, {"about": more, "rounds": []})

@@ -1,25 +1,27 @@
-"""`PopulationSearch` in a real session: copied members, resume, saving, error messages."""
+"""`PopulationSearch` in a real session: copied members, resume and saving."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 
 from ringspark.estimators import AllReduce, TorchRegressor, Zero
 from ringspark.extras.search import Choice, PopulationSearch, SearchModel, Uniform
 from ringspark.models import ModelSpec
-from tests.extras.search.test_search import MLP, Paced, estimator, small_table
+from tests.extras.search.test_search import (
+    MLP,
+    Paced,
+    assert_same_search,
+    assert_same_weights,
+    estimator,
+    kill_a_search,
+    small_table,
+)
 
 pytestmark = pytest.mark.spark
 
@@ -32,54 +34,15 @@ def table(spark: Any) -> Any:
     return small_table(spark)
 
 
-@pytest.mark.parametrize(
-    ("params", "sentence"),
-    [
-        (
-            {"space": {"weightDecay": Uniform(0, 1)}},
-            "may only hold learningRate, maxGradNorm, or .* got 'weightDecay'",
-        ),
-        ({"space": {"model.hidden": Choice([[4], [8]])}}, "change the shapes of the network's weights"),
-        ({"space": lambda trial: {}}, "must be a dict from Params to ranges, got a callable"),
-        ({"population": 1}, "population must be at least 2"),
-        ({"quantile": 0.6}, "quantile must be above 0 and at most 0.5, got 0.6"),
-        ({"perturbation": 1.0}, "perturbation must be above 1 and finite, got 1.0"),
-        ({"estimator": {"keep": "best"}}, "must keep the last epoch; set keep='last' and"),
-        ({"estimator": {"optimizer": torch.optim.SGD}}, "the optimizer's factory sets"),
-    ],
-)
-def test_a_mistake_is_refused_before_anything_starts(
-    table: Any, tmp_path: Path, params: dict[str, Any], sentence: str
-) -> None:
-    trainer = estimator(tmp_path, **params.pop("estimator", {}))
-    with pytest.raises(ValueError, match=sentence):
-        PopulationSearch(**SEARCH | {"estimator": trainer} | params).fit(table)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", [AllReduce(), Zero(stage=1)], ids=str)
 def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, sync: Any) -> None:
     """All members are equal here, so each is one long training, copied or not."""
-    network = ModelSpec("mlp", {**MLP.kwargs, "dropout": 0.2})
-    trainer = estimator(
-        tmp_path,
-        model=network,
-        epochs=5,
-        optimizer="adamw",
-        lrSchedule="one_cycle",
-        emaDecay=0.9,
-        numWorkers=2,
-        sync=sync,
-        checkpointEverySeconds=0,
-    )
-    search = PopulationSearch(
-        estimator=trainer,
-        space={"learningRate": Choice([0.05])},
-        population=2,
-        epochsPerRound=2,
-        parallelism=2,
-    )
+    given = {"model": ModelSpec("mlp", {**MLP.kwargs, "dropout": 0.2}), "epochs": 5, "optimizer": "adamw"}
+    given |= {"lrSchedule": "one_cycle", "emaDecay": 0.9, "numWorkers": 2, "sync": sync}
+    trainer = estimator(tmp_path, checkpointEverySeconds=0, **given)
+    settings = {"space": {"learningRate": Choice([0.05])}, "population": 2, "epochsPerRound": 2}
+    search = PopulationSearch(estimator=trainer, parallelism=2, **settings)
     model = search.fit(table)
     whole = trainer.copy({trainer.learningRate: 0.05}).fit(table)
     assert list(model.trials["epochs"]) == [2, 2, 4, 4, 5, 5]
@@ -87,54 +50,20 @@ def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, 
     columns = ["epoch", "train_loss", "validation_loss", "validation_auroc", "learning_rate"]
     histories = [m.summary.history[columns] for m in (model.bestModel, whole)]
     pd.testing.assert_frame_equal(*histories, check_exact=True)
-    states = [m.module().state_dict() for m in (model.bestModel, whole)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert_same_weights(model.bestModel, whole)
     assert model.bestModel.summary.steps == whole.summary.steps
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["run", "run"]
 
 
-KILLED_DRIVER = """
-import sys
-from tests.extras.search.test_population_search import SEARCH
-from tests.extras.search.test_search import Paced, estimator, small_table
-from pathlib import Path
-from pyspark.sql import SparkSession
-from ringspark.extras.search import PopulationSearch
-
-folder = Path(sys.argv[1])
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-trainer = estimator(folder / "store", callbacks=[Paced(str(folder / "epochs"))], epochs=4)
-PopulationSearch(estimator=trainer, runUri=str(folder / "search"), **SEARCH).fit(small_table(spark))
-"""
-
-
-def without_seconds(model: SearchModel) -> pd.DataFrame:
-    return model.trials.drop(columns="seconds")
-
-
 @pytest.mark.slow
 def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any, tmp_path: Path) -> None:
-    (tmp_path / "epochs").mkdir()
     trainer = estimator(tmp_path / "store", epochs=4, callbacks=[Paced(str(tmp_path / "epochs"))])
     expected = PopulationSearch(estimator=trainer, **SEARCH).fit(table)
-    folder = tmp_path / "search"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])},
-    )
-    try:
-        while not (folder / "round-1" / "member-1" / "history.json").exists():
-            assert driver.poll() is None
-            time.sleep(0.05)
-    finally:
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
+    until = "round-1/member-1/history.json"
+    folder = kill_a_search(tmp_path, "PopulationSearch", "test_population_search", until)
     search = PopulationSearch(estimator=trainer, runUri=str(folder), **SEARCH)
     resumed = search.fit(table)
-    pd.testing.assert_frame_equal(without_seconds(resumed), without_seconds(expected), check_exact=True)
-    states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
+    assert_same_search(resumed, expected)
     # The history of the best member's rate includes the members from which it was copied.
     trials = resumed.trials.set_index(["round", "member"])
     last = trials.loc[3]
@@ -150,9 +79,8 @@ def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any,
     # A finished search trains nothing, and its result is saved without pickle.
     once_more = search.fit(table)
     pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
-    assert sorted(path.name for path in folder.glob("round-*/*")) == [
-        path.name for path in [Path(once_more.bestModel.summary.run_uri)]
-    ]
+    kept = [path.name for path in folder.glob("round-*/*")]
+    assert kept == [Path(once_more.bestModel.summary.run_uri).name]
     once_more.save(str(tmp_path / "model"))
     search.copy({trainer.callbacks: []}).save(str(tmp_path / "stage"))
     assert not list(tmp_path.glob("model/**/objects.pkl"))
@@ -168,14 +96,8 @@ def test_a_killed_search_goes_on_to_the_rounds_of_an_undisturbed_one(table: Any,
 def test_a_failed_member_is_replaced_and_an_evaluator_judges(table: Any, tmp_path: Path) -> None:
     trainer = estimator(tmp_path, optimizer="sgd", epochs=2)
     trainer.clear(trainer.validationIndicatorCol)
-    search = PopulationSearch(
-        estimator=trainer,
-        space={"learningRate": Choice([0.1, 1e30])},
-        evaluator=BinaryClassificationEvaluator(),
-        population=4,
-        parallelism=2,
-        seed=0,
-    )
+    settings = {"evaluator": BinaryClassificationEvaluator(), "population": 4, "parallelism": 2, "seed": 0}
+    search = PopulationSearch(estimator=trainer, space={"learningRate": Choice([0.1, 1e30])}, **settings)
     model = search.fit(table)
     first = model.trials[model.trials["round"] == 0].set_index("member")
     assert set(first["state"]) == {"complete", "failed"}, "the seed draws both"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,14 +17,15 @@ import pandas as pd
 import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
-from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
-from ringspark.estimators import Callback, TorchClassifier, TrainingState
+from ringspark.estimators import Callback, TorchClassifier, TorchRegressor, TrainingState
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.stages import fit_data
 from ringspark.extras.search import Choice, IntRange, OptunaSearch, PopulationSearch, SearchModel, Uniform
+from ringspark.extras.search.saved_search import load_part
 from ringspark.extras.search.trial_data import TrialData
 from ringspark.extras.tables import table_fit
 from ringspark.models import ModelSpec
@@ -39,6 +41,7 @@ SPACE = {
     "batchSize": IntRange(16, 64, step=16),
     "model.hidden": Choice([[4], [8, 8]]),
 }
+RATE = {"learningRate": Uniform(0.01, 0.1)}
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +51,16 @@ def table(spark: Any) -> Any:
 
 def small_table(spark: Any) -> Any:
     """Returns 240 rows of two numbers and a class, with a fifth held out; the same bytes in every session."""
-    plain = spark.range(0, 240, 1, 2).selectExpr(
-        "id", "sin(id) as a", "cos(1.7 * id) as b", "id % 5 = 0 as held"
-    )
+    columns = "id", "sin(id) as a", "cos(1.7 * id) as b", "id % 5 = 0 as held"
+    plain = spark.range(0, 240, 1, 2).selectExpr(*columns)
     features = array_to_vector(F.array("a", "b")).alias("features")
     return plain.select("*", features, F.expr("cast(a + b > 0 as double) as label"))
 
 
 def estimator(folder: Path, **params: Any) -> TorchClassifier:
-    return TorchClassifier(
-        **{
-            "model": MLP,
-            "epochs": 3,
-            "batchSize": 32,
-            "metrics": ["auroc"],
-            "validationIndicatorCol": "held",
-            "storageUri": str(folder),
-            "showProgress": False,
-        }
-        | params
-    )
+    given = {"model": MLP, "epochs": 3, "batchSize": 32, "metrics": ["auroc"]}
+    given |= {"validationIndicatorCol": "held", "storageUri": str(folder), "showProgress": False}
+    return TorchClassifier(**given | params)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +75,8 @@ def found(table: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptunaS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_data, "write_shards", write)
-        search = OptunaSearch(
-            estimator=estimator(folder),
-            space=SPACE,
-            monitor="validation_auroc",
-            numTrials=4,
-            parallelism=2,
-            seed=7,
-        )
+        settings = {"monitor": "validation_auroc", "numTrials": 4, "parallelism": 2, "seed": 7}
+        search = OptunaSearch(estimator=estimator(folder), space=SPACE, **settings)
         model = search.fit(table)
     assert len(writes) == 1, "all trials read one write"
     return search, model, folder
@@ -133,13 +120,9 @@ def test_a_search_and_its_result_survive_a_save_without_pickle(
     assert stage.bestParams == model.bestParams
 
 
-@pytest.mark.parametrize(
-    ("params", "sentence"),
-    [
-        (
-            {"space": {"learningrate": Uniform(0, 1)}},
-            "not a Param of TorchClassifier; did you mean",
-        ),
+MISTAKES = {
+    OptunaSearch: [
+        ({"space": {"learningrate": Uniform(0, 1)}}, "not a Param of TorchClassifier; did you mean"),
         ({"space": {"learningRate": Uniform(0, 1)}}, "learningRate must be above 0 and finite, got 0.0"),
         ({"space": {"epochs": Choice([1, "two"])}}, "epochs must be a whole number, got 'two'"),
         ({"space": {"model.width": Choice([1])}}, "model 'mlp' does not take these arguments: .*'width'"),
@@ -152,14 +135,31 @@ def test_a_search_and_its_result_survive_a_save_without_pickle(
         ({"space": None}, "OptunaSearch needs a space"),
         ({"space": {"learningRate": 0.1}}, "space must give 'learningRate' a range"),
     ],
+    PopulationSearch: [
+        ({"space": {"weightDecay": Uniform(0, 1)}}, "only hold learningRate, maxGradNorm, or .* got 'weig"),
+        ({"space": {"model.hidden": Choice([[4], [8]])}}, "change the shapes of the network's weights"),
+        ({"space": lambda trial: {}}, "must be a dict from Params to ranges, got a callable"),
+        ({"population": 1}, "population must be at least 2"),
+        ({"quantile": 0.6}, "quantile must be above 0 and at most 0.5, got 0.6"),
+        ({"perturbation": 1.0}, "perturbation must be above 1 and finite, got 1.0"),
+        ({"keep": "best"}, "must keep the last epoch; set keep='last' and"),
+        ({"optimizer": torch.optim.SGD}, "the optimizer's factory sets"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "sentence"), [(kind, *case) for kind in MISTAKES for case in MISTAKES[kind]]
 )
 def test_a_mistake_is_refused_before_anything_starts(
-    table: Any, tmp_path: Path, params: dict[str, Any], sentence: str
+    table: Any, tmp_path: Path, kind: Any, params: dict[str, Any], sentence: str
 ) -> None:
-    given = {"estimator": estimator(tmp_path), "space": {"learningRate": Uniform(0.01, 0.1)}} | params
+    trained = {name: params[name] for name in params if name in ("keep", "optimizer")}
+    given = {"estimator": estimator(tmp_path, **trained), "space": RATE}
+    given |= {name: params[name] for name in params if name not in trained}
     with pytest.raises((ValueError, TypeError), match=sentence):
-        OptunaSearch(**given).fit(table)
-    assert not any(path.name.startswith("run-") for path in tmp_path.iterdir())
+        kind(**given).fit(table)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_the_folder_of_a_training_or_of_another_search_is_refused(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    search = kind(estimator=estimator(tmp_path), space={"learningRate": Uniform(0.01, 0.1)})
+    search = kind(estimator=estimator(tmp_path), space=RATE, runUri=str(tmp_path))
     with pytest.raises(ValueError, match=f"a search by {kind.__name__}, but .* holds '{told}'; set another"):
-        search.copy({search.runUri: str(tmp_path)}).fit(table)
+        search.fit(table)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -226,6 +226,7 @@ class Paced(Callback):
     """Makes epochs slow, and writes a file per start of rank 0."""
 
     def __init__(self, folder: str) -> None:
+        Path(folder).mkdir(exist_ok=True)
         self._folder = folder
 
     def on_epoch_end(self, state: TrainingState) -> None:
@@ -242,11 +243,8 @@ def test_a_pruned_trial_stops_its_gang_and_leaves_its_slots(
 ) -> None:
     if collective == "horovod":
         pytest.importorskip("horovod")
-    epochs = tmp_path / "epochs"
-    epochs.mkdir()
-    trainer = estimator(
-        tmp_path / "runs", epochs=40, numWorkers=2, collective=collective, callbacks=[Paced(str(epochs))]
-    )
+    epochs, gang = tmp_path / "epochs", {"numWorkers": 2, "collective": collective}
+    trainer = estimator(tmp_path / "runs", epochs=40, callbacks=[Paced(str(epochs))], **gang)
     search = OptunaSearch(
         estimator=trainer,
         space={"learningRate": Choice([1e-9, 0.1])},
@@ -282,15 +280,9 @@ class WaitsForTheNextTrial(Paced):
 def test_the_next_trial_starts_on_a_pruned_one_s_slots_while_its_neighbour_trains(
     table: Any, tmp_path: Path
 ) -> None:
-    epochs = tmp_path / "epochs"
-    epochs.mkdir()
-    trainer = estimator(
-        tmp_path / "runs",
-        epochs=24,
-        numWorkers=2,  # two gangs use the session's four slots
-        collective="torch",
-        callbacks=[WaitsForTheNextTrial(str(epochs))],
-    )
+    # Two gangs use the session's four slots.
+    gang = {"numWorkers": 2, "collective": "torch", "callbacks": [WaitsForTheNextTrial(str(tmp_path / "e"))]}
+    trainer = estimator(tmp_path / "runs", epochs=24, **gang)
     search = OptunaSearch(
         estimator=trainer,
         space=lambda trial: {trainer.learningRate: [0.1, 1e-9, 0.2][trial.number]},
@@ -333,9 +325,8 @@ class Breaks(BinaryClassificationEvaluator):
 
 
 def test_a_search_that_fails_leaves_no_folders(table: Any, tmp_path: Path) -> None:
-    search = OptunaSearch(
-        estimator=estimator(tmp_path, epochs=1), space=SPACE, numTrials=3, evaluator=Breaks(), parallelism=1
-    )
+    trainer = estimator(tmp_path, epochs=1)
+    search = OptunaSearch(estimator=trainer, space=SPACE, numTrials=3, evaluator=Breaks(), parallelism=1)
     with pytest.raises(RuntimeError, match="on purpose"):
         search.fit(table)
     assert [path.name for path in tmp_path.iterdir()] == []
@@ -398,57 +389,58 @@ SEARCH = {"space": SPACE, "monitor": "validation_loss", "numTrials": 6, "pruner"
 
 KILLED_DRIVER = """
 import sys
-from tests.extras.search.test_search import SEARCH, Paced, estimator, small_table
+from importlib import import_module
 from pathlib import Path
 from pyspark.sql import SparkSession
-from ringspark.extras.search import OptunaSearch
+from ringspark.extras import search
+from tests.extras.search.test_search import Paced, estimator, small_table
 
-folder = Path(sys.argv[1])
+folder, kind, module = Path(sys.argv[1]), getattr(search, sys.argv[2]), import_module(sys.argv[3])
 spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
 trainer = estimator(folder / "store", callbacks=[Paced(str(folder / "epochs"))], epochs=4)
-OptunaSearch(estimator=trainer, runUri=str(folder / "search"), **SEARCH).fit(small_table(spark))
+kind(estimator=trainer, runUri=str(folder / "search"), **module.SEARCH).fit(small_table(spark))
 """
 
 
-def without_seconds(model: SearchModel) -> pd.DataFrame:
-    return model.trials.drop(columns="seconds")
-
-
-@pytest.mark.slow
-def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any, tmp_path: Path) -> None:
-    (tmp_path / "epochs").mkdir()
-    trainer = estimator(tmp_path / "store", epochs=4, callbacks=[Paced(str(tmp_path / "epochs"))])
-    expected = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
-    again = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
-    pd.testing.assert_frame_equal(without_seconds(again), without_seconds(expected), check_exact=True)
-
-    for file in (tmp_path / "epochs").iterdir():
-        file.unlink()
-    folder = tmp_path / "search"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", KILLED_DRIVER, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])},
-    )
+def kill_a_search(folder: Path, kind: str, module: str, until: str) -> Path:
+    """Kills the driver of a search when the file `until` exists in its folder; returns the folder."""
+    command = [sys.executable, "-c", KILLED_DRIVER, str(folder), kind, f"tests.extras.search.{module}"]
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
+    driver = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     try:
-        while not (folder / "trials" / "2" / "history.json").exists():
+        while not (folder / "search" / until).exists():
             assert driver.poll() is None
             time.sleep(0.05)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    study = optuna.load_study(
-        study_name=None,
-        storage=optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
-        ),
-    )
+    return folder / "search"
+
+
+def assert_same_weights(*models: Any) -> None:
+    states = [model.module().state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def assert_same_search(*models: SearchModel) -> None:
+    """Compares the trials, without their seconds, and the best weights; bit for bit."""
+    trials = (model.trials.drop(columns="seconds") for model in models)
+    pd.testing.assert_frame_equal(*trials, check_exact=True)
+    assert_same_weights(*(model.bestModel for model in models))
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_to_the_trials_of_an_undisturbed_one(table: Any, tmp_path: Path) -> None:
+    trainer = estimator(tmp_path / "store", epochs=4, callbacks=[Paced(str(tmp_path / "epochs"))])
+    expected = OptunaSearch(estimator=trainer, **SEARCH).fit(table)
+    assert_same_search(OptunaSearch(estimator=trainer, **SEARCH).fit(table), expected)
+    folder = kill_a_search(tmp_path, "OptunaSearch", "test_search", "trials/2/history.json")
+    file = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+    study = optuna.load_study(study_name=None, storage=optuna.storages.JournalStorage(file))
     assert [trial.state.name for trial in study.trials][-1] == "RUNNING"
     search = OptunaSearch(estimator=trainer, runUri=str(folder), **SEARCH)
     resumed = search.fit(table)
-    pd.testing.assert_frame_equal(without_seconds(resumed), without_seconds(expected), check_exact=True)
-    states = [model.bestModel.module().state_dict() for model in (resumed, expected)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
+    assert_same_search(resumed, expected)
     # A finished search trains nothing, and returns the same model.
     once_more = search.fit(table)
     pd.testing.assert_frame_equal(once_more.trials, resumed.trials, check_exact=True)
@@ -474,18 +466,11 @@ def test_trials_on_a_table_share_its_newest_rows_and_one_plan(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame = columns_of_a_table(spark)
-    plain = TorchClassifier(
-        labelCol="label", timeCol="day", model=SMALL, storageUri=str(tmp_path / "store"), showProgress=False
-    )
-    space = {
-        "epochs": Choice([2, 3]),
-        "batchSize": Choice([16, 32]),
-        "seed": Choice([1, 2]),
-        "model.width": Choice([4, 8]),
-    }
-    search = OptunaSearch(
-        estimator=plain, space=space, numTrials=2, pruner="none", seed=1, runUri=str(tmp_path / "search")
-    )
+    given = {"storageUri": str(tmp_path / "store"), "showProgress": False}
+    plain = TorchClassifier(labelCol="label", timeCol="day", model=SMALL, **given)
+    choices = {"epochs": [2, 3], "batchSize": [16, 32], "seed": [1, 2], "model.width": [4, 8]}
+    given = {"space": {name: Choice(values) for name, values in choices.items()}, "numTrials": 2, "seed": 1}
+    search = OptunaSearch(estimator=plain, **given, pruner="none", runUri=str(tmp_path / "search"))
     model = search.fit(frame)
     assert list(model.trials["state"]) == ["complete"] * 2
     (shards,) = (tmp_path / "search").glob("shards-*")  # all trials read one write
@@ -521,3 +506,69 @@ def test_networks_for_tables_compete_on_rows_that_none_trained_on(spark: Any, tm
     refused = search.copy({search.space: {"model": Choice([MLP])}})
     with pytest.raises(ValueError, match="model must be a ModelSpec of 'tabpack' or 'tabm' for a table"):
         refused.fit(frame)
+
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+class Net:
+    load = staticmethod(lambda path: path)
+"""
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "evil.Net",
+        "pyspark.ml.pipeline.PipelineModel",
+        "org.apache.spark.ml.PipelineModel",
+        "ringspark.estimators.stages.persistence.json",
+    ],
+)
+def test_a_saved_part_of_another_class_is_refused_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    (tmp_path / "evil.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    metadata = tmp_path / "best-model" / "metadata"
+    metadata.mkdir(parents=True)
+    text = {"class": named, "uid": "x", "sparkVersion": "4.0.0", "paramMap": {}, "defaultParamMap": {}}
+    (metadata / "part-00000").write_text(json.dumps(text))
+    with pytest.raises(ValueError, match=f"names the class '{named}', .* set RINGSPARK_ALLOW_PICKLE=1"):
+        load_part(str(tmp_path), "best-model")
+    assert not (tmp_path / "ran").exists()
+    if named == "evil.Net":
+        monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
+        assert load_part(str(tmp_path), "best-model").endswith("best-model")
+        del sys.modules["evil"]
+
+
+def test_a_saved_evaluator_of_spark_is_loaded(spark: Any, tmp_path: Path) -> None:
+    RegressionEvaluator(metricName="mae").save(str(tmp_path / "evaluator"))
+    assert load_part(str(tmp_path), "evaluator").getMetricName() == "mae"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
+def test_trials_are_runs_below_the_run_of_mlflow_that_was_active_at_fit(spark: Any, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
+    given = {"model": ModelSpec("mlp", {"in_features": 1, "hidden": [], "out_features": 1})}
+    given |= {"featuresCol": "x", "labelCol": "y", "storageUri": str(tmp_path / "store")}
+    tracking = [{"name": "mlflow", "tracking_uri": uri, "log_model": False}]
+    trainer = TorchRegressor(**given, showProgress=False, tracking=tracking)
+    search = OptunaSearch(estimator=trainer, space=RATE, numTrials=2, parallelism=2, pruner="none")
+    frame = spark.range(64).selectExpr("array(cast(id as float)) as x", "cast(id % 3 as double) as y")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(uri)
+    try:
+        with mlflow.start_run(experiment_id=experiment) as parent:
+            model = search.fit(frame)
+    finally:
+        mlflow.set_tracking_uri(before)
+    runs = [run for run in client.search_runs([experiment]) if run.info.run_id != parent.info.run_id]
+    assert [run.data.tags["mlflow.parentRunId"] for run in runs] == [parent.info.run_id] * 2
+    rates = {float(run.data.params["learningRate"]) for run in runs}
+    assert rates == set(model.trials["learningRate"])
