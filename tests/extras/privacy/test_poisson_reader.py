@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,31 +12,30 @@ import pytest
 from private_shards import private_config
 
 from ringspark.extras.privacy.poisson_reader import PoissonReader, plan_poisson
-from ringspark.pipelines import ShardManifest, open_reader
+from ringspark.pipelines import open_reader
 
-MakeShards = Callable[..., ShardManifest]
 ROWS, BATCH = 101, 9
 
 
-def readers(manifest: ShardManifest, run: Path, ranks: int, **changes: Any) -> list[PoissonReader]:
-    config = private_config(manifest, run, batch_size=BATCH, **changes)
-    return [
-        PoissonReader(open_reader(manifest, ["x"], rank, ranks, BATCH, shuffle=False, engine="arrow"), config)
-        for rank in range(ranks)
-    ]
-
-
 @pytest.fixture
-def manifest(make_shards: MakeShards) -> ShardManifest:
-    return make_shards({"x": np.arange(ROWS)}, row_group_rows=16)
+def readers(make_shards: Any, tmp_path: Path) -> Callable[..., list[PoissonReader]]:
+    """Returns a function that returns the readers of some ranks."""
+
+    def make(ranks: int, rows: int = ROWS, **changes: Any) -> list[PoissonReader]:
+        name = "-".join(["x", *changes.values()])
+        manifest = make_shards({"x": np.arange(rows)}, row_group_rows=16, name=name)
+        config = private_config(manifest, tmp_path, batch_size=BATCH, **changes)
+        given = {"num_shards": ranks, "batch_size": BATCH, "shuffle": False, "engine": "arrow"}
+        plain = (open_reader(manifest, ["x"], rank, **given) for rank in range(ranks))
+        return [PoissonReader(reader, config) for reader in plain]
+
+    return make
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_row_is_in_each_step_with_the_same_probability(
-    manifest: ShardManifest, tmp_path: Path, ranks: int
-) -> None:
+def test_every_row_is_in_each_step_with_the_same_probability(readers: Any, ranks: int) -> None:
     taken = []
-    for reader in readers(manifest, tmp_path, ranks):
+    for reader in readers(ranks):
         assert reader.num_steps == 12
         steps = [batch["x"] for epoch in range(300) for batch in reader.batches(epoch)]
         taken.append(np.stack([np.bincount(step, minlength=ROWS) for step in steps]))
@@ -53,41 +53,35 @@ def test_every_row_is_in_each_step_with_the_same_probability(
     assert len({tuple(each) for each in counts}) >= number - 5
 
 
-def test_some_ranks_have_no_row_in_a_step(manifest: ShardManifest, tmp_path: Path) -> None:
-    reader = readers(manifest, tmp_path, BATCH)[0]
+def test_some_ranks_have_no_row_in_a_step(readers: Any) -> None:
+    reader = readers(BATCH)[0]
     sizes = [len(batch["x"]) for epoch in range(20) for batch in reader.batches(epoch)]
     assert min(sizes) == 0 < max(sizes)
 
 
-def test_a_share_of_all_rows_takes_every_row(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards({"x": np.arange(BATCH)})
-    for batch in readers(manifest, tmp_path, 1)[0].batches(0):
+def test_a_share_of_all_rows_takes_every_row(readers: Any) -> None:
+    for batch in readers(1, rows=BATCH)[0].batches(0):
         np.testing.assert_array_equal(batch["x"], np.arange(BATCH))
 
 
-def test_a_resume_takes_the_remaining_steps(manifest: ShardManifest, tmp_path: Path) -> None:
-    assert len(list(readers(manifest, tmp_path, 1)[0].batches(1, start_step=7))) == 5
+def test_a_resume_takes_the_remaining_steps(readers: Any) -> None:
+    assert len(list(readers(1)[0].batches(1, start_step=7))) == 5
 
 
 @pytest.mark.parametrize("cache", ["disk", "memory", "auto"])
-def test_rows_can_wait_on_the_disk(manifest: ShardManifest, tmp_path: Path, cache: str) -> None:
-    (reader,) = readers(manifest, tmp_path, 1, cache=cache)
+def test_rows_can_wait_on_the_disk(readers: Any, cache: str) -> None:
+    (reader,) = readers(1, cache=cache)
     assert isinstance(reader._columns["x"], np.memmap) is (cache == "disk")
     np.testing.assert_array_equal(np.sort(reader._columns["x"]), np.arange(ROWS))
     rows = np.concatenate([batch["x"] for epoch in range(40) for batch in reader.batches(epoch)])
     assert set(rows.tolist()) == set(range(ROWS))
 
 
-def test_rows_that_do_not_fit_are_refused(
-    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Free:
-        available = 800
-
-    monkeypatch.setattr("psutil.virtual_memory", Free)
+def test_rows_that_do_not_fit_are_refused(readers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=800))
     with pytest.raises(ValueError, match="101 rows take 808 B of 800 B free memory; set cache='disk'"):
-        readers(manifest, tmp_path, 1, cache="memory")
-    assert isinstance(readers(manifest, tmp_path, 1, cache="auto")[0]._columns["x"], np.memmap)
+        readers(1, cache="memory")
+    assert isinstance(readers(1, cache="auto")[0]._columns["x"], np.memmap)
 
 
 def test_the_plan_tells_only_the_expected_number_of_rows() -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from failing_callback import Dies
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from ringspark.estimators import Callback, TorchClassificationModel, TorchClassifier, TrainingState
+from ringspark.estimators import TorchClassificationModel, TorchClassifier
 from ringspark.extras.privacy.ledger import compute_epsilon
 
 ROWS = 600
@@ -40,18 +39,6 @@ def classifier(**changes: Any) -> TorchClassifier:
     return TorchClassifier(**{**given, **changes})
 
 
-class DiesOnce(Callback):
-    """Ends the process of rank 0 in the first start."""
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == 30 and state.rank == 0 and not self._path.exists():
-            self._path.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_private_fit_keeps_its_promise_through_a_restart(frame: DataFrame, tmp_path: Path) -> None:
@@ -60,7 +47,7 @@ def test_a_private_fit_keeps_its_promise_through_a_restart(frame: DataFrame, tmp
         validationIndicatorCol="public",
         metrics=["auroc"],
         checkpointEverySteps=20,
-        callbacks=[DiesOnce(str(tmp_path / "died"))],
+        callbacks=[Dies(tmp_path / "died", step=30)],
         runUri=str(tmp_path / "run"),
     )
     model = estimator.fit(frame)

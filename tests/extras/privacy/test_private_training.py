@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from private_shards import ROWS, columns, network, noise_of_steps, objects, privacy, private_config
+from failing_callback import Fails
+from private_shards import (
+    ROWS,
+    MakeConfig,
+    columns,
+    network,
+    noise_of_steps,
+    objects,
+    privacy,
+    private_config,
+)
 from ranks import GANGS
 from small_training import train_gang, weights_of
 from torch import nn
@@ -20,12 +29,11 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.privacy.ledger import compute_epsilon, read_ledger
 from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
-NOISE = 1.3
-CLIP = 0.5
+NOISE, CLIP = 1.3, 0.5
 
 
 @pytest.mark.distributed
@@ -39,11 +47,11 @@ CLIP = 0.5
     ],
 )
 def test_the_noise_of_a_step_does_not_depend_on_the_number_of_ranks(
-    make_shards: MakeShards, tmp_path: Path, workers: int, collective: str
+    manifest: ShardManifest, tmp_path: Path, workers: int, collective: str
 ) -> None:
     """The summed gradient has noise of variance (sigma C)^2, added once, and it is divided by q N."""
     noisy = privacy(noise_multiplier=NOISE, max_grad_norm=CLIP)
-    moves = noise_of_steps(make_shards(columns()), tmp_path, noisy, workers, collective)
+    moves = noise_of_steps(manifest, tmp_path, noisy, workers, collective)
     assert moves.numel() == 80 * 500
     # The variance of a variance estimate of n normal numbers is 2 / n: this is 5 standard deviations.
     assert float(moves.var()) == pytest.approx((NOISE * CLIP) ** 2, rel=5 * (2 / moves.numel()) ** 0.5)
@@ -55,32 +63,21 @@ def test_the_noise_of_a_step_does_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", GANGS)
-def test_ranks_train_as_one_rank_on_the_same_rows(
-    make_shards: MakeShards, tmp_path: Path, collective: str
-) -> None:
+def test_ranks_train_as_one_rank_on_the_same_rows(config: Any, tmp_path: Path, collective: str) -> None:
     """With q = 1 each step has all rows, and the noise is too small to see."""
-    manifest = make_shards(columns())
-    quiet = privacy(noise_multiplier=1e-7)
-    config = private_config(manifest, tmp_path / "one", privacy=quiet, batch_size=ROWS, epochs=5)
-    one = weights_of(train_here(config, objects()), network())
-    config = replace(config, run_uri=str(tmp_path / "two"), num_workers=2, collective=collective)
-    two = weights_of(train_gang(config, objects()), network())
-    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
-
-
-def test_a_training_with_all_rows_equals_clipped_gradient_descent(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    data, config = columns(), private_config(make_shards(columns()), tmp_path / "run")
-    config = replace(
-        config,
-        privacy=privacy(noise_multiplier=1e-7),
-        batch_size=ROWS,
-        epochs=3,
-        weight_column="w",
-        gradient_accumulation=7,
+    one = config(privacy=privacy(noise_multiplier=1e-7), batch_size=ROWS, epochs=5)
+    two = replace(one, run_uri=str(tmp_path / "two"), num_workers=2, collective=collective)
+    found = (
+        weights_of(train(each, objects()), network())
+        for train, each in ((train_here, one), (train_gang, two))
     )
-    found = weights_of(train_here(config, objects()), network())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_a_training_with_all_rows_equals_clipped_gradient_descent(config: MakeConfig) -> None:
+    data, quiet = columns(), privacy(noise_multiplier=1e-7)
+    changes = {"batch_size": ROWS, "epochs": 3, "weight_column": "w", "gradient_accumulation": 7}
+    found = weights_of(train_here(config(privacy=quiet, **changes), objects()), network())
     module = network()
     for _ in range(3):
         sums = [torch.zeros_like(p) for p in module.parameters()]
@@ -98,7 +95,7 @@ def test_a_training_with_all_rows_equals_clipped_gradient_descent(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_the_history_has_no_number_of_training_rows(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_the_history_has_no_number_of_training_rows(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(columns(), validation=np.arange(ROWS) >= ROWS - 40)
     run = tmp_path / "run"
     config = private_config(manifest, run, metrics=("rmse",), log_every_steps=1, batch_size=20)
@@ -111,46 +108,36 @@ def test_the_history_has_no_number_of_training_rows(make_shards: MakeShards, tmp
     assert "NaN" not in (run / "history.json").read_text()
 
 
-def test_two_trainings_with_one_seed_have_different_noise(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest, found = make_shards(columns()), []
-    for name in ("one", "two"):
-        config = private_config(manifest, tmp_path / name, epochs=1, learning_rate=1.0)
-        found.append(weights_of(train_here(config, objects()), network()))
+def test_two_trainings_with_one_seed_have_different_noise(config: MakeConfig, tmp_path: Path) -> None:
+    one = config(epochs=1, learning_rate=1.0)
+    both = (one, replace(one, run_uri=str(tmp_path / "two")))
+    found = [weights_of(train_here(each, objects()), network()) for each in both]
     # A few of the random weights may be close by chance.
     assert torch.isclose(*found).float().mean() < 0.05
 
 
-class Dies(Callback):
-    """Ends the training with an error after a number of steps."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self._step:
-            raise RuntimeError("killed")
-
-
-def resumed(make_shards: MakeShards, tmp_path: Path, **changes: Any) -> Any:
-    """Trains 12 steps; the first start dies after step 9 with a checkpoint of step 6."""
-    config = private_config(make_shards(columns()), tmp_path / "run", batch_size=60, epochs=3, **changes)
-    config = replace(config, checkpoint_every_steps=6, checkpoint_every_seconds=0)
-    with pytest.raises(RuntimeError, match="killed"):
-        train_here(config, objects(callbacks=(Dies(9),)))
-    return config, train_here(config, objects(callbacks=(Dies(-1),)))
+def dies(make: MakeConfig, **changes: Any) -> tuple[TrainConfig, UserObjects]:
+    """Begins a training of 12 steps, which dies after step 9 with a checkpoint of step 6."""
+    every = {"checkpoint_every_steps": 6, "checkpoint_every_seconds": 0}
+    config = make(batch_size=60, epochs=3, **every, **changes)
+    given = config, objects(callbacks=(Fails(Path(f"{config.run_uri}-failed"), step=9),))
+    with pytest.raises(RuntimeError, match="step 9"):
+        train_here(*given)
+    return given
 
 
-def test_a_resumed_run_charges_the_lost_steps(make_shards: MakeShards, tmp_path: Path) -> None:
-    config, result = resumed(make_shards, tmp_path)
+def test_a_resumed_run_charges_the_lost_steps(config: MakeConfig) -> None:
+    begun = dies(config)
+    result = train_here(*begun)
     assert result.resumed_steps == (6,)
     # 9 steps of the first start, and the 6 steps after the checkpoint.
     assert result.privacy.charged == ((1.0, 0.25, 9), (1.0, 0.25, 6))
     assert result.privacy.epsilon == pytest.approx(compute_epsilon(((1.0, 0.25, 15),), 1e-5, "rdp"))
-    assert read_ledger(config.run_uri) == result.privacy
+    assert read_ledger(begun[0].run_uri) == result.privacy
 
 
-def test_a_resumed_run_keeps_the_promise_by_more_noise(make_shards: MakeShards, tmp_path: Path) -> None:
-    _, result = resumed(make_shards, tmp_path, privacy=privacy(noise_multiplier=None, epsilon=2.0))
+def test_a_resumed_run_keeps_the_promise_by_more_noise(config: MakeConfig) -> None:
+    result = train_here(*dies(config, privacy=privacy(noise_multiplier=None, epsilon=2.0)))
     (first, _, lost), (second, _, rest) = result.privacy.charged
     assert (lost, rest) == (9, 6)
     assert second > 1.05 * first
@@ -158,46 +145,36 @@ def test_a_resumed_run_keeps_the_promise_by_more_noise(make_shards: MakeShards, 
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["missing", "of an earlier time"])
-def test_a_run_without_its_ledger_does_not_resume(
-    make_shards: MakeShards, tmp_path: Path, is_gone: bool
-) -> None:
-    config = private_config(make_shards(columns()), tmp_path / "run", batch_size=60, epochs=3)
-    config = replace(config, checkpoint_every_steps=6, checkpoint_every_seconds=0)
-    with pytest.raises(RuntimeError, match="killed"):
-        train_here(config, objects(callbacks=(Dies(9),)))
+def test_a_run_without_its_ledger_does_not_resume(config: MakeConfig, tmp_path: Path, is_gone: bool) -> None:
+    begun = dies(config)
     path = tmp_path / "run" / "privacy.json"
     spent = json.loads(path.read_text())
     path.write_text(json.dumps({**spent, "charged": [[1.0, 0.25, 5]]}))
     if is_gone:
         path.unlink()
     with pytest.raises(ValueError, match=r"taken 6 private steps, .* counts [05] of them, so epsilon"):
-        train_here(config, objects(callbacks=(Dies(-1),)))
+        train_here(*begun)
 
 
-def test_a_ledger_is_written_before_the_step(make_shards: MakeShards, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_ledger_is_written_before_the_step(config: MakeConfig, tmp_path: Path) -> None:
     counts: list[int] = []
 
     class Reads(Callback):
         belongs_to_rank = True  # is not copied for a training in this process
 
         def on_step_end(self, state: TrainingState) -> None:
-            counts.append(sum(steps for *_, steps in read_ledger(str(run)).charged) - state.step)
+            charged = read_ledger(str(tmp_path / "run")).charged
+            counts.append(sum(steps for *_, steps in charged) - state.step)
 
-    train_here(private_config(make_shards(columns()), run, epochs=30), objects(callbacks=(Reads(),)))
+    train_here(config(epochs=30), objects(callbacks=(Reads(),)))
     # 240 steps are written in blocks of 2, so the file is never behind, and at most one step ahead.
     assert set(counts) == {0, 1}
 
 
-def test_a_spent_budget_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = private_config(
-        make_shards(columns()),
-        tmp_path / "run",
-        privacy=privacy(noise_multiplier=None, epsilon=2.0),
-        charged_before=((1.0, 0.25, 100),),
-    )
+def test_a_spent_budget_is_refused(config: MakeConfig) -> None:
+    spent = {"charged_before": ((1.0, 0.25, 100),), "privacy": privacy(noise_multiplier=None, epsilon=2.0)}
     with pytest.raises(ValueError, match=r"the 100 earlier steps have spent 20.18, .*; raise epsilon"):
-        train_here(config, objects())
+        train_here(config(**spent), objects())
 
 
 class Notices(nn.Module):
@@ -214,9 +191,8 @@ class Notices(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-def test_no_row_reaches_a_buffer_of_the_trained_network(make_shards: MakeShards, tmp_path: Path) -> None:
-    module = Notices()
-    result = train_here(private_config(make_shards(columns()), tmp_path / "run"), objects(module=module))
+def test_no_row_reaches_a_buffer_of_the_trained_network(config: MakeConfig) -> None:
+    result = train_here(config(), objects(module=Notices()))
     saved = Notices()
     load_checkpoint(result.checkpoint_uri, saved)
     assert not saved.seen.any()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from private_shards import ROWS, WIDTH, columns, network, objects, privacy, private_config
+from private_shards import ROWS, WIDTH, MakeConfig, columns, network, objects, privacy, private_config
 from pyspark.ml.evaluation import RegressionEvaluator
 from torch import nn
 
@@ -37,38 +37,23 @@ from ringspark.models import ModelSpec
 from ringspark.models.reports import add_loss
 from ringspark.pipelines import HashBuckets, Padded, ShardManifest, Vocabulary
 
-MakeShards = Callable[..., ShardManifest]
+GIVEN: dict[str, Any] = {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"compile": True},
-            "compile .True. needs one gradient for a whole batch, but privacy clips",
-        ),
-        (
-            {"num_workers": 2, "parallelism": Mesh(tensor=2), "collective": "torch"},
-            "gives each worker only a shard",
-        ),
+        ({"compile": True}, "compile .True. needs one gradient for a whole batch, but privacy clips"),
+        ({"num_workers": 2, "parallelism": Mesh(tensor=2), "collective": "torch"}, "gives each worker only"),
         ({"num_workers": 2, "sync": Zero(stage=1)}, r"sync=Zero\(stage=1\) synchronizes workers in another"),
-        (
-            {"num_workers": 2, "sync": LocalSGD(steps=2)},
-            r"sync=LocalSGD\(steps=2\) synchronizes workers in",
-        ),
-        (
-            {"sync": {"name": "allreduce", "compression": PowerSGD(rank=1)}},
-            "needs a plain all-reduce of the gradients",
-        ),
+        ({"num_workers": 2, "sync": LocalSGD(steps=2)}, r"sync=LocalSGD\(steps=2\) synchronizes workers in"),
+        ({"sync": {"name": "allreduce", "compression": PowerSGD(rank=1)}}, "needs a plain all-reduce of the"),
         ({"batch_size_schedule": ((2, 64),)}, "changes the share of the rows"),
         ({"training_step": "own"}, "trainingStep needs one gradient for a whole batch"),
         ({"losses": (NETWORK_LOSS,)}, "a loss that takes the module needs one gradient"),
         ({"soft_label_column": "teacher"}, "may reveal the rows that it was trained on"),
         ({"certify": True, "run_uri": "r"}, "certify needs steps that can be repeated"),
-        (
-            {"noise_scale": True},
-            "noiseScale needs values .* without noise, but privacy adds noise",
-        ),
+        ({"noise_scale": True}, "noiseScale needs values .* without noise, but privacy adds noise"),
         ({"precision": "fp16"}, "'fp16' needs to skip a step because of single rows"),
         ({"on_non_finite": "skip"}, "onNonFinite 'skip' needs to skip a step because of"),
         ({"gradient_checkpointing": "sqrt"}, "gradientCheckpointing .* needs one gradient for"),
@@ -102,14 +87,19 @@ def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:
 
 def test_a_dict_and_both_spellings_mean_the_same() -> None:
     wanted = Privacy(epsilon=3, delta=1e-6, max_grad_norm=1.0)
-    assert Privacy(epsilon=3, delta=1e-6, maxGradNorm=1.0) == wanted  # type: ignore[call-arg]
-    stage = TorchRegressor(privacy={"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0})
-    assert stage.getPrivacy() == wanted
+    assert Privacy(**GIVEN) == wanted
+    assert TorchRegressor(privacy=GIVEN).getPrivacy() == wanted
     assert TorchRegressor(privacy=wanted).setPrivacy(None).getPrivacy() is None
 
 
+@pytest.fixture
+def check(manifest: ShardManifest, config: MakeConfig) -> Callable[..., object]:
+    """Returns a function that checks settings, some of them changed, with objects of the user."""
+    return lambda changes={}, **given: check_training(config(**changes), objects(**given), manifest)
+
+
 class Counts(nn.Module):
-    """Keeps a running mean of the rows."""
+    """Counts its batches in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,17 +111,25 @@ class Counts(nn.Module):
         return self.layer(x)
 
 
-class Largest(nn.Module):
+class Largest(Counts):
     """Keeps the largest number of the rows, which rows of zeros do not move."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-        self.register_buffer("largest", torch.zeros(()))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.copy_(torch.maximum(self.seen, x.detach().abs().max()))
+        return self.layer(x)
+
+
+class Reports(Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        add_loss(x.square().mean(1))
+        return self.layer(x)
+
+
+class Pairs(Counts):
+    """Needs an even number of rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
-        return self.layer(x)
+        return self.layer(x.view(-1, 2, WIDTH).flip(1).reshape(-1, WIDTH))
 
 
 class Limited(nn.Module):
@@ -144,27 +142,6 @@ class Limited(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(self.ids(x[:, 0].long().clamp(0, 49)))
-
-
-class Reports(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        add_loss(x.square().mean(1))
-        return self.layer(x)
-
-
-class Pairs(nn.Module):
-    """Needs an even number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.view(-1, 2, WIDTH).flip(1).reshape(-1, WIDTH))
 
 
 class Listed(nn.Module):
@@ -193,90 +170,62 @@ class Hidden(nn.Module):
         return self.others[0](self.layer(x))
 
 
+LISTED = r"forward .* reads the weights ('layer\.weight'|of shape \(4, 6\)) from a list, a closure"
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (
-            nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)),
-            "BatchNorm1d '0' takes means .*GroupNorm",
-        ),
+        (nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)), "BatchNorm1d '0' takes mea.*GroupNorm"),
         (Counts(), "also change the buffer 'seen' of model Counts"),
-        (Largest(), "also change the buffer 'largest' of model Largest"),
+        (Largest(), "also change the buffer 'seen' of model Largest"),
         (Limited(), "changes the weights 'ids.weight' of single rows, as an Embedding with max_norm"),
         (Reports(), "add losses by add_loss; leave add_loss out"),
         (Pairs(), "model Pairs cannot run a single row"),
-        *(
-            (
-                Listed(way),
-                r"forward .* reads the weights ('layer\.weight'|of shape \(4, 6\)) from a list, a closure",
-            )
-            for way in ("list", "closure", "both")
-        ),
+        *((Listed(way), LISTED) for way in ("list", "closure", "both")),
         (Hidden(), r"reads the weights of shape \((1, 3|1,)\) from a list"),
     ],
 )
-def test_networks_that_mix_or_keep_rows_are_refused(
-    make_shards: MakeShards, tmp_path: Path, module: nn.Module, message: str
-) -> None:
-    manifest = make_shards(columns())
+def test_networks_that_mix_or_keep_rows_are_refused(check: Any, module: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_training(private_config(manifest, tmp_path), objects(module=module), manifest)
+        check(module=module)
 
 
-def test_an_output_that_does_not_fit_the_label_is_said_first(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(columns())
-    config = private_config(manifest, tmp_path)
-    with pytest.raises(ValueError, match=r"must return .* change the model's last layer"):
-        check_training(replace(config, task="regression"), objects(module=nn.Linear(WIDTH, 3)), manifest)
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({}, {"transform_batch": lambda inputs, labels: (inputs, labels)}, "transformBatch can mix"),
+        ({"privacy": privacy(delta=0.01)}, {}, r"delta must be below 1 / rows \(0\.0042\), .*lower delta"),
+        ({"batch_size": ROWS + 1}, {}, "must not exceed the 240 training rows"),
+        # The default of monitor is the training loss, if no row is held out.
+        ({"keep": "best"}, {}, "monitor 'train_loss' needs values of the training rows"),
+        ({"patience": 1}, {}, "monitor 'train_loss' needs values of the training rows"),
+        # An output that does not fit the label is said first.
+        ({}, {"module": nn.Linear(WIDTH, 3)}, r"must return .* change the model's last layer"),
+    ],
+)
+def test_other_uses_of_rows_are_refused(check: Any, changes: Any, given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(changes, **given)
 
 
-def test_other_uses_of_rows_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(columns())
-    config = private_config(manifest, tmp_path)
-
-    def refused(message: str, config: TrainConfig = config, **given: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            check_training(config, objects(**given), manifest)
-
-    refused("transformBatch can mix", transform_batch=lambda inputs, labels: (inputs, labels))
-    refused(
-        r"delta must be below 1 / rows \(0\.0042\), .*lower delta",
-        replace(config, privacy=privacy(delta=0.01)),
-    )
-    refused("must not exceed the 240 training rows", replace(config, batch_size=ROWS + 1))
-    # The default of monitor is the training loss, if no row is held out.
-    refused("monitor 'train_loss' needs values of the training rows", replace(config, keep="best"))
-    refused("monitor 'train_loss' needs values of the training rows", replace(config, patience=1))
-
-
-def test_pretrained_weights_of_a_private_run_are_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    manifest = make_shards(columns())
-    config = private_config(manifest, tmp_path / "run", epochs=1)
-    weights = train_here(config, objects()).checkpoint_uri
-    more = replace(config, run_uri=str(tmp_path / "more"), pretrained=Pretrained(uri=weights))
-    with pytest.raises(ValueError, match=r"weights of a private training, .* set initialModel to its model"):
-        check_training(more, objects(), manifest)
-
-
-@pytest.mark.parametrize("named", ["model", "model/weights/model.safetensors", "link", "file"])
-def test_pretrained_weights_of_a_saved_private_model_are_refused(
-    make_shards: MakeShards, tmp_path: Path, named: str
+@pytest.mark.parametrize("named", ["run", "model", "model/weights/model.safetensors", "link", "file"])
+def test_pretrained_weights_of_a_private_run_or_model_are_refused(
+    manifest: ShardManifest, config: MakeConfig, tmp_path: Path, named: str
 ) -> None:
-    manifest = make_shards(columns())
-    result = train_here(private_config(manifest, tmp_path / "run", epochs=1), objects())
+    result = train_here(config(epochs=1), objects())
     model = TorchRegressionModel(model=ModelSpec("linear", {"in_features": WIDTH, "out_features": 1}))
     model._set_trained(result.checkpoint_uri, [()], TrainingSummary.of(result), input_columns=["x"])
     model.save(str(tmp_path / "model"))
     (tmp_path / "link").symlink_to(tmp_path / "model")
     (tmp_path / "file").symlink_to(tmp_path / "model" / "weights")
-    more = private_config(manifest, tmp_path / "more", pretrained=Pretrained(uri=str(tmp_path / named)))
+    weights = Pretrained(uri=result.checkpoint_uri if named == "run" else str(tmp_path / named))
+    more = replace(config(pretrained=weights), run_uri=str(tmp_path / "more"))
     with pytest.raises(ValueError, match=r"weights of a private training, .* set initialModel to its model"):
         check_training(more, objects(), manifest)
 
 
-def test_early_stopping_by_rows_without_protection_is_allowed(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_early_stopping_by_rows_without_protection_is_allowed(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(columns(), validation=np.arange(ROWS) % 4 == 0)
     config = private_config(manifest, tmp_path / "run", patience=1, keep="best", epochs=3, ema_decay=0.9)
     result = train_here(config, objects())
@@ -300,11 +249,7 @@ def test_column_types_that_learn_from_rows_are_refused(kind: Any, message: str) 
 
 def test_fits_that_look_at_all_rows_or_train_often_are_refused(spark: Any) -> None:
     frame = spark.createDataFrame([(float(i), float(i % 2)) for i in range(20)], ["x", "label"])
-    given: dict[str, Any] = {
-        "privacy": {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0},
-        "batchSize": 4,
-        "inputCols": ["x"],
-    }
+    given: dict[str, Any] = {"privacy": GIVEN, "batchSize": 4, "inputCols": ["x"]}
     with pytest.raises(ValueError, match="give model a network of your own"):
         TorchClassifier(**given).fit(frame)
     regressor = TorchRegressor(model=nn.Linear(1, 1), **given)

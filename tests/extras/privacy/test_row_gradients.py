@@ -44,15 +44,12 @@ class Tied(nn.Module):
         return self.last(nn.functional.linear(self.first(x).tanh(), self.first.weight))
 
 
-class Centered(nn.Module):
+class Centered(nn.Linear):
     """Mixes the rows of a batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 1)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) - 0.5 * self.layer(x).mean(0)
+        y = super().forward(x)
+        return y - 0.5 * y.mean(0)
 
 
 def image_network() -> nn.Module:
@@ -72,7 +69,7 @@ NETWORKS: dict[str, tuple[Any, Any]] = {
     "lstm": (lambda: Recurrent(nn.LSTM), (7, 3)),
     "gru": (lambda: Recurrent(nn.GRU), (7, 3)),
     "tied": (Tied, (6,)),
-    "centered": (Centered, (6,)),
+    "centered": (lambda: Centered(6, 1), (6,)),
 }
 
 
@@ -105,50 +102,48 @@ def in_a_loop(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return sums
 
 
+def sums_of(rows: RowGradients, batch: Batch) -> dict[str, torch.Tensor]:
+    sums = rows.zeros()
+    rows.add(batch, sums)
+    return sums
+
+
+def equal_to_a_loop(
+    network: nn.Module, batch: Batch, rtol: float = 1e-4, atol: float = 1e-5
+) -> dict[str, torch.Tensor]:
+    sums, wanted = sums_of(make(network), batch), in_a_loop(network, batch)
+    assert sums.keys() == wanted.keys()
+    for key, total in sums.items():
+        torch.testing.assert_close(total, wanted[key], rtol=rtol, atol=atol)
+    return sums
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_clipped_sums_equal_a_loop_over_rows(name: str) -> None:
     make_network, shape = NETWORKS[name]
     torch.manual_seed(2)
-    network, batch = make_network(), batch_of(shape)
-    rows = make(network)
-    sums = rows.zeros()
-    rows.add(batch, sums)
-    wanted = in_a_loop(network, batch)
-    for key, total in sums.items():
-        torch.testing.assert_close(total, wanted[key], rtol=2e-4, atol=2e-5)
+    sums = equal_to_a_loop(make_network(), batch_of(shape), rtol=2e-4, atol=2e-5)
     assert any(total.abs().max() > 1e-3 for total in sums.values())
 
 
 def test_weights_scale_a_row_before_it_is_clipped() -> None:
-    network, weight = nn.Linear(6, 1), torch.linspace(0, 100, ROWS)
-    rows, batch = make(network), batch_of((6,), weight)
-    sums = rows.zeros()
-    rows.add(batch, sums)
-    for key, wanted in in_a_loop(network, batch).items():
-        torch.testing.assert_close(sums[key], wanted, rtol=1e-4, atol=1e-5)
+    equal_to_a_loop(nn.Linear(6, 1), batch_of((6,), torch.linspace(0, 100, ROWS)))
 
 
 def test_adapters_alone_are_trained() -> None:
     network = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
     add_lora(network, rank=2, alpha=2.0, targets=["0"])
-    rows, batch = make(network), batch_of((6,))
-    assert set(rows.parameters) == {n for n, p in network.named_parameters() if p.requires_grad}
-    sums = rows.zeros()
-    rows.add(batch, sums)
-    for key, wanted in in_a_loop(network, batch).items():
-        torch.testing.assert_close(sums[key], wanted, rtol=1e-4, atol=1e-5)
+    sums = equal_to_a_loop(network, batch_of((6,)))
+    assert set(sums) == {n for n, p in network.named_parameters() if p.requires_grad}
 
 
 def test_one_row_changes_the_sum_by_at_most_the_bound() -> None:
-    network, batch = Centered(), batch_of((6,))
+    network, batch = Centered(6, 1), batch_of((6,))
     huge = torch.full((1, 6), 1e6)
     more = replace(batch, inputs=(torch.cat([batch.inputs[0], huge]),), labels=(torch.zeros(ROWS + 1),))
     rows = make(network)
-    found = []
-    for each in (replace(batch, labels=(torch.zeros(ROWS),)), more):
-        sums = rows.zeros()
-        rows.add(each, sums)
-        found.append(torch.cat([total.flatten() for total in sums.values()]))
+    both = (replace(batch, labels=(torch.zeros(ROWS),)), more)
+    found = [torch.cat([total.flatten() for total in sums_of(rows, each).values()]) for each in both]
     assert float((found[1] - found[0]).norm()) <= CLIP * (1 + 1e-5)
 
 
@@ -157,10 +152,8 @@ def test_a_row_without_a_finite_gradient_adds_nothing() -> None:
     x = batch.inputs[0].clone()
     x[3], x[7] = float("nan"), 1e38
     rows, kept = make(network), [row for row in range(ROWS) if row not in (3, 7)]
-    sums, wanted = rows.zeros(), rows.zeros()
-    rows.add(replace(batch, inputs=(x,)), sums)
-    rows.add(replace(batch, inputs=(x[kept],), labels=(batch.labels[0][kept],)), wanted)
-    for key, total in sums.items():
+    wanted = sums_of(rows, replace(batch, inputs=(x[kept],), labels=(batch.labels[0][kept],)))
+    for key, total in sums_of(rows, replace(batch, inputs=(x,))).items():
         torch.testing.assert_close(total, wanted[key])
 
 
@@ -182,13 +175,9 @@ def test_gradients_of_bf16_are_close_to_fp32() -> None:
 def test_passes_have_a_bounded_number_of_rows() -> None:
     sizes: list[int] = []
 
-    class Sees(nn.Linear):
-        pass
-
-    network = Sees(6, 1)
-    rows = make(network)
+    rows = make(nn.Linear(6, 1))
     inner = rows.of_rows
     rows.of_rows = lambda batch: sizes.append(batch.num_rows) or inner(batch)  # type: ignore[method-assign]
-    rows.add(batch_of((6,)), rows.zeros())
+    sums_of(rows, batch_of((6,)))
     assert sizes == [4, 4, 3]
     assert RowGradients(rows._recipe, nn.Linear(8192, 8192), CLIP, 100).most_rows == 1
