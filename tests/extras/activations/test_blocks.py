@@ -1,7 +1,8 @@
-"""Eight-bit blocks: bounded error; NaN and Inf stay unchanged."""
+"""Eight-bit blocks have a bounded error and keep NaN and Inf; packed booleans are exact."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,9 @@ from ringspark.extras.activations.compression import (
     BlockFormat,
     Blocks,
     dequantize,
+    pack_bits,
     quantize,
+    unpack_bits,
 )
 
 FORMATS = ("int8", "fp8")
@@ -98,3 +101,17 @@ def test_a_column_keeps_its_digits_beside_a_larger_one(
     rows = torch.empty(shape).uniform_(0.5, 1).mul_(torch.logspace(-12, 12, shape[1]))
     result = there_and_back(rows.view(-1), block_format, shape[1]).view(shape)
     torch.testing.assert_close(result, rows, rtol=1 / 15, atol=0)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=300), st.integers(0, 9))
+def test_bits_come_back_from_any_offset(values: list[bool], offset: int) -> None:
+    booleans = torch.tensor(values)[min(offset, len(values) - 1) :]
+    packed = pack_bits(booleans)
+    assert packed.numpy().tolist() == np.packbits(booleans.numpy(), bitorder="little").tolist()
+    assert unpack_bits(packed, len(booleans)).tolist() == booleans.tolist()
+
+
+def test_bits_run_on_meta() -> None:
+    packed = pack_bits(torch.empty(1001, dtype=torch.bool, device="meta"))
+    assert packed.nbytes == 126
+    assert unpack_bits(packed, 1001).shape == (1001,)

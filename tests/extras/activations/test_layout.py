@@ -22,15 +22,9 @@ CASES: dict[str, tuple[torch.Tensor, Density]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_density_is_known(name: str) -> None:
-    tensor, expected = CASES[name]
+@pytest.mark.parametrize(("tensor", "expected"), CASES.values(), ids=CASES)
+def test_whole_memory_gives_values_and_strides_back(tensor: torch.Tensor, expected: Density) -> None:
     assert density(tensor) == expected
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_whole_memory_gives_values_and_strides_back(name: str) -> None:
-    tensor, _ = CASES[name]
     flat = flatten_memory(tensor)
     result = flat.values.clone().as_strided(*flat.geometry)
     assert torch.equal(result, tensor)
@@ -38,9 +32,8 @@ def test_whole_memory_gives_values_and_strides_back(name: str) -> None:
     assert flat.values.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", [name for name, (_, kind) in CASES.items() if kind != "overlapping"])
-def test_own_values_are_the_elements_alone(name: str) -> None:
-    tensor, expected = CASES[name]
+@pytest.mark.parametrize(("tensor", "expected"), [c for c in CASES.values() if c[1] != "overlapping"])
+def test_own_values_are_the_elements_alone(tensor: torch.Tensor, expected: Density) -> None:
     flat = flatten_values(tensor)
     result = flat.values.clone().as_strided(*flat.geometry)
     assert torch.equal(result, tensor)
