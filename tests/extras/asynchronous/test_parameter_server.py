@@ -8,12 +8,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective, CollectiveError
-from ringspark.estimators.collectives.base import ConnectedMember, gather_bytes
+from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.rendezvous.channel import prove_as_client
+from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.base import GradientSync
@@ -36,6 +39,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.asynchronous import wire
+from ringspark.extras.asynchronous.hogwild import share_memory
 from ringspark.extras.asynchronous.links import OwnLink, RemoteLink
 from ringspark.extras.asynchronous.parameter_server import ServedSync
 from ringspark.extras.asynchronous.server import ShardServer
@@ -75,13 +79,17 @@ class Net(nn.Module):
 def _prepare(
     collective: Collective,
     consistency: Mapping[str, Any],
-    optimizer: str,
+    optimizer: Any,
     rate: float = 0.05,
     decay: float = 0.1,
+    module: nn.Module | None = None,
 ) -> GradientSync:
+    """Prepares `module`, or a `Net`, with an optimizer by its name or by a function of the module."""
     settings = SyncSettings(sync=sync_of(apart=consistency), timeout_seconds=30)
-    make = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
-    return STRATEGIES[settings.sync.strategy]().prepare(Net(), make, RankMesh.of(collective), settings)
+    by_name = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
+    make = optimizer if callable(optimizer) else by_name
+    strategy = STRATEGIES[settings.sync.strategy]()
+    return strategy.prepare(module or Net(), make, RankMesh.of(collective), settings)
 
 
 def _train(
@@ -158,7 +166,6 @@ def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any
 def _literal(collective: Collective) -> dict[str, Any]:
     """Runs `push(index, gradient)` and `pull(index)` on a parameter that is sharded over all servers."""
     sync = _prepare(collective, ASP, "sgd", rate=0.5, decay=0.0)
-    assert isinstance(sync, ServedSync)
     client, parameters = sync.client, sync._shard.parameters
     index = next(i for i, p in enumerate(parameters) if p.shape == (5, 7))
     with torch.no_grad():
@@ -179,13 +186,11 @@ def _convex(collective: Collective) -> dict[str, Any]:
     """Solves least squares by Hogwild; then one rank writes, and the other one reads."""
     generator = torch.Generator().manual_seed(0)
     features, truth = torch.randn(600, 8, generator=generator), torch.linspace(-1, 1, 8)
-    settings = SyncSettings(sync=sync_of(apart=HOGWILD))
     module = nn.Linear(8, 1, bias=False)
     with torch.no_grad():
         module.weight.zero_()
-    sync = STRATEGIES["hogwild"]().prepare(
-        module, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), RankMesh.of(collective), settings
-    )
+    make = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+    sync = _prepare(collective, HOGWILD, make, module=module)
     scaler = LossScaler("fp32", torch.device("cpu"))
     own = torch.Generator().manual_seed(collective.rank)
     for _ in range(300):
@@ -202,29 +207,21 @@ def _convex(collective: Collective) -> dict[str, Any]:
         with torch.no_grad():
             module.weight[0, 3] = 42.0
     collective.barrier()
-    return {
-        "error": error,
-        "read": module.weight[0, 3].item(),
-        "files": [f for f in before if "hogwild" in f],
-    }
+    files = [f for f in before if "hogwild" in f]
+    return {"error": error, "read": module.weight[0, 3].item(), "files": files}
 
 
 def _left_over(collective: Collective) -> list[str]:
     """Returns threads, memory and connections after the rank has left. Runs on every rank."""
-    assert isinstance(collective, ConnectedMember)
-    before = _sockets()
+    sockets = lambda: len(psutil.Process().net_connections("tcp"))  # noqa: E731
+    before = sockets()
     collective._release()
     gc.collect()
     threads = [thread.name for thread in threading.enumerate() if "parameter" in thread.name]
     with open("/proc/self/maps") as maps:
         mapped = [line for line in maps if "ringspark-hogwild" in line]
     collective.barrier()
-    return [*threads, *mapped, *([] if _sockets() < before else ["sockets"])]
-
-
-def _sockets() -> int:
-    """Returns the TCP connections and ports of this process."""
-    return len(psutil.Process().net_connections("tcp"))
+    return [*threads, *mapped, *([] if sockets() < before else ["sockets"])]
 
 
 class _Counting(torch.optim.SGD):
@@ -245,22 +242,15 @@ class _Gaps(nn.Module):
         self.second = nn.Parameter(torch.full((40,), 7.0))
 
 
-def _hogwild_of(collective: Collective) -> GradientSync:
-    settings = SyncSettings(sync=sync_of(apart=HOGWILD), timeout_seconds=30)
-    return STRATEGIES["hogwild"]().prepare(
-        _Gaps(), lambda m: _Counting(m.parameters(), lr=0.1), RankMesh.of(collective), settings
-    )
-
-
 def _unusual(collective: Collective) -> dict[str, Any]:
     """Trains with this network and this optimizer by Hogwild, saves and loads."""
-    sync = _hogwild_of(collective)
+    make = lambda m: _Counting(m.parameters(), lr=0.1)  # noqa: E731
+    sync, other = (_prepare(collective, HOGWILD, make, module=_Gaps()) for _ in range(2))
     weights = _weights(sync)
     sync.step(LossScaler("fp32", torch.device("cpu")))
     for state in sync.optimizer.state.values():
         state["calls"] += collective.rank
     own, whole = sync.rank_state(), sync.optimizer_state()
-    other = _hogwild_of(collective)
     if collective.rank == 0:
         other.load_optimizer_state(whole)
     other.load_rank_states([own] * collective.size, is_same=True)
@@ -276,17 +266,15 @@ def _refusals(collective: Collective) -> str:
 
 
 def _work(collective: Collective) -> Any:
-    result: dict[str, Any] = {}
-    for optimizer in OPTIMIZERS:
-        result[optimizer] = _in_step(collective, optimizer)
-    for name, consistency in APART.items():
-        result[name] = _apart(collective, consistency)
-    result["literal"] = _literal(collective)
-    result["convex"] = _convex(collective)
-    result["unusual"] = _unusual(collective)
-    result["refusals"] = _refusals(collective)
-    result["left over"] = _left_over(collective)
-    return result
+    return {
+        **{optimizer: _in_step(collective, optimizer) for optimizer in OPTIMIZERS},
+        **{name: _apart(collective, consistency) for name, consistency in APART.items()},
+        "literal": _literal(collective),
+        "convex": _convex(collective),
+        "unusual": _unusual(collective),
+        "refusals": _refusals(collective),
+        "left over": _left_over(collective),
+    }
 
 
 @cache
@@ -402,16 +390,22 @@ def test_a_rank_that_is_gone_ends_the_others_and_is_named(name: str, tmp_path: P
     assert "rank 1" in (tmp_path / "told").read_text()
 
 
-def _served(token: bytes, size: int = 2) -> tuple[ShardServer, ParameterTable]:
+TOKEN = b"t" * 32
+
+
+def _served(size: int = 2, make: Any = torch.optim.SGD) -> tuple[ShardServer, ParameterTable]:
     held = nn.Parameter(torch.zeros(4))
-    table = ParameterTable({0: held}, torch.optim.SGD([held], lr=1.0), size, ParameterServer(), 5.0)
-    return ShardServer(table, "127.0.0.1", token, rank=0, size=size), table
+    table = ParameterTable({0: held}, make([held], lr=1.0), size, ParameterServer(), 5.0)
+    return ShardServer(table, "127.0.0.1", TOKEN, rank=0, size=size), table
+
+
+def _link(server: ShardServer, token: bytes = TOKEN) -> RemoteLink:
+    return RemoteLink(0, ("127.0.0.1", server.port), token, 1, {0: (4, torch.float32)}, 5.0)
 
 
 def test_workers_that_connect_at_once_push_none_of_them_out() -> None:
-    server, _ = _served(b"t" * 32, size=100)
-    with ExitStack() as stack:
-        stack.callback(server.close)
+    server, _ = _served(size=100)
+    with closing(server), ExitStack() as stack:
         # No worker sends its proof until all have connected.
         workers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
@@ -420,32 +414,27 @@ def test_workers_that_connect_at_once_push_none_of_them_out() -> None:
         for connection in workers:
             assert connection.recv(1, socket.MSG_PEEK)
         for worker, connection in enumerate(workers, start=1):
-            prove_as_client(connection, b"t" * 32, worker)
+            prove_as_client(connection, TOKEN, worker)
 
 
 def test_a_stranger_is_disconnected_and_a_member_is_served() -> None:
     before = set(threading.enumerate())
-    server, table = _served(b"t" * 32)
-    address = ("127.0.0.1", server.port)
-    like = {0: (4, torch.float32)}
-    try:
-        with socket.create_connection(address) as stranger:
+    server, table = _served()
+    with closing(server):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(b"x" * 68)
             while stranger.recv(1 << 16):
                 pass
         with pytest.raises(CollectiveError, match="parameter server of rank 0 cannot be reached"):
-            RemoteLink(0, address, b"f" * 32, 1, like, 5.0)
+            _link(server, b"f" * 32)
         assert table.clocks.pushed == [0, 0]
-        link = RemoteLink(0, address, b"t" * 32, 1, like, 5.0)
-        link.push({0: torch.ones(4)}, [{"lr": 1.0}], ends_step=True)
-        link.ask(None, 1, None)
-        assert link.answer(lambda: None)[0].tolist() == [-0.5] * 4
-        # All workers have connected, so no other process may connect.
-        with pytest.raises(CollectiveError):
-            RemoteLink(0, address, b"t" * 32, 1, like, 5.0)
-        link.close()
-    finally:
-        server.close()
+        with closing(_link(server)) as link:
+            link.push({0: torch.ones(4)}, [{"lr": 1.0}], ends_step=True)
+            link.ask(None, 1, None)
+            assert link.answer(lambda: None)[0].tolist() == [-0.5] * 4
+            # All workers have connected, so no other process may connect.
+            with pytest.raises(CollectiveError):
+                _link(server)
     assert set(threading.enumerate()) <= before
 
 
@@ -459,12 +448,9 @@ def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
 
     No worker is blamed for leaving.
     """
-    held = nn.Parameter(torch.zeros(4))
-    table = ParameterTable({0: held}, _Fails([held], lr=1.0), 2, ParameterServer(), 5.0)
-    server = ShardServer(table, "127.0.0.1", b"t" * 32, rank=0, size=2)
+    server, table = _served(make=_Fails)
     own = OwnLink(table, 0)
-    link = RemoteLink(0, ("127.0.0.1", server.port), b"t" * 32, 1, {0: (4, torch.float32)}, 5.0)
-    try:
+    with closing(server), closing(_link(server)) as link:
         link.push({0: torch.ones(4)}, [{"lr": 1.0}], ends_step=True)
         link.ask(None, 1, None)
         with pytest.raises(CollectiveError, match="the optimizer failed: ValueError: this rate is no number"):
@@ -472,20 +458,37 @@ def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
         own.ask(None, 0, None)
         with pytest.raises(ValueError, match=r"^this rate is no number$"):
             own.answer(lambda: None)
-    finally:
-        link.close()
-        server.close()
 
 
 def test_a_message_that_no_member_sends_ends_only_its_connection() -> None:
-    server, table = _served(b"t" * 32)
-    try:
+    server, table = _served()
+    with closing(server):
         with socket.create_connection(("127.0.0.1", server.port)) as member:
-            prove_as_client(member, b"t" * 32, 1)
+            prove_as_client(member, TOKEN, 1)
             member.sendall(struct.pack("!BIQ", wire.PUSH, 2, 1 << 40) + b"{}")
             with suppress(ConnectionResetError):
                 assert member.recv(1) == b""
         with pytest.raises(WorkerLeftError, match="rank 1 left the training after its step 0"):
             table.pull(0, None, 0, None)
-    finally:
-        server.close()
+
+
+class _Killed(LocalCollective):
+    """Rank 0 of two, which is killed at its first message to the other rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = Member(size=2)
+
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_killed_rank_leaves_no_shared_memory() -> None:
+    before = set(Path("/dev/shm").glob("ringspark-hogwild-*"))
+    if not (child := os.fork()):
+        with suppress(BaseException):
+            share_memory([nn.Parameter(torch.zeros(3))], _Killed(), 60)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert set(Path("/dev/shm").glob("ringspark-hogwild-*")) == before

@@ -13,23 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import difference
 from safetensors.torch import load_file
 from short_sync import sync_of
-from small_training import config_of, train_gang, train_in_turn, train_ranks, weights_of
+from small_training import columns_of, config_of, train_gang, train_in_turn, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16], "out_features": 1, "dropout": 0.0})
-MakeShards = Callable[..., ShardManifest]
-_config = partial(config_of, model=SPEC.to_json(), num_workers=2, collective="torch")
-_weights = partial(weights_of, module=SPEC.build())
+MakeConfig = Callable[..., TrainConfig]
+IN_STEP = {"name": "ssp", "staleness": 0, "correction": "none"}
 APART: dict[str, dict[str, Any]] = {
     "ssp": {"name": "ssp", "staleness": 2, "correction": "none"},
     "asp": {"name": "asp", "correction": "staleness"},
@@ -38,44 +37,55 @@ APART: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.distributed
 
 
-def _shards(make_shards: MakeShards) -> ShardManifest:
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(260, 4)).astype(np.float32)
-    weight = rng.uniform(0.5, 2.0, size=260).astype(np.float32)
-    columns = {"x": features, "y": features.sum(1).astype(np.float32), "w": weight}
-    return make_shards(columns, validation=np.arange(260) >= 225)
+@pytest.fixture
+def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
+    """Returns a function that returns settings of two ranks, some of them changed."""
+    weight = np.random.default_rng(0).uniform(0.5, 2.0, size=260).astype(np.float32)
+    manifest = make_shards(columns_of(260) | {"w": weight}, validation=np.arange(260) >= 225)
+    return partial(config_of, manifest, tmp_path / "run", model=SPEC, num_workers=2, collective="torch")
 
 
-def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+@pytest.fixture
+def zeros(make_shards: Any) -> Callable[[int], dict[str, Any]]:
+    """Returns a function that returns settings of SGD with a rate of 1 on that many rows of zeros."""
+
+    def settings(rows: int) -> dict[str, Any]:
+        columns = {"x": np.zeros((rows, 4), np.float32), "y": np.zeros(rows, np.float32)}
+        shards = make_shards(columns, name="zeros").uri
+        return {"shards_uri": shards, "model": None, "optimizer": "sgd", "learning_rate": 1.0}
+
+    return settings
+
+
+class _Shrinks(Callback):
+    """Changes the weights after each step, and again at the end of the epoch."""
+
+    def on_step_end(self, state: TrainingState) -> None:
+        with torch.no_grad():
+            for parameter in state.module.parameters():
+                parameter.mul_(0.9).clamp_(-0.3, 0.3)
+
+    on_epoch_end = on_step_end
+
+
+@pytest.mark.parametrize("callbacks", [(), (_Shrinks(),)], ids=["plain", "changed by a callback"])
+def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(config: MakeConfig, callbacks: Any) -> None:
     """Covers weighted rows, a schedule, and a last batch of one row, so that one rank has none."""
-    changes: dict[str, Any] = {"optimizer": "momentum", "lr_schedule": "cosine", "weight_column": "w"}
-    manifest = _shards(make_shards)
-    plain = _config(manifest, tmp_path / "a", **changes)
-    served = replace(
-        plain,
-        run_uri=str(tmp_path / "b"),
-        sync=sync_of(apart={"name": "ssp", "staleness": 0, "correction": "none"}),
-    )
-    one, other = train_gang(plain), train_gang(served)
-    assert torch.equal(_weights(one), _weights(other))
+    plain = config(optimizer="momentum", lr_schedule="cosine", weight_column="w")
+    served = replace(plain, run_uri=f"{plain.run_uri}-served", sync=sync_of(apart=IN_STEP))
+    one, other = (train_gang(each, UserObjects(callbacks=callbacks)) for each in (plain, served))
+    assert difference(one, other, plain) == 0
     assert one.history[-1].validation_loss == other.history[-1].validation_loss
 
 
-def test_staleness_0_clips_decays_and_averages_like_all_reduce(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_staleness_0_clips_decays_and_averages_like_all_reduce(config: MakeConfig) -> None:
     """`maxGradNorm` bounds the norm of the gradient that all servers hold together."""
-    changes: dict[str, Any] = {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9}
-    manifest = _shards(make_shards)
-    plain = _config(manifest, tmp_path / "a", max_grad_norm=0.5, **changes)
-    served = replace(plain, run_uri=str(tmp_path / "b"), sync=ParameterServer(staleness=0))
-    free = replace(served, run_uri=str(tmp_path / "c"), max_grad_norm=None)
+    plain = config(optimizer="adamw", weight_decay=0.1, ema_decay=0.9, max_grad_norm=0.5)
+    served = replace(plain, run_uri=f"{plain.run_uri}-served", sync=ParameterServer(staleness=0))
+    free = replace(served, run_uri=f"{plain.run_uri}-free", max_grad_norm=None)
     results = train_in_turn({"plain": plain, "served": served, "free": free})
-    one, other, unbounded = (_weights(results[name]) for name in ("plain", "served", "free"))
-    assert torch.allclose(one, other, rtol=0, atol=1e-6)
-    assert not torch.allclose(other, unbounded, rtol=0, atol=1e-4)
+    assert difference(results["plain"], results["served"], plain) < 1e-6
+    assert difference(results["served"], results["free"], plain) > 1e-4
 
 
 class _Constant(nn.Module):
@@ -99,27 +109,6 @@ def _output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return output[:, 0]
 
 
-class _Shrinks(Callback):
-    """Changes the weights after each step, and again at the end of the epoch."""
-
-    def on_step_end(self, state: TrainingState) -> None:
-        with torch.no_grad():
-            for parameter in state.module.parameters():
-                parameter.mul_(0.9).clamp_(-0.3, 0.3)
-
-    on_epoch_end = on_step_end
-
-
-def test_staleness_0_keeps_what_a_callback_does_to_the_weights(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    plain = _config(_shards(make_shards), tmp_path / "a")
-    consistency = {"name": "ssp", "staleness": 0, "correction": "none"}
-    served = replace(plain, run_uri=str(tmp_path / "b"), sync=sync_of(apart=consistency))
-    one, other = (train_gang(c, UserObjects(callbacks=(_Shrinks(),))) for c in (plain, served))
-    assert torch.equal(_weights(one), _weights(other))
-
-
 class _Adds(Callback):
     """Adds a different number to the weights at each event."""
 
@@ -140,40 +129,22 @@ class _Adds(Callback):
 
 
 @pytest.mark.parametrize("name", ["ssp", "asp"])
-def test_ranks_apart_keep_what_a_callback_does_to_the_weights(
-    make_shards: MakeShards, tmp_path: Path, name: str
-) -> None:
-    manifest = make_shards({"x": np.zeros((128, 4), np.float32), "y": np.zeros(128, np.float32)})
-    config = _config(
-        manifest,
-        tmp_path / "run",
-        model=None,
-        sync=sync_of(apart=APART[name] | {"correction": "none"}),
-        optimizer="sgd",
-        learning_rate=1.0,
-    )
-    result = train_gang(config, UserObjects(module=_Constant(4), losses=(_output,), callbacks=(_Adds(),)))
+def test_ranks_apart_keep_what_a_callback_does_to_the_weights(config: Any, zeros: Any, name: str) -> None:
+    sync, objects = sync_of(apart=APART[name] | {"correction": "none"}), {"callbacks": (_Adds(),)}
+    objects |= {"module": _Constant(4), "losses": (_output,)}
+    result = train_gang(config(sync=sync, **zeros(128)), UserObjects(**objects))
     # Each rank serves a shard of the four weights. 8 steps move each weight by 1.
     assert weights_of(result, _Constant(4)).tolist() == [10_000 + 100 + 200 + 2 * 1_000 - 8] * 4
 
 
 @pytest.mark.parametrize("name", [pytest.param("asp", marks=pytest.mark.slow), "hogwild"])
 def test_a_checkpoint_has_the_steps_before_it_and_none_after(
-    make_shards: MakeShards, tmp_path: Path, name: str
+    config: MakeConfig, zeros: Any, tmp_path: Path, name: str
 ) -> None:
     """With a rate of 1, a weight is the number of steps. A worker that trains on must wait for the copy."""
-    manifest = make_shards({"x": np.zeros((256, 4), np.float32), "y": np.zeros(256, np.float32)})
-    config = _config(
-        manifest,
-        tmp_path / "run",
-        model=None,
-        sync=sync_of(apart=APART[name] | ({} if name == "hogwild" else {"correction": "none"})),
-        optimizer="sgd",
-        learning_rate=1.0,
-        checkpoint_every_steps=3,
-        keep_checkpoints=9,
-    )
-    train_gang(config, UserObjects(module=_Constant(), losses=(_output,)))
+    sync = sync_of(apart=APART[name] | ({} if name == "hogwild" else {"correction": "none"}))
+    made = config(sync=sync, checkpoint_every_steps=3, keep_checkpoints=9, **zeros(256))
+    train_gang(made, UserObjects(module=_Constant(), losses=(_output,)))
     steps = {}
     for folder in sorted((tmp_path / "run" / "checkpoints").iterdir()):
         steps[int(folder.name[-10:])] = -load_file(folder / "model.safetensors")["weight"].item()
@@ -184,17 +155,11 @@ def test_a_checkpoint_has_the_steps_before_it_and_none_after(
         assert name == "hogwild" or found == step
 
 
-def test_a_rank_without_rows_records_no_loss(make_shards: MakeShards, tmp_path: Path) -> None:
+def test_a_rank_without_rows_records_no_loss(config: MakeConfig) -> None:
     """In some batches of two rows, both rows go to rank 1."""
-    config = _config(
-        _shards(make_shards),
-        tmp_path / "run",
-        sync=sync_of(apart=APART["asp"]),
-        batch_size=2,
-        log_every_steps=1,
-    )
-    result = train_gang(config)
-    records = read_steps(config.run_uri)
+    made = config(sync=sync_of(apart=APART["asp"]), batch_size=2, log_every_steps=1)
+    result = train_gang(made)
+    records = read_steps(made.run_uri)
     assert not any(math.isnan(record.train_loss) for record in records)
     assert result.steps // 2 < len(records) < result.steps
 
@@ -215,15 +180,11 @@ class _Spoiled:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_is_blamed_for_its_own_loss(make_shards: MakeShards, tmp_path: Path) -> None:
-    config = _config(
-        _shards(make_shards),
-        tmp_path / "run",
-        sync=sync_of(apart={"name": "ssp", "staleness": 2, "correction": "none"}),
-        num_workers=3,
-    )
+def test_a_rank_that_waits_is_blamed_for_its_own_loss(config: MakeConfig) -> None:
     with pytest.raises(WorkerError, match="is not finite in epoch 1, step 3 on rank 1;"):
-        train_gang(config, UserObjects(transform_batch=_Spoiled()))
+        train_gang(
+            config(sync=sync_of(apart=APART["ssp"]), num_workers=3), UserObjects(transform_batch=_Spoiled())
+        )
 
 
 class _SlowOnRankOne:
@@ -237,45 +198,28 @@ class _SlowOnRankOne:
 
 
 @pytest.mark.parametrize("name", APART)
-def test_workers_of_unequal_speed_learn_and_end_with_one_model(
-    make_shards: MakeShards, tmp_path: Path, name: str
-) -> None:
-    config = _config(
-        _shards(make_shards),
-        tmp_path / "run",
-        sync=sync_of(apart=APART[name]),
-        weight_column="w",
-        epochs=6,
-        learning_rate=0.05,
-        keep="best",
-        log_every_steps=3,
-        checkpoint_every_steps=5,
-    )
-    first, second = train_ranks(config, UserObjects(transform_batch=_SlowOnRankOne()))
+def test_workers_of_unequal_speed_learn_and_end_with_one_model(config: MakeConfig, name: str) -> None:
+    settings = {"weight_column": "w", "epochs": 6, "learning_rate": 0.05, "keep": "best"}
+    every = {"log_every_steps": 3, "checkpoint_every_steps": 5}
+    made = config(sync=sync_of(apart=APART[name]), **settings, **every)
+    first, second = train_ranks(made, UserObjects(transform_batch=_SlowOnRankOne()))
     losses = [epoch.train_loss for epoch in first.history]
     assert losses[-1] < 0.3 * losses[0]
     # The validation uses the weights on which all ranks have agreed.
     assert [e.validation_loss for e in first.history] == [e.validation_loss for e in second.history]
     assert not first.checkpoint_errors
     # Rank 0's losses, at its own speed.
-    assert [record.step for record in read_steps(config.run_uri)] == list(range(3, first.steps + 1, 3))
+    assert [record.step for record in read_steps(made.run_uri)] == list(range(3, first.steps + 1, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
-def test_a_training_goes_on_from_its_checkpoint(make_shards: MakeShards, tmp_path: Path, name: str) -> None:
+def test_a_training_goes_on_from_its_checkpoint(config: MakeConfig, name: str) -> None:
     """This includes another number of workers, because no rank has state that the checkpoint lacks."""
-    config = _config(
-        _shards(make_shards),
-        tmp_path / "run",
-        sync=sync_of(apart=APART[name]),
-        optimizer="momentum",
-        epochs=4,
-        pause_after=2,
-        checkpoint_every_epochs=1,
-    )
-    before = train_gang(config)
-    after = train_gang(replace(config, pause_after=None, num_workers=3))
+    settings = {"optimizer": "momentum", "epochs": 4, "checkpoint_every_epochs": 1}
+    made = config(sync=sync_of(apart=APART[name]), pause_after=2, **settings)
+    before = train_gang(made)
+    after = train_gang(replace(made, pause_after=None, num_workers=3))
     assert after.resumed_steps == (before.steps,)
     assert after.steps == 2 * before.steps
     assert after.history[:2] == before.history

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,13 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def _table(
     size: int,
     bound: int | None,
-    *,
     make: MakeOptimizer = _sgd,
-    start: torch.Tensor | None = None,
-    **options: object,
+    start: Any = None,
+    seconds: float = 20,
+    **how: Any,
 ) -> ParameterTable:
     held = nn.Parameter(torch.zeros(size, dtype=torch.double) if start is None else start.clone())
-    return ParameterTable(
-        {0: held}, make([held]), size, ParameterServer(staleness=bound, **options), timeout_seconds=20
-    )  # type: ignore[arg-type]
+    return ParameterTable({0: held}, make([held]), size, ParameterServer(staleness=bound, **how), seconds)
 
 
 RATE = [{"lr": 1.0}]
@@ -114,9 +113,7 @@ def test_staleness_0_is_one_sum_a_step_bitwise_whatever_the_order_of_arrival(dat
 
 
 @pytest.mark.parametrize("make", [_sgd, _adam])
-def test_asynchronous_workers_in_turn_are_one_process_that_applies_gradients_late(
-    make: MakeOptimizer,
-) -> None:
+def test_asynchronous_workers_in_turn_are_one_process_that_applies_gradients_late(make: Any) -> None:
     """Delayed SGD: with N round-robin workers, each gradient belongs to the weights N - 1 updates before."""
     size, updates = 3, 30
     matrix = torch.diag(torch.tensor([1.0, 0.3, 0.05]))
@@ -158,8 +155,8 @@ def test_a_late_gradient_moves_less_by_its_staleness() -> None:
 def test_several_pushes_of_one_step_are_one() -> None:
     """As by `push(index, gradient)`: parameters of one step may come separately, and one may come twice."""
     table = _table(2, 0)
-    table.push(0, {0: torch.tensor([1.0, 0.0], dtype=torch.double)}, RATE, ends_step=False)
-    table.push(0, {0: torch.tensor([1.0, 0.0], dtype=torch.double)}, RATE, ends_step=True)
+    for ends_step in (False, True):
+        table.push(0, {0: torch.tensor([1.0, 0.0], dtype=torch.double)}, RATE, ends_step=ends_step)
     table.push(1, {}, RATE, ends_step=True)
     assert table.pull(0, [0], 1, 0)[0].tolist() == [-2.0, 0.0]
 
@@ -184,8 +181,7 @@ def test_a_worker_that_leaves_ends_the_wait_for_it() -> None:
 
 
 def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for() -> None:
-    held = nn.Parameter(torch.zeros(2))
-    table = ParameterTable({0: held}, _sgd([held]), 2, ParameterServer(staleness=0), timeout_seconds=1.0)
+    table = _table(2, 0, seconds=1.0)
     for _ in range(4):
         table.push(0, {}, RATE, ends_step=True)
     seen: list[int] = []
@@ -209,19 +205,14 @@ def test_who_takes_no_step_is_named_after_the_timeout_and_who_does_is_waited_for
     threads = [threading.Thread(target=target, daemon=True) for target in (walk, begin)]
     for thread in threads:
         thread.start()
-    with pytest.raises(
-        WorkerLeftError,
-        match="rank 1 has taken no step for 1 s after its step 3, and other workers wait for its step 4",
-    ):
+    told = "rank 1 has taken no step for 1 s after its step 3, and other workers wait for its step 4"
+    with pytest.raises(WorkerLeftError, match=told):
         table.pull(0, None, 4, 0, progress)
     assert seen == [1, 2, 3]
 
 
 def test_a_reader_whose_messages_are_not_read_keeps_nobody_waiting() -> None:
-    """The reader gets a message per step, as over a full connection.
-
-    Other workers push and read meanwhile.
-    """
+    """The reader gets a message per step, as over a full connection. Others push and read meanwhile."""
     table = _table(3, None)
     is_full, drains = threading.Event(), threading.Event()
 
