@@ -1,117 +1,112 @@
-"""`train_worker` with gradient compression: complete, failed and resumed runs."""
+"""`train_worker` with gradient compression: failed and resumed runs, and replicas of sharded networks."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from failing_callback import Fails
-from registries import names_of
-from small_training import config_of, train_gang, weights_of
+from parity import difference, equal_to_undisturbed
+from ranks import run_ranks
+from small_training import columns_of, config_of, train_gang, weights_of, workers_of
+from torch import nn
 
 from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import AllReduce
+from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
+from ringspark.estimators.parallel.layout import layout_of
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.compressors import COMPRESSORS
+from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed
 SPEC = ModelSpec("mlp", {"in_features": 16, "hidden": [64, 64], "out_features": 1, "dropout": 0.1})
-MakeShards = Callable[..., ShardManifest]
-_weights = partial(weights_of, module=SPEC.build())
+MLP = ModelSpec("mlp", {"in_features": 16, "hidden": [64, 48], "out_features": 1, "activation": "tanh"})
+TEXT = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
+MakeConfig = Callable[..., TrainConfig]
 
 
-def _config(make_shards: MakeShards, folder: Path, compression: Any, **changes: Any) -> TrainConfig:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(330, 16)).astype(np.float32)
-    manifest = make_shards({"x": x, "y": x.sum(1).astype(np.float32)})
-    return config_of(
-        manifest,
-        folder,
-        model=SPEC.to_json(),
-        optimizer="momentum",
-        learning_rate=0.001,
-        sync=AllReduce(compression=Compression.of(compression)),
-        **{"num_workers": 2, "collective": "torch", "checkpoint_every_steps": 2, "keep_checkpoints": 9}
-        | changes,
-    )
+def _sync(name: Any) -> AllReduce:
+    return AllReduce(compression=Compression.of(name))
 
 
-@pytest.mark.parametrize("name", names_of(COMPRESSORS, ["topk", "powersgd", "gradiveq"]))
-def test_a_failed_training_goes_on_as_if_nothing_had_happened(
-    make_shards: MakeShards, tmp_path: Path, name: str
-) -> None:
+@pytest.fixture
+def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
+    """Returns a function that returns settings of two replicas with a compression, some of them changed."""
+    settings = {"model": SPEC, "optimizer": "momentum", "learning_rate": 0.001, "collective": "torch"}
+    settings |= {"num_workers": 2, "checkpoint_every_steps": 2, "keep_checkpoints": 9}
+    make = partial(config_of, make_shards(columns_of(330, 16)), tmp_path / "run")
+    return lambda compression, **changes: make(**settings | {"sync": _sync(compression)} | changes)
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd", "gradiveq"])
+def test_a_failed_training_goes_on_as_if_nothing_had_happened(config: MakeConfig, name: str) -> None:
     options = {"slice": 32, "components": 4, "samples": 3, "refresh": 5} if name == "gradiveq" else {}
-    config = _config(make_shards, tmp_path / "run", {"name": name, "after": 1, **options})
-    straight = _weights(train_gang(replace(config, run_uri=str(tmp_path / "straight"))))
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
-    with pytest.raises(WorkerError, match="step 7"):
-        train_gang(config, objects)
-    resumed = train_gang(config, objects)
-    assert resumed.resumed_steps == (6,)
-    assert _weights(resumed).equal(straight)
+    made = config({"name": name, "after": 1, **options})
+    assert equal_to_undisturbed(made)[1].resumed_steps == (6,)
 
 
 @pytest.mark.parametrize(
     ("workers", "next_workers"), [(2, 3), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
 )
-def test_a_resumed_training_may_have_other_workers(
-    make_shards: MakeShards, tmp_path: Path, workers: int, next_workers: int
-) -> None:
+def test_a_resumed_training_may_have_other_workers(config: Any, workers: int, next_workers: int) -> None:
     """The resumed run loses about as much as an uninterrupted one: dropout draws by rank."""
-    config = _config(make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.3}, num_workers=workers)
-    straight = train_gang(replace(config, run_uri=str(tmp_path / "straight"))).history
-    objects = UserObjects(callbacks=(Fails(tmp_path / "failed"),))
-    with pytest.raises(WorkerError, match="step 7"):
-        train_gang(config, objects)
-    resumed = train_gang(replace(config, num_workers=next_workers), UserObjects(callbacks=objects.callbacks))
+    made = config({"name": "topk", "ratio": 0.3}, num_workers=workers)
+    straight, resumed = equal_to_undisturbed(made, then={"num_workers": next_workers}, bound=math.inf)
     assert resumed.resumed_steps == (6,)
-    first, last = straight[0].train_loss, straight[-1].train_loss
+    first, last = straight.history[0].train_loss, straight.history[-1].train_loss
     assert abs(resumed.history[-1].train_loss - last) < 0.3 * (first - last)
 
 
-def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
+def test_whole_sums_of_two_levels_train_what_plain_ones_do(config: MakeConfig) -> None:
+    """On one host, the reduction within the host is the complete reduction."""
+    plain, sync = config("none"), _sync({"name": "none", "between": "hosts"})
+    levels = replace(plain, run_uri=f"{plain.run_uri}-levels", sync=sync)
+    assert difference(train_gang(plain), train_gang(levels), plain) < 1e-6
+
+
+def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(config: MakeConfig) -> None:
     """First steps overflow and are skipped, which halves the scale; residuals kept in another scale
     would be sent twice or half as large, and the loss would not fall as in full precision."""
-    config = _config(make_shards, tmp_path / "run", {"name": "topk", "ratio": 0.1}, epochs=6)
-    whole = train_gang(config).history
-    result = train_gang(replace(config, precision="fp16", run_uri=str(tmp_path / "fp16")))
-    assert torch.isfinite(_weights(result)).all()
+    made = config({"name": "topk", "ratio": 0.1}, epochs=6)
+    whole = train_gang(made).history
+    result = train_gang(replace(made, precision="fp16", run_uri=f"{made.run_uri}-fp16"))
+    assert torch.isfinite(weights_of(result, SPEC.build())).all()
     assert result.history[0].skipped_steps > 0
     drops = [run[0].train_loss - run[-1].train_loss for run in (whole, result.history)]
     assert drops[1] > 0.8 * drops[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names_of(COMPRESSORS))
-def test_every_compressor_trains_nearly_as_whole_gradients_do(
-    make_shards: MakeShards, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_compressor_trains_nearly_as_whole_gradients_do(config: MakeConfig, name: str) -> None:
     options = {
         "gradiveq": {"slice": 32, "components": 8, "samples": 3},
         "randomk": {"ratio": 0.2},  # a share of 0.01 needs too many steps to send everything
         "cpsgd": {"levels": 4096, "trials": 4, "max_norm": 32.0},
     }.get(name, {})
-    config = _config(make_shards, tmp_path / "whole", "none", epochs=8)
-    compression = Compression.of({"name": name, **options})
-    compressed = replace(config, run_uri=str(tmp_path / "other"), sync=AllReduce(compression=compression))
-    whole, other = (train_gang(one).history for one in (config, compressed))
+    made = config("none", epochs=8)
+    compressed = replace(made, run_uri=f"{made.run_uri}-other", sync=_sync({"name": name, **options}))
+    whole, other = (train_gang(one).history for one in (made, compressed))
     # Compression keeps most of the loss decrease; a wrong gradient would keep none.
     assert whole[0].train_loss - other[-1].train_loss > 0.7 * (whole[0].train_loss - whole[-1].train_loss)
 
@@ -142,19 +137,204 @@ class Dies(Callback):
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_leave_the_weights_as_they_would_have_been(
-    make_shards: MakeShards, tmp_path: Path
+    config: MakeConfig, tmp_path: Path
 ) -> None:
     kills, folder = 20, tmp_path / "kills"
     folder.mkdir()
-    config = _config(make_shards, tmp_path / "run", "topk", epochs=40)
-    straight = _weights(train_gang(replace(config, run_uri=str(tmp_path / "straight"))))
+    made = config("topk", epochs=40)
+    straight = train_gang(replace(made, run_uri=str(tmp_path / "straight")))
     objects = UserObjects(callbacks=(Dies(folder, kills),))
     lost = 0
     while True:
         try:
-            result = train_gang(config, objects)
+            result = train_gang(made, objects)
             break
         except WorkerError:
             lost += 1
     assert lost == kills
-    assert _weights(result).equal(straight)
+    assert difference(result, straight, made) == 0
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {"ratio": 0.2},
+    "randomk": {"ratio": 0.2},
+    "sufficientfactors": {"rows": 4},
+    "gradiveq": {"slice": 32, "components": 4, "samples": 2, "refresh": 3},
+}
+# CpSGD bounds the norm of the whole gradient, so it refuses shards.
+OF_SHARDS = [name for name in COMPRESSORS if name not in ("none", "cpsgd")]
+STEPS = 5
+
+
+def _small(name: str) -> AllReduce:
+    return _sync({"name": name, "least": 1, **OPTIONS.get(name, {})})
+
+
+def _net() -> Any:
+    """Returns a pair of layers that 'tensor' shards, after one that every rank holds."""
+    torch.manual_seed(0)
+    first, up, down = nn.Linear(12, 24), nn.Linear(24, 32), nn.Linear(32, 24)
+    return nn.Sequential(OrderedDict(first=first, up=up, tanh=nn.Tanh(), down=down))
+
+
+class Alone(nn.Module):
+    """The shards of one rank, as a network of their own."""
+
+    def __init__(self, shards: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, shard in shards.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(shard.detach().clone()))
+
+
+def _prepare(module: nn.Module, mesh: RankMesh, name: str) -> Any:
+    settings = SyncSettings(sync=_small(name), seed=3)
+    return synchronize_gradients(module, lambda m: torch.optim.SGD(m.parameters(), 0.1), mesh, settings)
+
+
+def _compress(name: str, collective: Collective) -> dict[str, bool]:
+    mesh = RankMesh.of(collective, {"data": 2, "tensor": 2})
+    network = _net()
+    shard_network(network, mesh, Mesh(data=2, tensor=2, plan={"up": "column", "down": "row"}))
+    layout = layout_of(network)
+    sync = _prepare(network, mesh, name)
+    cut = {n: p for n, p in network.named_parameters() if n in layout.cuts and p.dim() > 1}
+    plain = _prepare(Alone(cut), RankMesh.of(mesh.gradients), name)
+    found = {"as alone": True, "first is equal": True}
+    for step in range(STEPS):
+        rows = torch.randn(9, 12, generator=torch.Generator().manual_seed(10 * step + mesh.data_rank))
+        sync.optimizer.zero_grad()
+        network(rows).square().mean().backward()
+        for own, parameter in zip(plain.network.parameters(), cut.values(), strict=True):
+            own.grad = parameter.grad.clone()
+        before = [parameter.grad.clone() for parameter in cut.values() if parameter.grad is not None]
+        sync.reduce()
+        plain.reduce()
+        pairs = zip(plain.network.parameters(), cut.values(), strict=True)
+        found["as alone"] &= all(torch.equal(own.grad, p.grad) for own, p in pairs)  # type: ignore[arg-type]
+        texts = gather_bytes(collective, network.first.weight.grad.numpy().tobytes())
+        found["first is equal"] &= len(set(texts)) == 1
+        total = [mesh.gradients.all_reduce(gradient) for gradient in before]
+        found["loses"] = not all(torch.equal(t, p.grad) for t, p in zip(total, cut.values(), strict=True))  # type: ignore[arg-type]
+    return found
+
+
+def _compress_all(collective: Collective) -> dict[str, Any]:
+    return {name: _compress(name, collective) for name in OF_SHARDS}
+
+
+_found = cache(partial(run_ranks, 4, "torch", _compress_all))
+
+
+@pytest.mark.parametrize("name", OF_SHARDS)
+def test_shards_are_compressed_as_by_plain_replicas_of_these_shards(name: str) -> None:
+    """Five steps with residuals, to the bit. A parameter on all ranks gets one gradient on all of them."""
+    expected = {"as alone": True, "first is equal": True, "loses": True}
+    assert [found[name] for found in _found()] == [expected] * 4
+
+
+@pytest.fixture
+def cut(config: MakeConfig) -> MakeConfig:
+    """Returns a function that returns settings of a network that meshes shard."""
+    given = {"model": MLP, "max_grad_norm": 1.0, "epochs": 3, "gradient_accumulation": 2}
+    given |= {"learning_rate": 0.01}
+    return lambda sync, **changes: config("none", **given | {"sync": sync} | changes)
+
+
+@pytest.fixture
+def texts(make_shards: Any, tmp_path: Path) -> MakeConfig:
+    ids = np.random.default_rng(0).integers(1, 23, (120, 11))
+    manifest = make_shards({"x": ids, "y": np.roll(ids, -1, 1)}, name="texts")
+    settings = {"task": "any", "losses": ("cross_entropy",), "model": ModelSpec("transformer_lm", TEXT)}
+    settings |= {"optimizer": "momentum", "learning_rate": 0.005, "gradient_accumulation": 2}
+    settings |= {"collective": "torch"}
+    return partial(config_of, manifest, tmp_path / "run", **settings)
+
+
+def _over(mesh: dict[str, Any]) -> dict[str, Any]:
+    return {"num_workers": workers_of(mesh), "parallelism": mesh}
+
+
+# Options with which compression loses nothing. In 16 bits, only gradients of equal rows round equally.
+WHOLE = {name: {"ratio": 1.0} for name in ("topk", "randomk", "sparsify")} | {"bf16": {}, "fp16": {}}
+COMPARED = [
+    (name, axis)
+    for name in WHOLE
+    for axis in ("tensor", "pipeline", "sequence")
+    if axis != "sequence" or "ratio" in WHOLE[name]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axis"), COMPARED)
+def test_a_mesh_trains_as_plain_replicas_if_compression_loses_nothing(
+    cut: MakeConfig, texts: MakeConfig, name: str, axis: str
+) -> None:
+    sync = _sync({"name": name, "least": 1, **WHOLE[name]})
+    made = texts(sync=sync) if axis == "sequence" else cut(sync, learning_rate=0.001)
+    plain = train_gang(replace(made, run_uri=f"{made.run_uri}-plain", **_over({"data": 2})))
+    mesh = train_gang(replace(made, **_over({"data": 2, axis: 2})))
+    assert difference(plain, mesh, made) < 1e-5
+    assert mesh.history[-1].train_loss < mesh.history[0].train_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_SHARDS)
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_failed_training_over_a_mesh_resumes_to_the_bit(cut: MakeConfig, name: str, axis: str) -> None:
+    made = cut(_small(name), **_over({"data": 2, axis: 2}))
+    _, resumed = equal_to_undisturbed(made)
+    assert resumed.resumed_steps == (6,)
+    assert resumed.history[-1].train_loss < 0.9 * resumed.history[0].train_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"data": 2, "tensor": 2}, {"tensor": 2}),
+        ({"data": 2, "pipeline": 2}, {"pipeline": 2}),
+        ({"data": 2, "tensor": 2}, {"data": 2}),
+    ],
+)
+def test_a_training_of_compressed_shards_goes_on_with_other_replicas(cut: Any, first: Any, then: Any) -> None:
+    """The residuals of lost replicas are sent; over another way of sharding they are lost."""
+    made = cut(_small("topk"))
+    _, resumed = equal_to_undisturbed(made, first=_over(first), then=_over(then), bound=math.inf)
+    assert resumed.resumed_steps == (6,)
+    assert resumed.history[-1].train_loss < 0.9 * resumed.history[0].train_loss
+
+
+class WritesTable(Callback):
+    """Writes the token table of each rank after step 5, before pipeline stages share it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step_end(self, state: TrainingState) -> None:
+        if state.step != 5:
+            return
+        (table,) = (p for name, p in state.module.named_parameters() if name.endswith("tokens.weight"))
+        (self._folder / str(state.rank)).write_bytes(table.detach().numpy().tobytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_table_that_two_stages_share_stays_equal_on_all_ranks(
+    texts: MakeConfig, tmp_path: Path, name: str, tensor: int
+) -> None:
+    """Each stage compresses the table together with other layers, or apart from them."""
+    mesh = {"data": 2, "pipeline": 2, "tensor": tensor}
+    made = texts(sync=_small(name), **_over(mesh))
+    train_gang(made, UserObjects(callbacks=(WritesTable(tmp_path),)))
+    # The two shards have 12 and 11 rows.
+    assert len({(tmp_path / str(rank)).read_bytes() for rank in range(4 * tensor)}) == tensor
+
+
+@pytest.mark.slow
+def test_a_frozen_stage_agrees_with_the_stage_that_compresses(cut: MakeConfig) -> None:
+    """The ranks of the frozen stage have no gradients, but take part in each decision about a step."""
+    mesh = {"data": 2, "pipeline": {"stages": 2, "cuts": ["trunk.1"]}}
+    made = cut(_small("topk"), freeze=("trunk.0.*",), **_over(mesh))
+    history = train_gang(made).history
+    assert history[-1].train_loss < 0.9 * history[0].train_loss

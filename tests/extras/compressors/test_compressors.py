@@ -1,4 +1,4 @@
-"""Tests one contract for every compressor and collective on real processes, and each compressor's results.
+"""Tests one contract for every compressor and collective on real processes, also between two hosts.
 
 One gang per collective and size runs all compressors; each test checks its own compressor.
 """
@@ -16,14 +16,16 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_one, run_ranks
-from registries import list_available, names_of
 
-from ringspark.estimators.collectives import Collective
+from ringspark.estimators import WorkerError
+from ringspark.estimators.collectives import Collective, Member
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network_collective import NetworkCollective
+from ringspark.estimators.launch.gang_task import assign_ranks
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.compression import Compression, PowerSGD, SufficientFactors
 from ringspark.extras.compressors import COMPRESSORS, Compressor
+from ringspark.extras.compressors.compressed_all_reduce import all_reduce_by_host, find_levels
 
 SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -63,49 +65,55 @@ def _made(name: str, **options: Any) -> Compressor:
     return COMPRESSORS[name](SHAPES, 7, values)
 
 
+def _randn(seed: int) -> torch.Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def _gradient(rank: int, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Returns values of very different sizes, correlated over steps and ranks like gradients."""
-    shared = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    own = torch.randn(
-        ELEMENTS, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64
-    )
-    return ((shared + own) * torch.logspace(-4, 1, ELEMENTS, dtype=torch.float64)).to(dtype)
-
-
-def _noise(rank: int) -> torch.Tensor:
-    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    values = _randn(1) + _randn(100 * rank + step)
+    return (values * torch.logspace(-4, 1, ELEMENTS, dtype=torch.float64)).to(dtype)
 
 
 def _contract(collective: Collective) -> Any:
-    names = list_available(COMPRESSORS)
-    results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in names}]
+    results = [{name: _of_one(name, collective) | _drawn(name, collective) for name in COMPRESSORS}]
     if isinstance(collective, NetworkCollective):
         collective.share(None)
-        results.append({name: _of_one(name, collective) for name in names})
+        results.append({name: _of_one(name, collective) for name in COMPRESSORS})
     return results
 
 
-def _of_one(name: str, collective: Collective) -> dict[str, Any]:
-    rank, size = collective.rank, collective.size
-    ranks = range(size)
-    # Error feedback in fp64.
-    feedback = name not in SECRET
-    compressor, residual = _made(name, feedback=feedback), torch.zeros(ELEMENTS, dtype=torch.float64)
-    sent_all, digest = torch.zeros(ELEMENTS, dtype=torch.float64), hashlib.sha256()
+def _telescope(reduce: Any, collective: Collective) -> dict[str, Any]:
+    """Takes steps with error feedback in fp64; `reduce` takes a vector and a step."""
+    residual, sent_all = (torch.zeros(ELEMENTS, dtype=torch.float64) for _ in range(2))
+    digest = hashlib.sha256()
     for step in range(STEPS):
-        vector = _gradient(rank, step) + residual
+        vector = _gradient(collective.rank, step) + residual
         before = vector.clone()
-        total, error = compressor.sum(vector, collective, step)
+        total, error = reduce(vector, step)
         residual = torch.zeros_like(total) if error is None else error
         assert vector.equal(before)
         sent_all += total
         digest.update(total.numpy().tobytes())
-    wanted = sum(_gradient(r, step) for r in ranks for step in range(STEPS))
-    lost = collective.all_reduce(residual)
-    # A copied state gives a bit-identical result.
+    wanted = sum(_gradient(rank, step) for rank in range(collective.size) for step in range(STEPS))
+    far = (sent_all + collective.all_reduce(residual) - wanted).abs().max() / wanted.abs().max()
+    return {"telescopes": float(far), "digest": digest.hexdigest(), "keeps": bool(residual.any())}
+
+
+def _copy_of(compressor: Compressor, name: str, feedback: bool) -> Compressor:
     copied = _made(name, feedback=feedback)
     copied.load({key: tensor.clone() for key, tensor in compressor.state().items()})
-    sums = [c.sum(_gradient(rank, STEPS), collective, STEPS).total for c in (compressor, copied)]
+    return copied
+
+
+def _of_one(name: str, collective: Collective) -> dict[str, Any]:
+    rank, size = collective.rank, collective.size
+    ranks, feedback = range(size), name not in SECRET
+    compressor = _made(name, feedback=feedback)
+    found = _telescope(lambda vector, step: compressor.sum(vector, collective, step), collective)
+    # A copied state gives a bit-identical result.
+    both = compressor, _copy_of(compressor, name, feedback)
+    sums = [c.sum(_gradient(rank, STEPS), collective, STEPS).total for c in both]
     # Bytes and dtype after the first steps.
     single = _made(name)
     for step in range(3):
@@ -113,12 +121,9 @@ def _of_one(name: str, collective: Collective) -> dict[str, Any]:
         total, error = single.sum(_gradient(rank, step, torch.float32), collective, step)
     assert total.dtype == torch.float32
     assert error is None or error.dtype == torch.float32
-    bytes_sent = collective.bytes_sent
-    result = {
-        "telescopes": float((sent_all + lost - wanted).abs().max() / wanted.abs().max()),
-        "digest": digest.hexdigest(),
+    result = found | {
         "resumes": sums[0].equal(sums[1]),
-        "bytes": bytes_sent,
+        "bytes": collective.bytes_sent,
         "picked": 0 if error is None else int((error != _gradient(rank, 2, torch.float32)).sum()),
     }
     if name in WHOLE:
@@ -139,7 +144,7 @@ def _drawn(name: str, collective: Collective) -> dict[str, Any]:
     if not COMPRESSORS[name].unbiased:
         return {}
     drawing = _made(name, feedback=False, **DRAWN.get(name, {}))
-    gradients = [_noise(r) for r in range(collective.size)]
+    gradients = [_randn(r) for r in range(collective.size)]
     # Projects on random directions, because a rarely sent element shows little alone.
     along = torch.randn(ELEMENTS, DIRECTIONS, generator=torch.Generator().manual_seed(9)).double()
     mine = gradients[collective.rank]
@@ -160,31 +165,21 @@ def _each(gang: tuple[str, int], compressor: str) -> list[list[dict[str, Any]]]:
 
 
 pytestmark = pytest.mark.distributed
-over_all = [
-    pytest.mark.parametrize("gang", GANGS),
-    pytest.mark.parametrize("compressor", names_of(COMPRESSORS)),
-]
 
 
 def _over_all(test: Any) -> Any:
-    for mark in over_all:
-        test = mark(test)
-    return test
+    return pytest.mark.parametrize("gang", GANGS)(pytest.mark.parametrize("compressor", COMPRESSORS)(test))
 
 
 @_over_all
-def test_what_was_sent_and_what_is_left_is_the_sum_of_all_gradients(
-    gang: tuple[str, int], compressor: str
-) -> None:
+def test_what_was_sent_and_what_is_left_is_the_sum_of_all_gradients(gang: Any, compressor: str) -> None:
     for road in _each(gang, compressor):
         is_exact = max(rank["telescopes"] for rank in road) < 1e-13
         assert is_exact == (compressor not in SECRET)
 
 
 @_over_all
-def test_all_ranks_get_the_same_bits_and_a_copied_state_gives_them_again(
-    gang: tuple[str, int], compressor: str
-) -> None:
+def test_all_ranks_get_the_same_bits_and_a_copied_state_gives_them_again(gang: Any, compressor: str) -> None:
     for road in _each(gang, compressor):
         assert len({rank["digest"] for rank in road}) == 1
         assert all(rank["resumes"] == (compressor not in SECRET) for rank in road)
@@ -192,7 +187,7 @@ def test_all_ranks_get_the_same_bits_and_a_copied_state_gives_them_again(
 
 @pytest.mark.parametrize("gang", GANGS)
 def test_everything_is_sent_at_full_rank_and_at_a_share_of_one(gang: tuple[str, int]) -> None:
-    for compressor in set(WHOLE) & set(list_available(COMPRESSORS)):
+    for compressor in WHOLE:
         for road in _each(gang, compressor):
             assert max(rank["identity"] for rank in road) < 1e-12, compressor
 
@@ -204,7 +199,6 @@ def test_sixteen_bits_round_no_more_than_their_fraction_allows(gang: tuple[str, 
             assert 0 < max(rank["rounding"] for rank in road) <= most, compressor
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("gang", GANGS)
 def test_random_compressors_are_right_on_average(gang: tuple[str, int]) -> None:
     unbiased = [name for name, kind in COMPRESSORS.items() if kind.unbiased]
@@ -276,30 +270,34 @@ def test_sufficient_factors_of_the_gradient_of_few_rows_are_the_gradient() -> No
     assert not kind.helps(shape, SufficientFactors(rows=64))  # 64 (80 + 300) numbers are more than 80 x 300
 
 
-def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> None:
-    compressor, local = _made("powersgd", rank=2), LocalCollective()
-    for step in range(3):
-        total, error = compressor.sum(torch.zeros(ELEMENTS), local, step)
-        assert not total.any()
-        assert not error.any()
+def _finds_rank_one(compressor: Compressor, gradient: torch.Tensor) -> None:
+    """A matrix of rank 1 is exact at rank 2."""
+    for step in range(3, 5):
+        total, _ = compressor.sum(gradient, LocalCollective(), step)
+    torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
+
+
+def _of_rank_one() -> torch.Tensor:
     gradient = torch.zeros(ELEMENTS)
     gradient[: 60 * 50] = torch.outer(torch.randn(60), torch.randn(50)).view(-1)
-    for step in range(3, 5):
-        total, _ = compressor.sum(gradient, local, step)
-    # A matrix of rank 1 is exact at rank 2.
-    torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
+    return gradient
+
+
+def test_powersgd_of_zeros_is_zero_and_the_next_gradient_is_found_again() -> None:
+    compressor = _made("powersgd", rank=2)
+    for step in range(3):
+        total, error = compressor.sum(torch.zeros(ELEMENTS), LocalCollective(), step)
+        assert not total.any()
+        assert not error.any()
+    _finds_rank_one(compressor, _of_rank_one())
 
 
 def test_powersgd_finds_a_gradient_again_after_one_whose_products_overflowed() -> None:
-    compressor, local = _made("powersgd", rank=2, feedback=False), LocalCollective()
-    gradient = torch.zeros(ELEMENTS)
-    gradient[: 60 * 50] = torch.outer(torch.randn(60), torch.randn(50)).view(-1)
+    compressor, gradient = _made("powersgd", rank=2, feedback=False), _of_rank_one()
     for step, factor in enumerate((1.0, 1e30, 1e30)):
-        total, _ = compressor.sum(gradient * factor, local, step)
+        total, _ = compressor.sum(gradient * factor, LocalCollective(), step)
     assert not total.isfinite().all()
-    for step in range(3, 5):
-        total, _ = compressor.sum(gradient, local, step)
-    torch.testing.assert_close(total, gradient, atol=1e-5, rtol=1e-5)
+    _finds_rank_one(compressor, gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -310,7 +308,6 @@ def test_fp16_takes_very_large_and_very_small_numbers_of_fp32(dtype: torch.dtype
         torch.testing.assert_close(total, vector, rtol=2**-11, atol=0)
 
 
-@pytest.mark.extras
 def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> None:
     """The gradient is 4 in one of four steps and -1 otherwise; a large second gradient sets the scale."""
     shape, local = [torch.Size((1, 2))], LocalCollective()
@@ -329,7 +326,7 @@ def test_signs_without_feedback_go_the_wrong_way_and_with_it_the_right_one() -> 
     assert sums[True] == pytest.approx(100, abs=10)
 
 
-@pytest.mark.parametrize("name", names_of(COMPRESSORS, [name for name in COMPRESSORS if name not in SECRET]))
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name not in SECRET])
 def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
     """A compressor that sends too much leaves a larger residual, which doubles in every step."""
     compressor, residual = _made(name, feedback=True), torch.zeros(ELEMENTS)
@@ -339,7 +336,6 @@ def test_residuals_stay_of_the_size_of_some_gradients(name: str) -> None:
     assert float(residual.square().mean().sqrt()) < 30
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> None:
     values = Compression.of({"name": "qsgd", "bits": bits, "feedback": True})
@@ -352,7 +348,6 @@ def test_the_variance_of_levels_is_within_the_bound_of_the_paper(bits: int) -> N
     assert 0 < variance <= min(512 / levels**2, math.sqrt(512) / levels)
 
 
-@pytest.mark.extras
 def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
     chances_for = load_object("ringspark.extras.compressors.sparsify:chances_for")
     vector = torch.cat([torch.tensor([1e6, -1e6]), torch.linspace(0, 1, 998), torch.zeros(0)])
@@ -371,7 +366,7 @@ def test_the_chances_add_up_to_the_share_and_grow_with_the_size() -> None:
         ({"name": "topk", "ratio": 0}, "TopK's ratio must be above 0 and at most 1, got 0"),
         ({"name": "topk", "ratio": True}, "ratio must be a number"),
         ({"name": "powersgd", "rank": 2.5}, "rank must be a whole number, got 2.5"),
-        pytest.param({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3", marks=pytest.mark.extras),
+        ({"name": "qsgd", "bits": 3}, "bits must be 2, 4 or 8, got 3"),
         ({"name": "topk", 3: 0.1}, "TopK has no option 3; it takes"),
         ({"rank": 2}, "needs a 'name' in its dict, got .*; add one of none, fp16"),
         ({"name": "none", "rank": 2}, "Uncompressed has no option 'rank'; it takes after"),
@@ -391,3 +386,108 @@ def test_options_may_be_numbers_of_numpy_and_are_plain_ones_after_it() -> None:
         assert json.loads(json.dumps(found.to_values())) == found.to_values()
     with pytest.raises(ValueError, match="ratio must be a number"):
         Compression.of({"name": "topk", "ratio": np.bool_(True)})
+
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+# This host acts as two. A reduction is exact within a host, and compressed between hosts.
+HOSTS = [
+    pytest.param(("torch", (HERE, THERE, THERE)), id="torch1+2"),
+    pytest.param(("horovod", (HERE, HERE, THERE)), id="horovod2+1", marks=pytest.mark.slow),
+    pytest.param(("torch", (HERE, HERE, THERE, THERE)), id="torch2+2", marks=pytest.mark.slow),
+    pytest.param(("horovod", (HERE, HERE, THERE, THERE)), id="horovod2+2", marks=pytest.mark.slow),
+]
+Gang = tuple[str, tuple[str, ...]]
+# CpSGD hides the gradient of a worker, so it refuses sums of a host.
+TWO_LEVELS = [name for name in COMPRESSORS if name != "cpsgd"]
+
+
+def test_the_place_among_some_ranks_is_that_of_a_gang_of_them_alone() -> None:
+    hosts = ["a", "b", "b", "c", "c", "c"]
+    members = assign_ranks(hosts)
+    assert [member.leaders for member in members] == [(0, 1, 3)] * 6
+    assert [members[0].host_of(rank) for rank in range(6)] == [0, 1, 1, 2, 2, 2]
+    for ranks in ([0, 1, 3], [1, 2], [2, 3, 5], list(range(6))):
+        alone = assign_ranks([hosts[rank] for rank in ranks])
+        assert [members[rank].within(ranks) for rank in ranks] == alone
+
+
+@pytest.mark.parametrize(
+    ("hosts", "has_levels"), [("aa", False), ("ab", False), ("aab", True), ("abb", True), ("a", False)]
+)
+def test_there_are_two_levels_where_a_host_has_several_ranks_and_others_exist(
+    hosts: str, has_levels: bool
+) -> None:
+    assert [member.has_levels for member in assign_ranks(list(hosts))] == [has_levels] * len(hosts)
+
+
+def _levels_contract(collective: Collective) -> Any:
+    levels, rank = find_levels(collective), collective.rank
+    found: dict[str, Any] = {}
+    for name in TWO_LEVELS:
+        compressor = _made(name, feedback=True)
+
+        def reduce(vector: torch.Tensor, step: int, compressor: Compressor = compressor) -> Any:
+            return all_reduce_by_host(vector, compressor, levels, step)
+
+        found[name] = _telescope(reduce, collective) | {"leads": collective.member.local_rank == 0}
+        alone = _copy_of(compressor, name, True)
+        if (between := levels.between) is not None:
+            between.traffic.bytes_sent = 0
+        reduce(_gradient(rank, STEPS), STEPS)
+        if between is not None:
+            two = between.bytes_sent
+            between.traffic.bytes_sent = 0
+            alone.sum(_gradient(rank, STEPS), between, STEPS)
+            found[name] |= {"between": two, "of a rank a host": between.bytes_sent}
+    return found
+
+
+@cache
+def _levels(gang: Gang) -> list[dict[str, Any]]:
+    name, hosts = gang
+    return run_ranks(len(hosts), name, _levels_contract, hosts=hosts)
+
+
+@pytest.mark.parametrize("gang", HOSTS)
+@pytest.mark.parametrize("compressor", TWO_LEVELS)
+def test_what_hosts_sent_and_what_their_first_ranks_keep_is_the_sum_of_all_gradients(
+    gang: Gang, compressor: str
+) -> None:
+    ranks = [rank[compressor] for rank in _levels(gang)]
+    assert max(rank["telescopes"] for rank in ranks) < 1e-13
+    assert len({rank["digest"] for rank in ranks}) == 1
+    assert not any(rank["keeps"] for rank in ranks if not rank["leads"])
+
+
+@pytest.mark.parametrize("gang", HOSTS)
+def test_a_host_sends_what_a_single_rank_of_it_would(gang: Gang) -> None:
+    for rank in _levels(gang):
+        for name, found in rank.items():
+            if found["leads"] and name != "sparsify":  # sends a random number of elements
+                assert found["between"] == found["of a rank a host"] > 0, name
+
+
+def _part_fails(collective: Collective) -> str:
+    levels = find_levels(collective)
+    if collective.rank == collective.size - 1:
+        raise ValueError("the last rank fails")
+    levels.inside.barrier()
+    if levels.between is not None:
+        levels.between.barrier()
+    levels.inside.barrier()
+    collective.barrier()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_rank_that_fails_ends_the_waits_of_its_host_and_of_the_others(name: str) -> None:
+    with pytest.raises(WorkerError, match="the last rank fails"):
+        run_ranks(3, name, _part_fails, hosts=(HERE, THERE, THERE), timeout_seconds=20)
+
+
+def test_one_rank_and_ranks_of_one_host_have_levels_too() -> None:
+    alone = LocalCollective()
+    assert find_levels(alone).inside is alone
+    several = LocalCollective()
+    several.member = Member(size=2, leaders=(0, 1))
+    assert find_levels(several).between is several

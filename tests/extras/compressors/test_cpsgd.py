@@ -16,6 +16,7 @@ from ringspark.estimators import AllReduce, CpSGD, Mesh, Privacy
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
+from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.compressors.cpsgd import CpSgdCompressor, rotate
@@ -51,18 +52,18 @@ def test_the_mean_of_many_draws_is_the_gradient_and_their_variance_is_that_of_th
     assert noise * (1 - statistical) < variance < (noise + distance**2 / 4) * (1 + statistical)
 
 
-def test_a_longer_gradient_is_scaled_down_to_the_largest_norm() -> None:
-    compressor, vector, draws = _made(), _vector(50.0), 500
+@pytest.mark.parametrize(
+    ("norm", "scale", "expected"),
+    [(50.0, 1.0, 2.0), (1.9 * 1024, 1024.0, 1.9 * 1024)],
+    ids=["long", "scaled"],
+)
+def test_a_longer_gradient_is_scaled_down_to_the_largest_norm_times_the_loss_scale(
+    norm: float, scale: float, expected: float
+) -> None:
+    compressor, vector, draws = _made(), _vector(norm), 500
+    compressor.loss_scale = scale
     found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
-    errors = (found.mean(0) - vector * (2.0 / 50)) / (found.std(0) / math.sqrt(draws))
-    assert float(errors.abs().max()) < 5
-
-
-def test_the_loss_scale_scales_the_largest_norm() -> None:
-    compressor, vector, draws = _made(), _vector(1.9 * 1024), 500
-    compressor.loss_scale = 1024.0
-    found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
-    errors = (found.mean(0) - vector) / (found.std(0) / math.sqrt(draws))
+    errors = (found.mean(0) - vector * (expected / norm)) / (found.std(0) / math.sqrt(draws))
     assert float(errors.abs().max()) < 5
 
 
@@ -110,36 +111,27 @@ def test_the_noise_does_not_follow_from_the_seed() -> None:
     assert not totals[0].equal(totals[1])
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(5, 3, sparse=True)
-        self.linear = nn.Linear(3, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.embedding(ids))  # type: ignore[no-any-return]
+def _sync(module: nn.Module, collective: Collective) -> GradientSync:
+    settings = SyncSettings(sync=AllReduce(compression=CpSGD(levels=64, trials=8, max_norm=4.0)), seed=1)
+    make = lambda m: torch.optim.SGD(m.parameters(), 0.1)  # noqa: E731
+    return synchronize_gradients(module, make, RankMesh.of(collective), settings)
 
 
 def _trained(collective: Collective) -> dict[str, Any]:
     """Returns the losses, the final weights, and whether noise changed the gradient of each parameter."""
-    settings = SyncSettings(sync=AllReduce(compression=CpSGD(levels=64, trials=8, max_norm=4.0)), seed=1)
-    module = _Net()
-    sync = synchronize_gradients(
-        module, lambda m: torch.optim.SGD(m.parameters(), 0.1), RankMesh.of(collective), settings
-    )
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    sync = _sync(module, collective)
     ids, losses = torch.arange(5), []
     for step in range(40):
         sync.optimizer.zero_grad()
         loss = (module(ids)[:, 0] - ids.float()).square().mean() / collective.size
         loss.backward()
-        if step == 0:
-            before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
         sync.reduce()
         if step == 0:
-            after = [p.grad for p in module.parameters() if p.grad is not None]
-            pairs = zip(before, after, strict=True)
-            noisy = [not torch.equal(a * collective.size, b) for a, b in pairs]
+            pairs = zip(before, module.parameters(), strict=True)
+            noisy = [not torch.equal(a * collective.size, p.grad) for a, p in pairs]
         sync.optimizer.step()
         losses.append(float(loss.detach()))
     return {"losses": losses, "noisy": noisy, "weights": [p.tolist() for p in module.parameters()]}
@@ -158,11 +150,8 @@ def test_ranks_train_with_noise_on_all_gradients_and_stay_equal(size: int) -> No
 
 def test_parameters_of_several_types_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    settings = SyncSettings(sync=AllReduce(compression=CpSGD(trials=8, max_norm=1.0)), seed=1)
     with pytest.raises(ValueError, match=r"must be fp32, or all fp64, got torch\.float32, torch\.float64"):
-        synchronize_gradients(
-            module, lambda m: torch.optim.SGD(m.parameters(), 0.1), RankMesh.of(LocalCollective()), settings
-        )
+        _sync(module, LocalCollective())
 
 
 @pytest.mark.parametrize(
@@ -185,15 +174,9 @@ def test_options_that_break_the_promise_are_refused(options: dict[str, Any], wor
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        (
-            {"parallelism": Mesh(tensor=2), "collective": "torch"},
-            "needs the whole network and whole rows",
-        ),
+        ({"parallelism": Mesh(tensor=2), "collective": "torch"}, "needs the whole network and whole rows"),
         ({"certify": True}, "adds secret noise"),
-        (
-            {"privacy": Privacy(epsilon=1, delta=1e-6, max_grad_norm=1.0)},
-            "privacy needs a plain all-reduce",
-        ),
+        ({"privacy": Privacy(epsilon=1, delta=1e-6, max_grad_norm=1.0)}, "privacy needs a plain all-reduce"),
     ],
 )
 def test_settings_that_break_the_promise_are_refused(setting: dict[str, Any], words: str) -> None:
