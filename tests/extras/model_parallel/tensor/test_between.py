@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -22,6 +23,7 @@ from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.extras.model_parallel.tensor import make_region, scores_of, shard_layers
+from ringspark.extras.model_parallel.tensor.loss import _CrossEntropy
 from ringspark.extras.model_parallel.tensor.sequence_parallel import SequenceBoundary
 from ringspark.models import TransformerClassifier, TransformerLM
 from ringspark.models.reports import collect_reports
@@ -65,12 +67,9 @@ class Counting:
 
 def _network(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    made = (
-        TransformerLM(**SIZES)
-        if kind == "lm"
-        else TransformerClassifier(**SIZES, out_features=3, padding_id=0)
-    )
-    return made.double()
+    if kind == "lm":
+        return TransformerLM(**SIZES).double()
+    return TransformerClassifier(**SIZES, out_features=3, padding_id=0).double()
 
 
 def _batch(kind: str, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +103,6 @@ def _all(collective: Collective) -> Any:
             network = _network(kind)
             shard_network(network, mesh, Mesh(sequence_parallel=between == "parts"))
             layout = layout_of(network)
-            assert layout is not None
             for seq in (7, 1):
                 want, whole = _gradients(_network(kind), kind, seq)
                 got, own = _gradients(network, kind, seq)
@@ -173,8 +171,7 @@ def test_a_block_is_two_sums_a_pass_or_two_gathers_and_two_scattered_sums(size: 
 def _cut_loss(collective: Collective) -> Any:
     counting: Any = Counting(collective)
     found = {}
-    network = TransformerLM(**SIZES)
-    shard_layers(network, make_region(counting), {"tokens": "vocabulary"})
+    network = _cut(counting)
     criterion = Criterion([Head(label="y", loss="cross_entropy", ignored=-100)], None, scores_of(network))
     ids, label = _batch("lm", 7)
     logits = network(ids)
@@ -201,8 +198,8 @@ def _cut_loss(collective: Collective) -> Any:
     return found
 
 
-def _cut(collective: Any) -> nn.Module:
-    network = TransformerLM(**SIZES)
+def _cut(collective: Any, kind: Any = TransformerLM) -> nn.Module:
+    network = kind(**SIZES)
     shard_layers(network, make_region(collective), {"tokens": "vocabulary"})
     return network
 
@@ -218,3 +215,46 @@ def test_the_loss_of_cut_logits_sends_three_numbers_a_position_and_its_metrics_s
         assert found["same"]
         assert found["error"] == "Target 23 is out of bounds."
         assert found["other"] == [5, 23, 7]
+
+
+class Focal(nn.CrossEntropyLoss):
+    """User-defined loss that derives from a known loss."""
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(outputs, labels).square()
+
+
+class Tempered(TransformerLM):
+    """Language model that changes the logits before it returns them."""
+
+
+@pytest.mark.parametrize(
+    ("network", "losses", "joins"),
+    [
+        (TransformerLM, [nn.CrossEntropyLoss()], False),
+        (TransformerLM, [Focal()], True),
+        (TransformerLM, [nn.CrossEntropyLoss(label_smoothing=0.1)], True),
+        (TransformerLM, [nn.CrossEntropyLoss()] * 2, True),
+        (Tempered, [nn.CrossEntropyLoss()], True),
+    ],
+    ids=["plain", "derived", "smoothed", "two outputs", "a user's network"],
+)
+def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
+    network: object, losses: list[nn.Module], joins: bool
+) -> None:
+    module = _cut(LocalCollective(), network)
+    Criterion([Head(label="y", loss=loss) for loss in losses], classes=scores_of(module))
+    assert vars(module)["scores"].gathers is joins
+
+
+def test_labels_that_are_ignored_and_large_logits_are_those_of_torch() -> None:
+    logits = (torch.randn(5, 4) * 1e3).requires_grad_()
+    label = torch.tensor([0, -100, 3, 2, -100])
+    kept = label != -100
+    weights = torch.arange(1.0, 6.0)
+    expected = nn.functional.cross_entropy(logits, label, reduction="none")
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    found = _CrossEntropy.apply(logits, label, kept, LocalCollective(), 4)
+    (own,) = torch.autograd.grad((found * weights).sum(), logits)
+    assert torch.allclose(found, expected)
+    assert torch.allclose(own, gradient)

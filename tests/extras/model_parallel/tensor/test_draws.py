@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -17,10 +19,10 @@ from ringspark.models.lora import add_lora
 class Seat:
     """Fake collective of one rank; an all-reduce returns the rank's own values."""
 
-    name = "alone"
+    name, size = "alone", 2
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.size = rank, 2
+        self.rank = rank
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return tensor.clone()
@@ -41,33 +43,21 @@ class Block(nn.Module):
         self.inside.append(hidden.detach().clone())
         out = self.dropout(torch.ones_like(self.down(hidden)) * x)
         self.outside.append((out == 0).detach().clone())
-        return out
+        return x + out
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def _run(rank: int, seed: int = 0, recompute: object = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _run(rank: int, recompute: Any = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     torch.manual_seed(1)
-    network = Net()
-    seat: object = Seat(rank)
-    shard_layers(network, make_region(seat), {"*.up": "column", "*.down": "row"})  # type: ignore[arg-type]
+    network = nn.Sequential(Block(), Block())
+    seat: Any = Seat(rank)
+    shard_layers(network, make_region(seat), {"*.up": "column", "*.down": "row"})
     if recompute is not None:
-        apply_activation_checkpoint(network, recompute)  # type: ignore[arg-type]
-    torch.manual_seed(seed)
+        apply_activation_checkpoint(network, recompute)
+    torch.manual_seed(0)
     x = torch.ones(4, 8, requires_grad=True)
     for _ in range(2):
         network(x).sum().backward()
-    blocks = [m for m in network.modules() if isinstance(m, Block)]
-    return [t for b in blocks for t in b.inside], [t for b in blocks for t in b.outside]
+    return [t for block in network for t in block.inside], [t for block in network for t in block.outside]
 
 
 def _differ(tensors: list[torch.Tensor]) -> bool:
@@ -96,8 +86,7 @@ def test_a_block_that_is_recomputed_drops_the_same_again() -> None:
 
 def test_a_layer_that_is_left_open_and_restored_begins_anew() -> None:
     """This happens if only the column-sharded layer is recomputed."""
-    cpu = torch.device("cpu")
-    seat: object = Seat(1)
+    cpu, seat = torch.device("cpu"), Seat(1)
     draws = RankRandomState(seat)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,13 +15,10 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.shard_network import check_shardable
-from ringspark.extras.model_parallel.tensor import (
-    VocabularyEmbedding,
-    make_region,
-    plan_of,
-    shard_layers,
-)
+from ringspark.extras.model_parallel.tensor import VocabularyEmbedding, make_region, plan_of, shard_layers
 from ringspark.models import TransformerLM
+
+TWO = dict.fromkeys(AXES, 1) | {"tensor": 2}
 
 
 class Shared(nn.Module):
@@ -47,17 +45,14 @@ class Shared(nn.Module):
         ({"down": ["column", 3]}, "'down': 4 outputs do not divide into 3 equal blocks"),
         ({"down": ["row", 2]}, "'down': style 'row' takes no number of blocks"),
         ({"down": ["grid", [2, 2]]}, r"'down': style 'grid' \[2, 2\] needs 4 workers, but 'tensor' has 2"),
-        (
-            {"down": ["grid", 2]},
-            r"'down' must give the workers along outputs and along inputs, as \['grid', ",
-        ),
+        ({"down": ["grid", 2]}, r"'down' must give the workers along outputs and along inputs, as \['gri"),
         ({"down": "grid"}, "'down': style 'grid' needs the rows and columns of the grid"),
         ({"down": ["column"]}, r"'down' must be a style or \[style, blocks\], got \['column'\]"),
     ],
 )
 def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_shardable(Shared(), dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan=plan))
+        check_shardable(Shared(), TWO, Mesh(plan=plan))
 
 
 class Scaled(nn.Embedding):
@@ -78,20 +73,14 @@ def _with(change: Callable[[nn.Linear], object]) -> nn.Module:
         (_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), "row", "a backward hook"),
         (_with(spectral_norm), "column_joined", "has a forward pre-hook"),
         (_with(lambda layer: setattr(layer, "forward", abs)), "column", "has a replaced forward"),
-        (
-            _with(lambda layer: layer.register_buffer("mask", torch.ones(4))),
-            "row",
-            "holds bias, mask, weight",
-        ),
+        (_with(lambda layer: layer.register_buffer("mask", torch.ones(4))), "row", "holds bias, mask, wei"),
         (nn.Sequential(Scaled(4, 4)), "vocabulary", "is for nn.Embedding, got Scaled"),
     ],
 )
-def test_a_layer_that_computes_more_than_its_class_is_not_cut(
-    network: nn.Module, style: str, message: str
-) -> None:
+def test_a_layer_that_computes_more_than_its_class_is_not_cut(network: Any, style: str, message: str) -> None:
     """A shard would drop the extra computation and silently train a different network."""
     with pytest.raises(ValueError, match=f"cannot shard '0': .*{message}"):
-        check_shardable(network, dict.fromkeys(AXES, 1) | {"tensor": 2}, Mesh(plan={"0": style}))
+        check_shardable(network, TWO, Mesh(plan={"0": style}))
 
 
 def test_a_gradient_hook_is_refused_and_attributes_of_weights_stay() -> None:
@@ -119,38 +108,28 @@ def test_transformer_layers_of_torch_call_their_cut_layers_in_evaluation_too(nor
 
 SIZES = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2}
 PAIR = {"blocks.*.up": "column", "blocks.*.down": "row"}
+LM, MIXTURE = TransformerLM(**SIZES), TransformerLM(**SIZES, experts={"num_experts": 2})
 
 
 @pytest.mark.parametrize(
     ("network", "changes", "plan", "message"),
     [
-        (
-            Shared,
-            {},
-            {"down": "column"},
-            "Shared does not support sequence_parallel=True: .* set sequence_parallel=False",
-        ),
-        (
-            lambda: TransformerLM(**SIZES, experts={"num_experts": 2}),
-            {},
-            None,
-            "needs whole rows for its own part of the loss",
-        ),
-        (lambda: TransformerLM(**SIZES), {"pipeline": 2}, None, "a stage does not know the length"),
+        (Shared(), {}, {"down": "column"}, "Shared does not support sequence_parallel=True: .* set sequence"),
+        (MIXTURE, {}, None, "needs whole rows for its own part of the loss"),
+        (LM, {"pipeline": 2}, None, "a stage does not know the length"),
         # Without a gather, attention would see only the rank's own tokens.
-        (lambda: TransformerLM(**SIZES), {}, PAIR, "'blocks.0.attention' some of the tokens"),
-        (lambda: TransformerLM(**SIZES), {"sequence": 2}, PAIR, "'blocks.0.attention' some of the tokens"),
+        (LM, {}, PAIR, "'blocks.0.attention' some of the tokens"),
+        (LM, {"sequence": 2}, PAIR, "'blocks.0.attention' some of the tokens"),
         # Ranks look up different positions, so they cannot all-reduce the result.
-        (lambda: TransformerLM(**SIZES), {}, {"positions": "vocabulary"}, "shards 'positions' by ids"),
-        (lambda: TransformerLM(**SIZES), {}, {"blocks.0.up": "column_joined"}, "leaves all tokens on every"),
+        (LM, {}, {"positions": "vocabulary"}, "shards 'positions' by ids"),
+        (LM, {}, {"blocks.0.up": "column_joined"}, "leaves all tokens on every"),
     ],
 )
 def test_parts_of_the_tokens_between_are_refused_where_they_would_be_wrong(
-    network: Callable[[], nn.Module], changes: dict[str, int], plan: dict[str, Any] | None, message: str
+    network: nn.Module, changes: dict[str, int], plan: dict[str, Any] | None, message: str
 ) -> None:
-    sizes = dict.fromkeys(AXES, 1) | {"tensor": 2} | changes
     with pytest.raises(ValueError, match=message):
-        check_shardable(network(), sizes, Mesh(plan=plan, sequence_parallel=True))
+        check_shardable(deepcopy(network), TWO | changes, Mesh(plan=plan, sequence_parallel=True))
 
 
 class Tempered(TransformerLM):
@@ -161,10 +140,9 @@ class Tempered(TransformerLM):
 
 
 def test_a_way_to_compare_of_ones_own_is_not_replaced() -> None:
-    sizes = dict.fromkeys(AXES, 1) | {"tensor": 2}
     with pytest.raises(ValueError, match=r"Tempered has its own `scores`, .* set 'plan'"):
-        check_shardable(Tempered(**SIZES), sizes, Mesh())
-    check_shardable(Tempered(**SIZES), sizes, Mesh(plan=PAIR))
+        check_shardable(Tempered(**SIZES), TWO, Mesh())
+    check_shardable(Tempered(**SIZES), TWO, Mesh(plan=PAIR))
 
 
 @pytest.mark.parametrize("wrong", [5, -1])
