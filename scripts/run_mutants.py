@@ -77,11 +77,12 @@ class Mutant:
 
 
 def read_tables(folder: Path = TABLES) -> list[Mutant]:
-    """Returns the mutants of all tables, in the order of files and lines."""
+    """Returns the mutants of all tables; the name of a table is the file of its mutant."""
     return [
-        Mutant(**entry | {"tests": tuple(entry["tests"])})
+        Mutant(file=file, **entry | {"tests": tuple(entry["tests"])})
         for path in sorted(folder.glob("*.toml"))
-        for entry in tomllib.loads(path.read_text())["mutant"]
+        for file, entries in tomllib.loads(path.read_text()).items()
+        for entry in entries
     ]
 
 
