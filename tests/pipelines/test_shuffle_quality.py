@@ -159,15 +159,6 @@ def test_batches_of_sorted_data_spread_as_if_drawn_from_a_row_group_per_stream(
         assert spread(order["no shuffle"], BATCH_SIZE) > limit
 
 
-@pytest.mark.parametrize("num_shards", [3, 48, 64])
-def test_the_quality_does_not_depend_on_the_number_of_shards(num_shards: int) -> None:
-    row_groups = [500, 0, 41, 3, 900] * 20
-    alone, shared = (
-        plan_epoch(row_groups, num_shards=n, batch_size=BATCH_SIZE, epoch=1, seed=4) for n in (1, num_shards)
-    )
-    assert order_of(shared).tolist() == order_of(alone).tolist()
-
-
 def test_epochs_are_as_unlike_each_other_as_permutations() -> None:
     row_groups = [2_000] * NUM_STREAMS
     first, second = (orders_of(row_groups, epoch)["ringspark"] for epoch in (0, 1))
