@@ -3,70 +3,35 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
+from written_shards import written
 
-from ringspark.pipelines import READERS, Column, ShardFile, ShardManifest, check_engine, readers
+from ringspark.pipelines import READERS, ShardManifest, check_engine, readers
 from ringspark.pipelines.entry_points import list_entry_points
-from ringspark.pipelines.kinds import Array, Scalar
-from ringspark.pipelines.typed_json import record
-from ringspark.pipelines.writing.shard_writer import WritePlan, write_partition
-from ringspark.pipelines.writing.task_reports import join_reports
 
 MakeShards = Callable[..., ShardManifest]
-
-
-def _arrow(values: np.ndarray[Any, Any]) -> Any:
-    if values.ndim == 1:
-        return pa.array(values)
-    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, values.ravel())
-
-
-def _column(name: str, values: np.ndarray[Any, Any]) -> Column:
-    return Column(name=name, kind=(Scalar if values.ndim == 1 else Array)(values.dtype.name))
 
 
 @pytest.fixture
 def ordered_shards(tmp_path: Path) -> MakeShards:
     """Returns a function that writes NumPy columns as shards in row order, without Spark."""
 
-    def make(
-        data: dict[str, np.ndarray[Any, Any]],
-        *,
-        num_files: int = 2,
-        row_group_rows: int = 10,
-        name: str = "shards",
-    ) -> ShardManifest:
-        folder = tmp_path / name
-        (folder / "_shards-test").mkdir(parents=True)
-        plan = WritePlan(
-            uri=str(folder),
-            folder="_shards-test",
-            columns=tuple(_column(key, values) for key, values in data.items()),
-            handle_invalid=("error",) * len(data),
-            row_group_rows=row_group_rows,
-        )
-        reports = []
-        for part in np.array_split(np.arange(len(next(iter(data.values())))), num_files):
-            batch = pa.RecordBatch.from_arrays([_arrow(v[part]) for v in data.values()], names=list(data))
-            reports += [json.loads(row.column(0)[0].as_py()) for row in write_partition(plan, iter([batch]))]
-        for number, report in enumerate(reports):
+    def make(data: Any, *, row_group_rows: int = 10, num_files: int = 2, name: str = "shards") -> Any:
+        manifest = written(tmp_path / name, data, row_group_rows=row_group_rows, num_files=num_files)
+        files = []
+        for number, file in enumerate(manifest.files):
             # File names are random; numbering them makes the file order equal the row order.
-            for file in report["files"]:
-                path = f"_shards-test/part-{number:05d}.parquet"
-                (folder / file["path"]).rename(folder / path)
-                file["path"] = path
-        files = [record(ShardFile, file) for report in reports for file in report["files"]]
-        manifest = join_reports(plan, reports, files)
+            path = f"_shards-test/part-{number:05d}.parquet"
+            (tmp_path / name / file.path).rename(tmp_path / name / path)
+            files.append(replace(file, path=path))
+        manifest = replace(manifest, files=tuple(files))
         manifest.save()
         return manifest
 

@@ -52,9 +52,7 @@ def test_many_small_row_groups_take_no_descriptors(cache: DiskCache) -> None:
     assert len(os.listdir("/proc/self/fd")) == before, f"with {len(held)} row groups in use"
 
 
-def test_a_full_disk_ends_the_keeping_and_nothing_else(
-    cache: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_the_keeping_and_nothing_else(cache, monkeypatch, caplog):
     write, left = os.pwrite, [1000]
 
     def fills_up(fd: int, data: memoryview, offset: int) -> int:
@@ -117,9 +115,7 @@ def test_a_closed_cache_writes_to_no_file(cache: DiskCache, tmp_path: Path) -> N
         file.close()
 
 
-def test_closing_waits_for_a_row_group_that_is_being_written(
-    cache: DiskCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_waits_for_a_row_group_that_is_being_written(cache, monkeypatch):
     write, writes, goes_on = os.pwrite, threading.Event(), threading.Event()
     open_at_the_end: list[bool] = []
 

@@ -24,8 +24,7 @@ assert sum(len(b["x"]) for b in open_reader(ShardManifest.load({uri!r}), engine=
 
 @pytest.fixture
 def shards(ordered_shards: Any) -> ShardManifest:
-    manifest: ShardManifest = ordered_shards({"x": np.arange(40, dtype=np.float32)}, row_group_rows=8)
-    return manifest
+    return ordered_shards({"x": np.arange(40, dtype=np.float32)}, row_group_rows=8)
 
 
 def run(code: str) -> None:

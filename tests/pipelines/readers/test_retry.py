@@ -48,23 +48,18 @@ def manifest(ordered_shards: Callable[..., ShardManifest], monkeypatch: pytest.M
 
 def _read(manifest: ShardManifest, engine: str) -> list[int]:
     batches = open_reader(manifest, engine=engine, batch_size=15, shuffle=False).batches(0)
-    ids: list[int] = np.concatenate([batch["id"] for batch in batches]).tolist()
-    return ids
+    return np.concatenate([batch["id"] for batch in batches]).tolist()
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["short", "reset"])
-def test_interruptions_of_different_row_groups_do_not_add_up(
-    manifest: ShardManifest, monkeypatch: pytest.MonkeyPatch, engine: str, is_silent: bool
-) -> None:
+def test_interruptions_of_different_row_groups_do_not_add_up(manifest, monkeypatch, engine, is_silent):
     monkeypatch.setattr(InterruptedDisk, "is_silent", is_silent)
     assert _read(manifest, engine) == list(range(120))
     assert len(InterruptedDisk.begun) == 2 * retry.MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize("times", [retry.MAX_ATTEMPTS - 1, retry.MAX_ATTEMPTS])
-def test_a_row_group_is_read_in_the_last_attempt_or_not_at_all(
-    manifest: ShardManifest, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+def test_a_row_group_is_read_in_the_last_attempt_or_not_at_all(manifest, monkeypatch, times):
     monkeypatch.setattr(InterruptedDisk, "times", times)
     if times < retry.MAX_ATTEMPTS:
         assert _read(manifest, "arrow") == list(range(120))

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from ringspark.pipelines import READERS, ShardManifest, open_reader
+from ringspark.pipelines import READERS, open_reader
 
 
 @pytest.mark.parametrize("engine", sorted(READERS))
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_rows_of_a_wide_table_stay_together(
-    ordered_shards: Callable[..., ShardManifest], engine: str, shuffle: bool
-) -> None:
+def test_rows_of_a_wide_table_stay_together(ordered_shards, engine, shuffle):
     ids = np.arange(130)
     data = {
         # Two types have enough columns for a matrix each; the other types do not.
