@@ -20,8 +20,6 @@ COUNTS = [("b", 2), ("d", 1), ("a", 2), ("c", 3), ("e", 2)]
     ],
 )
 @given(counts=st.permutations(COUNTS))
-def test_the_order_of_the_counts_changes_nothing(
-    kind: Vocabulary, words: str, counts: list[tuple[str, int]]
-) -> None:
+def test_the_order_of_the_counts_changes_nothing(kind, words, counts):
     """Spark returns the counts in any order; without sorting, the next run would get other ids."""
     assert fill_vocabulary(kind, counts).words == tuple(words)
