@@ -85,7 +85,7 @@ def test_dagster_materializes_the_assets(paths: dict[str, str], monkeypatch: pyt
 
 
 # The runner warns of the image, which it does not use.
-@pytest.mark.filterwarnings("ignore:You may be attemping:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*custom or non-Python base image:RuntimeWarning")
 def test_kubeflow_compiles_and_runs_the_pipeline(paths: dict[str, str], tmp_path: Path) -> None:
     kfp = pytest.importorskip("kfp")
     pipeline = load("kubeflow/pipeline.py")
