@@ -201,9 +201,9 @@ def test_a_wrong_function_fails_on_the_driver(
 )
 def test_what_a_step_cannot_be_combined_with_is_refused(changes: dict[str, Any], message: str) -> None:
     settings = {"model": steps.Gan(), "trainingStep": steps.gan_step, "optimizer": steps.gan_optimizers}
-    stage = TorchEstimator(**settings | {"labelCols": ["point"], "featuresCol": "noise"} | changes)
+    settings |= {"labelCols": ["point"], "featuresCol": "noise"}
     with pytest.raises(ValueError, match=message):
-        config_of_stage(stage, "any", ["point"])
+        config_of_stage(TorchEstimator(**settings | changes), "any", ["point"])
 
 
 def test_a_stage_returns_its_step() -> None:
