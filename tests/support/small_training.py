@@ -98,14 +98,29 @@ def train_in_turn(
     Starting a gang takes longer than a small training. `objects` may be one per training.
     """
     each = objects if isinstance(objects, dict) else dict.fromkeys(configs, objects or UserObjects())
+    given = {name: (config, each[name]) for name, config in configs.items()}
+    return train_on_one_gang(given, catches=False)[0]
+
+
+def train_on_one_gang(
+    trainings: Mapping[str, tuple[TrainConfig, UserObjects]], *, catches: bool = True
+) -> list[dict[str, Any]]:
+    """Checks all trainings and runs them in order; returns results, or texts of errors, by rank.
+
+    Args:
+        catches: Goes on after an error; all ranks must fail alike.
+    """
     checked = {
-        name: check_training(config, each[name], ShardManifest.load(config.shards_uri)).config
-        for name, config in configs.items()
+        name: (check_training(config, objects, ShardManifest.load(config.shards_uri)).config, objects)
+        for name, (config, objects) in trainings.items()
     }
-    first = next(iter(checked.values()))
-    work = partial(_train_each, checked, user_code.dumps(each))
-    results = run_ranks(first.num_workers, first.collective, work)[0]
-    return {name: TrainResult.from_json(text) for name, text in results.items()}
+    first = next(config for config, _ in checked.values())
+    pickled = {name: (config, user_code.dumps(own)) for name, (config, own) in checked.items()}
+    work = partial(_train_each, pickled, catches)
+    return [
+        {name: TrainResult.from_json(text) if trained else text for name, (trained, text) in own.items()}
+        for own in run_ranks(first.num_workers, first.collective, work)
+    ]
 
 
 def train_in_threads(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
@@ -122,7 +137,7 @@ class Runs:
     """Trainings below one folder, each in a run folder of its own.
 
     `data` is a manifest, columns, or a number of rows of `columns_of`; the same `data` are the same shards.
-    `settings` are the defaults of all configs.
+    `settings` are the defaults of all configs; a module of `objects` replaces their `model`.
     """
 
     def __init__(
@@ -147,30 +162,42 @@ class Runs:
             self._written[key] = data, self.shards(data)
         return self._written[key][1]
 
-    def config(self, data: Any, run: str = "", **changes: Any) -> TrainConfig:
+    def config(
+        self, data: Any, objects: UserObjects | None = None, *, run: str = "", **changes: Any
+    ) -> TrainConfig:
         """Returns the config of a new run, in the folder `run` if given."""
         folder = self.folder / (run or f"run-{next(self._numbers)}")
-        return config_of(self.manifest(data), folder, **{**self._settings, **changes})
+        own = {"model": None} if objects is not None and objects.module is not None else {}
+        return config_of(self.manifest(data), folder, **{**self._settings, **own, **changes})
 
     def check(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainConfig:
         """Checks a training on the driver; returns its config."""
-        config, manifest = self.config(data, **changes), self.manifest(data)
+        config, manifest = self.config(data, objects, **changes), self.manifest(data)
         return check_training(config, objects or UserObjects(), manifest).config
 
     def here(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
         """Trains one worker in this process."""
-        return train_here(self.config(data, **changes), objects)
+        return train_here(self.config(data, objects, **changes), objects)
 
     def gang(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
         """Trains on spawned ranks: two over torch, if `changes` do not say otherwise."""
-        return train_gang(self.config(data, **{"num_workers": 2, "collective": "torch", **changes}), objects)
+        gang = {"num_workers": 2, "collective": "torch", **changes}
+        return train_gang(self.config(data, objects, **gang), objects)
 
 
-def _train_each(configs: dict[str, TrainConfig], objects: bytes, collective: Collective) -> dict[str, str]:
-    return {
-        name: train_worker(config, collective, user_code.loads(objects)[name]).to_json()
-        for name, config in configs.items()
-    }
+def _train_each(
+    trainings: dict[str, tuple[TrainConfig, bytes]], catches: bool, collective: Collective
+) -> dict[str, tuple[bool, str]]:
+    found = {}
+    for name, (config, objects) in trainings.items():
+        try:
+            result = train_worker(config, collective, user_code.loads(objects))
+            found[name] = True, result.to_json()
+        except Exception as error:
+            if not catches:
+                raise
+            found[name] = False, f"{type(error).__name__}: {error}"
+    return found
 
 
 def state_of(result: TrainResult) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import assert_equal_states, records_of
-from ranks import run_ranks
-from small_training import Runs, columns_of, weights_of
+from small_training import Runs, columns_of, train_on_one_gang, weights_of
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.scaling import ScaleLearningRate
@@ -114,23 +111,15 @@ def _constant(step: int, num_steps: int) -> float:
     return 1.0
 
 
-def _cosine(step: int, num_steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * step / num_steps))
-
-
 def _falls(step: int, num_steps: int) -> float:
     return 1 - step / (2 * num_steps)
 
 
-def _decays(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-
 COURSES: dict[str, tuple[Any, Callable[[int, int], float]]] = {
     "constant": ("constant", _constant),
-    "cosine": ("cosine", _cosine),
+    "cosine": ("cosine", lambda step, num_steps: 0.5 * (1 + math.cos(math.pi * step / num_steps))),
     "callable": (_falls, _falls),
-    "torch scheduler": (_decays, lambda step, num_steps: 0.9**step),
+    "torch scheduler": (partial(lr_scheduler.ExponentialLR, gamma=0.9), lambda step, num_steps: 0.9**step),
 }
 
 
@@ -333,25 +322,6 @@ def test_a_checkpoint_of_another_schedule_is_refused(runs: Runs) -> None:
     assert train_here(replace(config, batch_size_schedule=((3, 24), (5, 90))), _objects()).steps == 21
 
 
-def _gang(
-    configs: dict[str, TrainConfig],
-    begun: TrainConfig,
-    to_begin: TrainConfig,
-    collective: Collective,
-) -> Any:
-    """Trains on two ranks; resumes a run of one rank, and starts a run for one rank to resume."""
-    found = {
-        name: train_worker(config, collective, deepcopy(_objects())).to_json()
-        for name, config in configs.items()
-    }
-    found["begun"] = train_worker(begun, collective, _objects()).to_json()
-    with pytest.raises(RuntimeError, match="stopped"):
-        train_worker(to_begin, collective, _objects(15))
-    return found
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["torch", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(runs: Runs, collective: str) -> None:
     manifest, gang = data(runs), {"num_workers": 2, "collective": collective}
     cases: dict[str, dict[str, Any]] = {
@@ -362,15 +332,16 @@ def test_two_ranks_are_one_and_either_goes_on_with_the_other_s(runs: Runs, colle
     }
     shared = {"scale_learning_rate": LINEAR, "lr_schedule": "cosine"}
     alone = {name: runs.here(manifest, _objects(), **shared, **case) for name, case in cases.items()}
-    configs = {
-        name: runs.check(manifest, _objects(), **shared, **gang, **case) for name, case in cases.items()
+    trainings = {
+        name: (runs.config(manifest, **shared, **gang, **case), _objects()) for name, case in cases.items()
     }
     # Stops in the third epoch, the first one with the second batch size.
     every = {"checkpoint_every_steps": 2}
-    begun, to_begin = (runs.check(manifest, _objects(), **every, **shared, **gang) for _ in range(2))
+    begun, to_begin = (runs.config(manifest, **every, **shared, **gang) for _ in range(2))
     _stopped(begun, 15)
-    texts = run_ranks(2, collective, partial(_gang, configs, begun, to_begin))[0]
-    results = {name: TrainResult.from_json(text) for name, text in texts.items()}
+    trainings |= {"begun": (begun, _objects()), "to begin": (to_begin, _objects(15))}
+    results = train_on_one_gang(trainings)[0]
+    assert results["to begin"] == "RuntimeError: stopped"
     results["to begin"] = train_here(to_begin, _objects())
     assert results["begun"].resumed_steps == results["to begin"].resumed_steps == (14,)
     for name, result in results.items():

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from parity import assert_equal_histories, assert_equal_states, equal_to_undisturbed
-from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from short_sync import sync_of
-from small_training import Runs, columns_of, state_of
+from small_training import Runs, columns_of, state_of, train_on_one_gang
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -232,35 +226,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _gang(configs: dict[str, TrainConfig], last: TrainConfig, collective: Collective) -> None:
-    """Trains every skip case and a rollback, then a policy that ends the gang."""
-    results = {
-        name: train_worker(config, collective, objects(bursts=int(name == "rollback"))).to_json()
-        for name, config in configs.items()
-    }
-    Path(last.run_uri).mkdir(exist_ok=True)
-    (Path(last.run_uri) / f"{collective.rank}.json").write_text(json.dumps(results))
-    train_worker(last, collective, objects())
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_two_ranks_decide_together(runs: Runs, collective: str) -> None:
     bad, gang = data(runs), {"num_workers": 2, "collective": collective}
-    configs = {
-        name: runs.check(bad, objects(), on_non_finite="skip", **gang, **changes)
+    trainings = {
+        name: (runs.config(bad, on_non_finite="skip", **gang, **changes), objects())
         for name, changes in CASES.items()
         if (name, collective) != ("parameters", "horovod")
     }
     rollback = {"on_non_finite": "rollback", "checkpoint_every_steps": 4}
-    configs["rollback"] = runs.check(data(runs, bad=False), objects(), **rollback, **gang)
-    last = replace(configs["plain"], run_uri=str(runs.folder / "last"), on_non_finite="stop")
-    with pytest.raises(WorkerError, match=r"not finite in epoch 1, step 3 on rank [01]; lower"):
-        run_ranks(2, collective, partial(_gang, configs, last))
-    ranks = [json.loads((runs.folder / "last" / f"{rank}.json").read_text()) for rank in (0, 1)]
-    for name in configs:
-        first, second = (TrainResult.from_json(results[name]) for results in ranks)
-        assert first.non_finite == second.non_finite, name
+    trainings["rollback"] = runs.config(data(runs, bad=False), **rollback, **gang), objects(bursts=1)
+    firsts, seconds = train_on_one_gang(trainings)
+    for name, first in firsts.items():
+        assert first.non_finite == seconds[name].non_finite, name
         assert is_finite(first), name
         if name == "rollback":
             assert [found.action for found in first.non_finite] == ["rolled back"]
@@ -270,3 +247,5 @@ def test_two_ranks_decide_together(runs: Runs, collective: str) -> None:
         # One bad row, so one rank has a bad loss.
         assert {len(found.ranks) for found in first.non_finite} == {1}, name
         assert [record.skipped_steps for record in first.history] == [1, 1], name
+    with pytest.raises(WorkerError, match=r"not finite in epoch 1, step 3 on rank [01]; lower"):
+        runs.gang(bad, objects(), max_grad_norm=1.0, collective=collective)

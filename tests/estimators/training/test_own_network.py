@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,13 +33,11 @@ from awkward_networks import (
 )
 from hypothesis import given, reject, settings
 from parity import assert_equal_states, equal_to_undisturbed
-from ranks import run_ranks
-from small_training import Runs, config_of, state_of, train_in_threads
+from small_training import Runs, config_of, state_of, train_in_threads, train_on_one_gang
 from torch import nn
 from written_shards import written
 
 from ringspark.estimators import user_code
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.in_process import run_in_turns
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.launch.train_task import PackedObjects
@@ -50,7 +47,7 @@ from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.outputs import as_outputs
@@ -156,34 +153,26 @@ def test_a_rank_without_rows_moves_what_the_others_move(tmp_path: Path, name: st
     assert _try(recipe, manifest, columns, tmp_path / "run", workers=2) == ""
 
 
-def _step_in_backward(net: Any) -> None:
-    optimizer = torch.optim.SGD([net.mid.weight], 0.1)
-    net.mid.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+def _step_in_backward(net: Any, layer: Any) -> None:
+    optimizer = torch.optim.SGD([layer.weight], 0.1)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize(
-    ("change", "sync", "sentence"),
+    ("part", "layer", "sync", "sentence"),
     [
-        (
-            lambda net: PARTS["hook_that_clips"](net, net.mid),
-            AllReduce(),
-            r"'mid.weight' .* not linear .*maxGrad",
-        ),
-        (_step_in_backward, AllReduce(), r"'mid.weight' .* not linear"),
-        (lambda net: PARTS["tied_weights"](net, net.lin), Zero(stage=1), r"'lin.weight' .* share memory"),
-        (
-            lambda net: PARTS["overlapping_parameters"](net, net.lin),
-            Zero(stage=2),
-            r"'mid.weight' .* share memory",
-        ),
+        ("hook_that_clips", "mid", AllReduce(), r"'mid.weight' .* not linear .*maxGrad"),
+        ("step_in_backward", "mid", AllReduce(), r"'mid.weight' .* not linear"),
+        ("tied_weights", "lin", Zero(stage=1), r"'lin.weight' .* share memory"),
+        ("overlapping_parameters", "lin", Zero(stage=2), r"'mid.weight' .* share memory"),
     ],
 )
 def test_parameters_that_several_workers_cannot_train_are_refused(
-    runs: Runs, change: Callable[[Any], None], sync: Any, sentence: str
+    runs: Runs, part: str, layer: str, sync: Any, sentence: str
 ) -> None:
     net, columns = Net(), make_columns(83)
-    change(net)
+    PARTS.get(part, _step_in_backward)(net, getattr(net, layer))
     runs.check(columns, UserObjects(module=net), sync=sync)
     with pytest.raises(ValueError, match=sentence):
         runs.check(columns, UserObjects(module=net), sync=sync, num_workers=2)
@@ -195,35 +184,21 @@ def test_a_hook_that_sharding_would_drop_is_refused(runs: Runs) -> None:
         runs.check(make_columns(83), CASES["hook_on_tensor"].make().objects(), **changes)
 
 
-def _train_all(
-    configs: dict[str, TrainConfig], pickled: dict[str, bytes], world: Collective
-) -> dict[str, str]:
-    found = {}
-    for name, config in configs.items():
-        try:
-            found[name] = train_worker(config, world, user_code.loads(pickled[name])).checkpoint_uri
-        except Exception as error:  # both ranks fail alike, and the other cases continue
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 def test_two_workers_equal_plain_pytorch(runs: Runs, rows: int) -> None:
     columns = make_columns(rows)
     manifest = runs.shards(columns, num_files=1, row_group_rows=20)
-    configs, pickled = {}, {}
-    for name, recipe in CASES.items():
-        if recipe.refusal is None and name != "hook_that_clips":  # which needs the whole gradient
-            objects = recipe.make().objects()
-            configs[name] = runs.check(manifest, objects, run=name, num_workers=2)
-            pickled[name] = user_code.dumps(objects)
-    found = run_ranks(2, "torch", partial(_train_all, configs, pickled))[0]
+    trainings = {
+        name: (runs.config(manifest, run=name, num_workers=2, collective="torch"), recipe.make().objects())
+        for name, recipe in CASES.items()
+        if recipe.refusal is None and name != "hook_that_clips"  # which needs the whole gradient
+    }
     wrong = {}
-    for name, uri in found.items():
+    for name, result in train_on_one_gang(trainings)[0].items():
         expected = train_plain(CASES[name].make(), columns)
-        problem = uri if "Error" in uri else _difference(expected, _weights(uri))
+        problem = result if isinstance(result, str) else _difference(expected, state_of(result))
         if problem:
             wrong[name] = problem
     assert wrong == {}, json.dumps(wrong, indent=1)

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from parity import assert_equal_states, records_of
-from ranks import GANGS, run_ranks
-from small_training import Runs
+from small_training import Runs, train_on_one_gang
 from torch import nn
 
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.worker import TrainResult, train_worker
+from ringspark.estimators.training.worker import TrainResult
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,53 +221,32 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _gang(
-    configs: dict[str, TrainConfig],
-    begun: TrainConfig,
-    to_begin: TrainConfig,
-    collective: Collective,
-) -> Any:
-    """Runs each case uninterrupted and stopped; resumes a run of one rank; starts another run."""
-    results: dict[str, list[str]] = {}
-    for name, config in configs.items():
-        undisturbed = replace(config, run_uri=f"{config.run_uri}-plain")
-        with_checkpoints = replace(config, checkpoint_every_steps=3, checkpoint_every_epochs=1)
-        expected = train_worker(undisturbed, collective, objects())
-        for at in (4, 11):
-            with pytest.raises(RuntimeError, match="stopped"):
-                train_worker(with_checkpoints, collective, objects(at))
-        result = train_worker(with_checkpoints, collective, objects())
-        results[name] = [expected.to_json(), result.to_json()]
-    results["begun"] = [train_worker(begun, collective, objects(dropout=0.0)).to_json()]
-    with pytest.raises(RuntimeError, match="stopped"):
-        train_worker(to_begin, collective, objects(8, dropout=0.0))
-    return results
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", GANGS)
 def test_two_ranks_go_on_to_the_bit_and_other_numbers_of_them_on_the_same_rows(
     runs: Runs, collective: str
 ) -> None:
     manifest, gang = data(runs), {"num_workers": 2, "collective": collective}
-    configs = {
-        name: runs.check(manifest, objects(), **gang, **changes)
-        for name, changes in CASES.items()
-        if (name, collective) != ("parameters", "horovod")
-    }
+    trainings: dict[str, tuple[TrainConfig, UserObjects]] = {}
+    names = [name for name in CASES if (name, collective) != ("parameters", "horovod")]
+    for name in names:
+        config = runs.config(manifest, **gang, **CASES[name])
+        trainings[f"{name}, undisturbed"] = replace(config, run_uri=f"{config.run_uri}-plain"), objects()
+        config = replace(config, checkpoint_every_steps=3, checkpoint_every_epochs=1)
+        trainings |= {f"{name}, stopped at {at}": (config, objects(at)) for at in (4, 11)}
+        trainings[name] = config, objects()
     # A small learning rate keeps rounding differences between rank counts small.
-    whole = runs.here(manifest, objects(dropout=0.0), learning_rate=0.002)
-    changes = {"checkpoint_every_steps": 3, "learning_rate": 0.002}
-    begun, to_begin = (runs.check(manifest, objects(), **changes, **gang) for _ in range(2))
+    slow = {"learning_rate": 0.002}
+    whole = runs.here(manifest, objects(dropout=0.0), **slow)
+    begun, to_begin = (runs.config(manifest, checkpoint_every_steps=3, **slow, **gang) for _ in range(2))
     stopped(begun, 8, dropout=0.0)
-    texts = run_ranks(2, collective, partial(_gang, configs, begun, to_begin))
-    for name in configs:
-        expected, result = (TrainResult.from_json(text) for text in texts[0][name])
-        assert result.resumed_steps == (3, 10), name
-        assert_same(result, expected)
-    ended_here = train_here(to_begin, objects(dropout=0.0))
-    for result in (TrainResult.from_json(texts[0]["begun"][0]), ended_here):
+    trainings["begun"] = begun, objects(dropout=0.0)
+    trainings["to begin, stopped"] = to_begin, objects(8, dropout=0.0)
+    results = train_on_one_gang(trainings)[0]
+    assert {results[name] for name in results if "stopped" in name} == {"RuntimeError: stopped"}
+    for name in names:
+        assert results[name].resumed_steps == (3, 10), name
+        assert_same(results[name], results[f"{name}, undisturbed"])
+    for result in (results["begun"], train_here(to_begin, objects(dropout=0.0))):
         assert result.resumed_steps == (6,)
         assert_equal_states(result, whole, bound=1e-5)
         # An epoch that two gangs trained has the losses and metrics of all its rows.
