@@ -27,16 +27,12 @@ def _cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
 
 
-class _Differentiates(nn.Module):
+class _Differentiates(nn.Linear):
     """Returns a gradient with respect to its input, which `torch.no_grad` of a prediction forbids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.lin(x).tanh().sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(super().forward(x).tanh().sum(), x, create_graph=True)
         return slope.sum(1)
 
 
@@ -44,9 +40,7 @@ class _DifferentiatesInEvaluation(_Differentiates):
     """Differentiates in evaluation only; training uses the plain layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            return self.lin(x)[:, 0]  # type: ignore[no-any-return]
-        return super().forward(x)
+        return nn.Linear.forward(self, x)[:, 0] if self.training else super().forward(x)
 
 
 def _net(outputs: int = 1) -> nn.Module:
@@ -59,8 +53,8 @@ def _net(outputs: int = 1) -> nn.Module:
         ("one value per row", {"module": _net(3), "losses": (_MeanOfClasses(),)}),
         ("lrSchedule .* step 6 of 6", {"module": _net(), "lr_schedule": _cycle}),
         (r"float64, .*\.float\(\)", {"module": _net().double()}),
-        (r"with torch\.enable_grad\(\):", {"module": _Differentiates()}),
-        (r"with torch\.enable_grad\(\):", {"module": _DifferentiatesInEvaluation()}),
+        (r"with torch\.enable_grad\(\):", {"module": _Differentiates(4, 1)}),
+        (r"with torch\.enable_grad\(\):", {"module": _DifferentiatesInEvaluation(4, 1)}),
     ],
 )
 def test_the_driver_refuses_in_a_sentence(runs: Runs, sentence: str, changes: dict[str, Any]) -> None:
@@ -96,31 +90,26 @@ def test_a_cached_function_and_property_of_a_script_reach_the_workers() -> None:
     assert (copied.four, vars(copied)) == (4, {"four": 4})
 
 
-class _Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(2, 1)
-
+class _Pair(nn.Linear):
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self.lin(torch.stack([left, 2 * right], 1))[:, 0]  # type: ignore[no-any-return]
+        return super().forward(torch.stack([left, 2 * right], 1))[:, 0]
 
 
 def test_inputs_in_another_order_than_forward_are_named(runs: Runs) -> None:
     columns = {name: make_columns(83)["y"] for name in ("left", "right", "y")}
     with pytest.warns(UserWarning, match=r"by position, but forward of _Pair takes \['left', 'right'\]"):
-        runs.check(columns, UserObjects(module=_Pair()), input_columns=("right", "left"))
+        runs.check(columns, UserObjects(module=_Pair(2, 1)), input_columns=("right", "left"))
 
 
-class _Graph(nn.Module):
+class _Graph(nn.Linear):
     """Reads a sparse buffer, as graph networks do."""
 
     def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        self.lin = nn.Linear(4, 1)
+        super().__init__(4, 1)
         self.register_buffer("edges", torch.eye(4).to_sparse(), persistent=persistent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(torch.sparse.mm(self.edges, x.t()).t())[:, 0]  # type: ignore[no-any-return, arg-type]
+        return super().forward(torch.sparse.mm(self.edges, x.t()).t())[:, 0]  # type: ignore[arg-type]
 
 
 def test_a_network_with_a_sparse_buffer_trains_or_is_refused(runs: Runs) -> None:
@@ -138,10 +127,9 @@ def test_groups_that_a_copy_would_lose_are_refused(runs: Runs, by: str) -> None:
     head = {id(parameter) for parameter in net[2].parameters()}
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        chosen, rest = [], []
-        for p in parameters:
-            (chosen if (id(p) in head if by == "identity" else p.ndim > 1) else rest).append(p)
-        return torch.optim.SGD([{"params": chosen, "lr": 0.05}, {"params": rest, "lr": 0.001}], 0.05)
+        chosen = [id(p) in head if by == "identity" else p.ndim > 1 for p in parameters]
+        groups = [[p for p, own in zip(parameters, chosen, strict=True) if own == first] for first in (1, 0)]
+        return torch.optim.SGD([{"params": groups[0], "lr": 0.05}, {"params": groups[1], "lr": 0.001}], 0.05)
 
     objects = UserObjects(module=net, optimizer=optimizer)
     if by == "dimensions":
@@ -158,19 +146,15 @@ def test_a_buffer_that_is_an_expanded_view_is_checked(runs: Runs) -> None:
 
 
 def test_the_check_leaves_no_hook_and_no_moved_value(runs: Runs) -> None:
-    class Codebook(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(4, 1)
-            self.register_buffer("size", torch.ones(1))
-
+    class Codebook(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.size.data.mul_(0.9)
-            self.lin.bias.data.clamp_(-0.1, 0.1)
-            return self.lin(x)[:, 0]  # type: ignore[no-any-return]
+            self.bias.data.clamp_(-0.1, 0.1)
+            return super().forward(x)[:, 0]
 
-    net = Codebook()
-    net.lin.bias.data.fill_(0.5)
+    net = Codebook(4, 1)
+    net.register_buffer("size", torch.ones(1))
+    net.bias.data.fill_(0.5)
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         for parameter in parameters:
@@ -178,19 +162,16 @@ def test_the_check_leaves_no_hook_and_no_moved_value(runs: Runs) -> None:
         return torch.optim.SGD(parameters, 0.1)
 
     runs.check(20, UserObjects(module=net, optimizer=optimizer))
-    assert not net.lin.weight._backward_hooks
-    assert (net.size.item(), net.lin.bias.item()) == (1.0, 0.5)
+    assert not net.weight._backward_hooks
+    assert (net.size.item(), net.bias.item()) == (1.0, 0.5)
 
 
 def test_the_result_of_the_checks_keeps_no_copy_of_the_network(runs: Runs) -> None:
-    def networks() -> set[int]:
-        gc.collect()
-        return {id(each) for each in gc.get_objects() if isinstance(each, _Counted)}
-
-    class _Counted(nn.Linear):
+    class Counted(nn.Linear):
         """Its objects are counted."""
 
-    net = nn.Sequential(_Counted(4, 1), nn.Flatten(0))
+    net = nn.Sequential(Counted(4, 1), nn.Flatten(0))
     checked = check_training(runs.config(20), UserObjects(module=net), runs.manifest(20))
-    assert networks() == {id(net[0])}
+    gc.collect()
+    assert [each for each in gc.get_objects() if isinstance(each, Counted)] == [net[0]]
     assert checked.shapes == ((),)

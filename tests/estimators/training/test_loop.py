@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +93,12 @@ class TwoHeads(nn.Module):
         return self.kind(hidden), self.size(hidden)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_several_labels_train_like_the_loop_one_would_write(runs: Runs, collective: str) -> None:
     module = TwoHeads()
     result = runs.gang(
         runs.shards(_columns(), num_files=1),
         UserObjects(module=module),
         task="any",
-        model=None,
         label_columns=("kind", "size"),
         losses=("cross_entropy", "mse"),
         loss_weights=(1.0, 0.25),
@@ -130,12 +126,10 @@ def test_several_labels_train_like_the_loop_one_would_write(runs: Runs, collecti
     assert set(record.metrics) == names
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_class_weights_train_like_torchs_own_mean(runs: Runs, collective: str) -> None:
     """`CrossEntropyLoss(weight=w)` divides by the label weights of the batch, over all ranks."""
     weight, module = torch.tensor([1.0, 5.0]), SPEC.build()
-    changes = {"model": None, "optimizer": "sgd", "learning_rate": 0.1, "shuffle": False}
+    changes = {"optimizer": "sgd", "learning_rate": 0.1, "shuffle": False}
     objects = UserObjects(module=module, losses=(nn.CrossEntropyLoss(weight=weight),))
     result = runs.gang(runs.shards(_columns(), num_files=1), objects, collective=collective, **changes)
     x, kind = _tensors("x", "kind")
@@ -146,8 +140,6 @@ def test_class_weights_train_like_torchs_own_mean(runs: Runs, collective: str) -
     _step_by_hand(module, 0.1, loss, result)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_metrics_are_those_of_all_rows_of_all_workers(runs: Runs, collective: str) -> None:
     """66 held-out rows in batches of 32: in the last step, one of three ranks has no row."""
     held_out = np.arange(ROWS) >= 235
@@ -192,8 +184,6 @@ class Diary(Callback):
         self._write(state, f"end, {state.stop_reason}")
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_callbacks_are_called_on_every_rank_and_one_ranks_word_stops_all(runs: Runs, collective: str) -> None:
     changes = {"epochs": 9, "batch_size": 200, "collective": collective, "num_workers": 2}
     diary = Diary(str(runs.folder / "diary"), stop_rank=1, stop_epoch=2)
@@ -272,8 +262,6 @@ def test_a_monitor_that_the_history_will_not_have_is_refused(runs: Runs, given: 
     assert not (runs.folder / "run").exists()
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_bytes_sent_are_those_of_the_ring(runs: Runs, collective: str) -> None:
     columns, gradients = _columns(), 4 * sum(p.numel() for p in SPEC.build().parameters())
     for workers, share in ((2, 1.0), (3, 4 / 3)):
@@ -304,7 +292,7 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
     """301 rows in batches of 60: the last batch is one row, on one rank."""
     train = runs.here if collective == "local" else runs.gang
     objects = UserObjects(module=Normed())
-    result = train(_columns(), objects, model=None, batch_size=60, collective=collective)
+    result = train(_columns(), objects, batch_size=60, collective=collective)
     assert result.steps == 12
     trained = Normed()
     trained(torch.zeros(2, 4))
@@ -313,15 +301,13 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
     assert module(torch.zeros(1, 4)).isfinite().all()
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
     runs: Runs, collective: str
 ) -> None:
     """Each rank has its own running statistics, and the model has those from one rank."""
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.5), nn.ReLU(), nn.Linear(8, 2))
     manifest = runs.shards(_columns(), validation=HELD_OUT)
-    result = runs.gang(manifest, UserObjects(module=module), model=None, collective=collective)
+    result = runs.gang(manifest, UserObjects(module=module), collective=collective)
     assert result.history[-1].validation_loss == pytest.approx(_loss(result, module), rel=1e-5)
 
 
@@ -357,8 +343,6 @@ class Digest(Callback):
         Path(f"{self._path}-{state.rank}").write_text(repr((state.module.scale, values)))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_ranks_validate_with_equal_constants_and_buffers_of_every_dtype(
     runs: Runs, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,8 +371,6 @@ DENSE_SYNCS = [
 ]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_sparse_embeddings_train_where_a_rank_has_no_rows(runs: Runs, collective: str) -> None:
     _equal_lookups(runs, shuffle=False, collective=collective)
 
@@ -412,7 +394,7 @@ def test_one_worker_trains_sparse_embeddings_by_optimizers_of_dense_gradients(ru
     weights = []
     for is_sparse in (False, True):
         module = _lookup(is_sparse)
-        result = runs.here(IDS, UserObjects(module=module), model=None, optimizer="adamw", epochs=1)
+        result = runs.here(IDS, UserObjects(module=module), optimizer="adamw", epochs=1)
         weights.append(_module(result, module)[0].weight)  # type: ignore[index]
     assert torch.equal(*weights)
 
@@ -424,12 +406,10 @@ class OwnLookup(nn.Embedding):
         return functional.embedding(x, self.weight, sparse=True)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_sparse_gradient_that_no_layer_announces_is_refused_in_a_gang(runs: Runs, collective: str) -> None:
     objects = UserObjects(module=nn.Sequential(OwnLookup(9, 4), nn.Linear(4, 2)))
     with pytest.raises(WorkerError, match=r"parameter '0\.weight' got a sparse gradient, .*; leave sparse="):
-        runs.gang(IDS, objects, model=None, collective=collective, optimizer="sgd")
+        runs.gang(IDS, objects, collective=collective, optimizer="sgd")
 
 
 def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(runs: Runs) -> None:
@@ -437,14 +417,14 @@ def test_an_optimizer_that_takes_only_sparse_gradients_gets_those_of_all_ranks(r
     config = runs.config(IDS, model=None, epochs=1, collective="torch")
     equal_to_one_worker(config, objects, alone=train_here, bound=1e-6, num_workers=2)
     with pytest.raises(ValueError, match=r"SparseAdam takes .* sync=Zero\(stage=1\) .* optimizer='adam'"):
-        runs.gang(IDS, objects, model=None, sync=Zero(stage=1))
+        runs.gang(IDS, objects, sync=Zero(stage=1))
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("sync", DENSE_SYNCS, ids=repr)
 def test_a_sync_that_makes_sparse_gradients_dense_says_so(runs: Runs, sync: Sync) -> None:
     objects = UserObjects(module=_lookup())
-    changes: dict[str, Any] = {"model": None, "collective": "torch", "optimizer": "sgd", "sync": sync}
+    changes: dict[str, Any] = {"collective": "torch", "optimizer": "sgd", "sync": sync}
     runs.check(IDS, objects, **changes)  # one worker has nothing to synchronize
     with pytest.warns(UserWarning, match=r"sparse=True in the embedding of '0\.weight', but sync=.* dense"):
         runs.check(IDS, objects, num_workers=2, **changes)
@@ -465,10 +445,10 @@ MAX_NORM = "layer '1' of model Sequential is an embedding with max_norm"
 def test_layers_that_ranks_cannot_share_are_refused_in_a_gang(
     runs: Runs, layer: nn.Module, message: str
 ) -> None:
-    module, config = nn.Sequential(nn.Linear(4, 8), layer), runs.config(IDS, model=None)
+    module = nn.Sequential(nn.Linear(4, 8), layer)
     with pytest.raises(ValueError, match=message):
-        check_network(replace(config, num_workers=2), UserObjects(), module)
-    check_network(config, UserObjects(), module)
+        runs.check(_columns(), UserObjects(module=module), num_workers=2)
+    check_network(runs.config(IDS, model=None), UserObjects(), module)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -498,4 +478,4 @@ class Auxiliary(nn.Linear):
 
 def test_other_outputs_in_training_than_in_evaluation_are_named(runs: Runs) -> None:
     with pytest.raises(ValueError, match="model Auxiliary returns 2 tensors in training for the labels"):
-        runs.check(_columns(), UserObjects(module=Auxiliary(4, 2)), model=None)
+        runs.check(_columns(), UserObjects(module=Auxiliary(4, 2)))

@@ -23,15 +23,27 @@ from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, wri
 from ringspark.estimators.training.settings.config import UserObjects
 
 
-class Modal(torch.optim.Optimizer):
+class CountsCalls(torch.optim.SGD):
+    """Its `state_dict` has a key of its own."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"calls": self.calls}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.calls = state_dict.pop("calls")
+        super().load_state_dict(state_dict)
+
+
+class Modal(CountsCalls):
     """Steps ahead of the weights, as schedule-free optimizers do: `eval()` takes the look-ahead back.
 
     Its rate depends on numbers that belong to no parameter.
     """
 
     def __init__(self, parameters: Any, lr: float = 0.05) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self.calls = 0
+        super().__init__(parameters, lr)
         self.is_ahead = False
         self.state["common"] = {"sum": torch.zeros(3), "steps": 0}  # type: ignore[index]
 
@@ -57,13 +69,6 @@ class Modal(torch.optim.Optimizer):
         common["sum"] += 1
         for parameter in self.param_groups[0]["params"]:
             parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / (self.calls + common["sum"][0]))
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"calls": self.calls}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.calls = state_dict.pop("calls")
-        super().load_state_dict(state_dict)
 
 
 def _net() -> nn.Module:
@@ -136,12 +141,11 @@ class Scaled(torch.optim.SGD):
                 parameter.sub_(0.01 * group["rates"].sum() / group["seen"]["rows"][0] * parameter.grad)
 
 
-class Counted(torch.optim.SGD):
-    """Its `state_dict` has a key of its own, and `state` a value that belongs to no parameter."""
+class Counted(CountsCalls):
+    """Its `state` has a value that belongs to no parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, 0.05)
-        self.calls = 0
         self.state["steps"] = 0  # type: ignore[index, assignment]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -149,13 +153,6 @@ class Counted(torch.optim.SGD):
         self.state["steps"] += 2  # type: ignore[index, operator]
         self.param_groups[0]["weight_decay"] = 0.1 * self.calls / self.state["steps"] ** 2  # type: ignore[index, operator]
         super().step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"calls": self.calls}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.calls = state_dict.pop("calls")
-        super().load_state_dict(state_dict)
 
 
 @pytest.mark.parametrize("make", [Scaled, Counted])

@@ -35,12 +35,7 @@ TUNINGS: dict[str, dict[str, Any]] = {
     "average": {"ema_decay": 0.8},
     "all": {"lora": LORA, "ema_decay": 0.8, "gradient_checkpointing": "all"},
 }
-SHARDINGS = [
-    ("none", "horovod"),
-    ("optimizer", "torch"),
-    ("gradients", "torch"),
-    ("parameters", "torch"),
-]
+SHARDINGS = [("none", "horovod"), *((name, "torch") for name in ("optimizer", "gradients", "parameters"))]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,7 +124,6 @@ def test_an_adapter_is_trained_as_by_hand(runs: Runs) -> None:
     result = runs.here(
         columns,
         UserObjects(module=module, callbacks=(sees,)),
-        model=None,
         batch_size=100,
         epochs=4,
         optimizer="sgd",
@@ -188,7 +182,7 @@ def test_an_adapter_that_would_change_nothing_or_that_a_merge_would_change_is_re
 ) -> None:
     lora = {"rank": 1, "alpha": 1, "targets": ["layer"], "dropout": 0.0, "train": []}
     with pytest.raises(ValueError, match=message):
-        runs.check(100, UserObjects(module=_Reads(calls)), model=None, lora=lora)
+        runs.check(100, UserObjects(module=_Reads(calls)), lora=lora)
 
 
 class _OwnLora(nn.Linear):
@@ -203,7 +197,7 @@ class _OwnLora(nn.Linear):
 
 
 def test_a_network_with_adapters_of_a_user_s_own_is_trained_and_saved(runs: Runs) -> None:
-    state = state_of(runs.here(100, UserObjects(module=_OwnLora()), model=None, epochs=1))
+    state = state_of(runs.here(100, UserObjects(module=_OwnLora()), epochs=1))
     assert sorted(state) == ["bias", "lora_A", "lora_B", "weight"]
     assert state["lora_B"].any()
 
@@ -219,7 +213,7 @@ class _Saves(Callback):
 def test_a_callback_may_save_a_module_with_a_frozen_normalisation(runs: Runs) -> None:
     path = runs.folder / "module.pt"
     objects = UserObjects(module=_Normed(), callbacks=(_Saves(path),))
-    runs.here(100, objects, model=None, epochs=1, freeze=("body.*",))
+    runs.here(100, objects, epochs=1, freeze=("body.*",))
     found = torch.load(path, weights_only=False).train()
     assert found.training
     assert not found.body[1].training
@@ -231,7 +225,6 @@ def test_the_average_is_that_of_sgd_by_hand(runs: Runs) -> None:
     result = runs.here(
         runs.shards(columns, validation=np.arange(120) >= 100),
         UserObjects(module=module),
-        model=None,
         batch_size=100,
         epochs=5,
         optimizer="sgd",
@@ -254,24 +247,20 @@ def test_the_average_is_that_of_sgd_by_hand(runs: Runs) -> None:
     assert np.allclose(np.append(state["0.weight"].numpy(), state["0.bias"].numpy()), average, atol=1e-6)
 
 
-class _Spoils(nn.Module):
-    """A linear layer with a non-finite loss for a first feature above 50."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 1)
+class _Spoils(nn.Linear):
+    """Has a non-finite loss for a first feature above 50."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bad = (x[:, :1] > 50).any() if self.training else torch.tensor(False)
-        return self.line(x) * torch.where(bad, torch.nan, 1.0)  # type: ignore[no-any-return]
+        return super().forward(x) * torch.where(bad, torch.nan, 1.0)
 
 
 def test_a_step_that_is_skipped_leaves_the_average_alone(runs: Runs) -> None:
     """Training without the skipped rows gives a bit-identical average."""
-    columns, objects = columns_of(96), UserObjects(module=_Spoils())
+    columns, objects = columns_of(96), UserObjects(module=_Spoils(4, 1))
     columns["x"][40, 0] = 99.0
     rest = {name: np.delete(values, slice(32, 64), axis=0) for name, values in columns.items()}
-    changes: dict[str, Any] = {"model": None, "shuffle": False, "epochs": 1, "ema_decay": 0.5}
+    changes: dict[str, Any] = {"shuffle": False, "epochs": 1, "ema_decay": 0.5}
     spoiled, clean = (runs.shards(rows, num_files=1, row_group_rows=32) for rows in (columns, rest))
     result = runs.here(spoiled, objects, on_non_finite="skip", **changes)
     assert [step.step for step in result.non_finite] == [2]
@@ -280,9 +269,7 @@ def test_a_step_that_is_skipped_leaves_the_average_alone(runs: Runs) -> None:
 
 def test_buffers_are_not_averaged(runs: Runs) -> None:
     objects = UserObjects(module=_Normed())
-    plain, averaged = (
-        state_of(runs.here(100, objects, model=None, ema_decay=decay)) for decay in (None, 0.9)
-    )
+    plain, averaged = (state_of(runs.here(100, objects, ema_decay=decay)) for decay in (None, 0.9))
     same = {name for name in plain if torch.equal(plain[name], averaged[name])}
     assert same == {f"body.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
 

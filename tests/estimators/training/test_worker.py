@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from parity import equal_to_one_worker
-from ranks import GANGS, TORCH_AND_SLOW_OTHERS
+from ranks import GANGS
 from small_training import Runs, columns_of, weights_of
 from torch import nn
 
@@ -65,15 +65,11 @@ class _Logarithm(nn.Module):
         return output + self.extra(x) if self.training else output  # type: ignore[no-any-return]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_rank_without_rows_adds_exactly_nothing(runs: Runs, collective: str) -> None:
     config, objects = runs.config(33, model=None, epochs=1), UserObjects(module=_Logarithm())
     equal_to_one_worker(config, objects, alone=train_here, num_workers=2, collective=collective)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_row_weights_count_over_the_global_batch(runs: Runs, collective: str) -> None:
     config = runs.config(columns := _weighted(200), weight_column="w")
     one, _ = equal_to_one_worker(config, alone=train_here, num_workers=2, collective=collective)
@@ -88,8 +84,6 @@ def test_integer_weights_equal_repeated_rows(runs: Runs) -> None:
     assert _distance(weighted, runs.here(repeated, batch_size=400, epochs=10)) < 1e-5
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_two_runs_with_one_seed_are_bitwise_equal(runs: Runs, collective: str) -> None:
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.3})
     results = [runs.gang(300, model=spec, collective=collective, seed=seed) for seed in (0, 0, 1)]
@@ -103,37 +97,32 @@ def test_micro_batches_give_the_step_of_the_whole_batch(runs: Runs, accumulation
     assert _distance(runs.here(200), runs.here(200, gradient_accumulation=accumulation)) < 1e-5
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_micro_batches_on_two_workers(runs: Runs, collective: str) -> None:
     whole = runs.here(197, max_grad_norm=0.1)
     parts = runs.gang(197, max_grad_norm=0.1, gradient_accumulation=2, collective=collective)
     assert _distance(whole, parts) < 1e-5
 
 
-class _Recorder(nn.Module):
+class _Recorder(nn.Linear):
     """Records its training rows in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        self.seen: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen.extend(x.tolist())
-        return self.linear(x[:, None])  # type: ignore[no-any-return]
+        return super().forward(x[:, None])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_shuffle_is_obeyed_and_every_row_is_seen_once(runs: Runs, shuffle: bool, monkeypatch: Any) -> None:
     rows = np.arange(100, dtype=np.float32)
-    manifest, recorder = runs.shards({"x": rows, "y": rows}, row_group_rows=16, num_files=1), _Recorder()
+    manifest = runs.shards({"x": rows, "y": rows}, row_group_rows=16, num_files=1)
+    recorder, seen = _Recorder(1, 1), []
+    recorder.seen = seen
     monkeypatch.setattr("ringspark.estimators.training.rank_network.build_module", lambda *_: recorder)
     objects = UserObjects(module=recorder)
-    runs.here(manifest, objects, model=None, epochs=1, shuffle=shuffle, learning_rate=1e-6)
-    assert sorted(recorder.seen) == rows.tolist()
-    assert (recorder.seen == rows.tolist()) is not shuffle
+    runs.here(manifest, objects, epochs=1, shuffle=shuffle, learning_rate=1e-6)
+    assert sorted(seen) == rows.tolist()
+    assert (seen == rows.tolist()) is not shuffle
 
 
 def test_validation_rows_are_measured_and_never_trained_on(runs: Runs) -> None:
@@ -149,20 +138,23 @@ def test_validation_rows_are_measured_and_never_trained_on(runs: Runs) -> None:
     assert runs.here(150).history[-1].validation_loss is None
 
 
-def test_the_run_directory_tells_the_story(runs: Runs) -> None:
+def test_the_run_directory_and_the_result_s_json_tell_the_story(runs: Runs) -> None:
     result = runs.here(100)
     history, progress = read_history(result.run_uri), read_progress(result.run_uri)
     assert tuple(history) == result.history
     assert [(record.epoch, record.rows, record.steps) for record in history] == [(1, 100, 4), (2, 100, 4)]
     assert progress is not None
     assert progress.num_steps == 8
+    text = result.to_json()
+    assert TrainResult.from_json(text) == result
+    assert len(json.dumps(text)) < 4096
 
 
 def test_training_changes_neither_the_users_module_nor_the_random_state(runs: Runs) -> None:
     module = SPEC.build()
     before = [p.clone() for p in module.parameters()]
     state, others = torch.get_rng_state(), (random.getstate(), str(np.random.get_state()))
-    result = runs.here(100, UserObjects(module=module), model=None)
+    result = runs.here(100, UserObjects(module=module))
     assert torch.get_rng_state().equal(state)
     assert (random.getstate(), str(np.random.get_state())) == others
     assert all(a.equal(b) for a, b in zip(before, module.parameters(), strict=True))
@@ -190,19 +182,17 @@ def test_every_rank_draws_from_streams_of_its_own_that_the_seed_decides(runs: Ru
     assert len({number for ranks in drawn[1:] for rank in ranks for number in rank}) == 12
 
 
-class _BreaksInValidation(nn.Module):
+class _BreaksInValidation(nn.Linear):
     """Fails on the second batch of held-out rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(4, 1), 0
+    calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training and len(x) > PROBE_ROWS:
             self.calls += 1
             if self.calls == 2:
                 raise RuntimeError("the held-out rows broke")
-        return self.linear(x)  # type: ignore[no-any-return]
+        return super().forward(x)
 
 
 def test_an_error_in_a_validation_ends_its_reader(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +201,7 @@ def test_an_error_in_a_validation_ends_its_reader(runs: Runs, monkeypatch: pytes
     manifest = runs.shards(1000, validation=np.arange(1000) >= 40)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="the held-out rows broke") as raised:
-        runs.here(manifest, UserObjects(module=_BreaksInValidation()), model=None)
+        runs.here(manifest, UserObjects(module=_BreaksInValidation(4, 1)))
     # The error keeps the frames of the training and everything in them.
     assert raised.value is not None
     assert set(threading.enumerate()) == before
@@ -246,12 +236,10 @@ def test_a_users_optimizer_with_two_groups_and_schedule_is_used(runs: Runs) -> N
     assert asked[: result.steps] == asked[result.steps :]
 
 
-class _FailsAtStep(nn.Module):
+class _FailsAtStep(nn.Linear):
     """Fails on rank 1, in its third step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(4, 1), 0
+    calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         distributed = torch.distributed
@@ -259,14 +247,14 @@ class _FailsAtStep(nn.Module):
             self.calls += 1
             if self.calls == 3 and distributed.is_initialized() and distributed.get_rank() == 1:
                 raise RuntimeError("the model broke")
-        return self.linear(x)  # type: ignore[no-any-return]
+        return super().forward(x)
 
 
 @pytest.mark.distributed
 def test_a_model_that_raises_on_one_rank_is_named_with_its_step(runs: Runs) -> None:
     message = r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"
     with pytest.raises(WorkerError, match=message):
-        runs.gang(300, UserObjects(module=_FailsAtStep()), model=None)
+        runs.gang(300, UserObjects(module=_FailsAtStep(4, 1)))
 
 
 @pytest.mark.extras
@@ -275,10 +263,3 @@ def test_a_loss_that_is_not_finite_stops_the_training(runs: Runs, compression: s
     with pytest.raises(FloatingPointError, match=r"the training loss is .* lower learningRate") as raised:
         runs.here(100, optimizer="sgd", learning_rate=1e20, activation_compression=compression)
     assert ("activationCompression='int8' rounds" in str(raised.value)) == (compression == "int8")
-
-
-def test_the_result_survives_json(runs: Runs) -> None:
-    result = runs.here(50)
-    text = result.to_json()
-    assert TrainResult.from_json(text) == result
-    assert len(json.dumps(text)) < 4096
