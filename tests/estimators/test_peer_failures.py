@@ -2,7 +2,7 @@
 
 The claims are from the source of horovod 0.28.1. Other files have the rest: test_stages.py exact ids and
 fractions, training/test_loop.py the best checkpoint, training/test_worker.py the learning rate of several
-workers, and tests/test_peer_failures.py failures in data.
+workers, and tests/pipelines/test_peer_failures.py failures in data.
 """
 
 from __future__ import annotations
