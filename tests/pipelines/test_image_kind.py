@@ -14,13 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
+from pyspark.ml.image import ImageSchema
 from pyspark.sql import functions as F
+from pyspark.sql.types import BinaryType
 
 from ringspark.pipelines import Binary, Image, open_reader, write_shards
 from ringspark.pipelines.rows import RaggedRows
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
-Pixels = np.ndarray[Any, Any]
+Pixels = np.ndarray
 
 
 def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> Pixels:
@@ -94,27 +96,19 @@ def test_what_is_transparent_is_white_unless_transparency_is_a_channel() -> None
     data = encoded(palette, transparency=0)
     assert pixels_of(Image(1, 2), data)[:, 0].T.tolist() == [[1, 1, 1], [0, 0, 1]]
     assert pixels_of(Image(1, 2, channels=4), data)[3].tolist() == [[0, 1]]
-    assert pixels_of(Image(1, 2, channels=4), encoded(marked("RGB").crop((0, 0, 2, 1))))[3].tolist() == [
-        [1, 1]
-    ]
+    opaque = encoded(marked("RGB").crop((0, 0, 2, 1)))
+    assert pixels_of(Image(1, 2, channels=4), opaque)[3].tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_orientation_that_a_camera_notes_is_followed(orientation: int) -> None:
-    from PIL.Image import Transpose
+TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM"]
+TURNS += ["TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
 
+
+@pytest.mark.parametrize(("orientation", "turn"), [*enumerate(["", *TURNS], 1)])
+def test_the_orientation_that_a_camera_notes_is_followed(orientation: int, turn: str) -> None:
     upright = Pillow.fromarray(noise(4, 6))
     # The transposition for each EXIF orientation undoes the camera's rotation.
-    turned = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_90,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_270,
-    }
-    stored = upright.transpose(turned[orientation]) if orientation > 1 else upright
+    stored = upright.transpose(Pillow.Transpose[turn]) if turn else upright
     exif = Pillow.Exif()
     exif[0x0112] = orientation
     data = encoded(stored, "PNG", exif=exif)
@@ -192,8 +186,6 @@ def test_what_cannot_be_right_is_refused_in_a_sentence(monkeypatch: pytest.Monke
 
 
 def test_without_pillow_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyspark.sql.types import BinaryType
-
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ValueError, match=r"type Image needs Pillow; pip install 'ringspark\[images\]'"):
         Image(4, 4).adopt("x", BinaryType())
@@ -214,9 +206,6 @@ def test_without_pillow_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_settings_that_no_image_could_have_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Image(**({"height": 4, "width": 4} | settings))
-
-
-# ------------------------------------------------------------------------------------- through Spark
 
 
 def one_batch(manifest: Any) -> Any:
@@ -241,50 +230,47 @@ def test_sparks_image_struct_is_the_picture_of_its_file(spark: Any, tmp_path: Pa
     origin = F.replace("image.origin", F.lit("///"), F.lit("/"))  # each reader formats the path differently
     both = files.join(structs, files.path == origin).select("path", "content", "image")
     both = both.orderBy("path").drop("path").coalesce(1)
-    batch = one_batch(
-        write_shards(both, str(tmp_path / "s"), columns={"content": Image(4, 6), "image": Image(4, 6)})
-    )
+    columns = dict.fromkeys(("content", "image"), Image(4, 6))
+    batch = one_batch(write_shards(both, str(tmp_path / "s"), columns=columns))
     assert batch["content"].shape == (4, 3, 4, 6)
     assert np.array_equal(batch["content"], batch["image"])
     assert batch["image"][0, :, 0, 0].tolist() == [1, 0, 0]
 
 
 @pytest.mark.spark
-def test_broken_and_missing_images_are_refused_left_out_or_kept(
-    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_and_missing_images_are_refused_left_out_or_kept(spark, tmp_path, caplog):
     good = encoded(noise(3, 3))
     rows = [(0, good), (1, None), (2, good[:-30]), (3, good), (4, b"")]
     df = spark.createDataFrame(rows, "id int, content binary").coalesce(1)
     columns = {"content": Image(3, 3)}
-    with pytest.raises(ValueError, match=r"^column 'content' has nulls in 1 of 2 rows"):
-        write_shards(df.where("id < 2"), str(tmp_path / "s"), columns=columns)
-    for handling in ("error", "keep"):
-        with pytest.raises(
-            ValueError, match=r"^column 'content' holds \d+ bytes .* in row 1 \(counted from 0\) of wr"
-        ):
-            write_shards(df.where("id != 1"), str(tmp_path / "s"), columns=columns, handle_invalid=handling)
+
+    def write(some: str, handling: Any = "error", name: str = "s") -> Any:
+        rows = df.where(some)
+        return write_shards(rows, str(tmp_path / name), columns=columns, handle_invalid=handling)
+
+    for some, handling, message in (
+        ("id < 2", "error", r"^column 'content' has nulls in 1 of 2 rows"),
+        ("id != 1", "error", r"^column 'content' holds \d+ bytes .* in row 1 \(counted from 0\) of wr"),
+        ("id != 1", "keep", r"^column 'content' holds \d+ bytes .* in row 1 \(counted from 0\) of wr"),
+        ("id = 4", "skip", r"no training rows .*, 1 are skipped"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(some, handling)
     assert not (tmp_path / "s").exists()
     with caplog.at_level(logging.WARNING):
-        left = write_shards(df, str(tmp_path / "s"), columns=columns, handle_invalid="skip")
+        left = write("true", "skip")
     assert left.skipped_rows == 3
     assert "2 rows were left out because their column 'content' cannot be read" in caplog.text
     assert one_batch(left)["id"].tolist() == [0, 3]
-    kept = write_shards(
-        df.where("id < 2"), str(tmp_path / "k"), columns=columns, handle_invalid={"content": "keep"}
-    )
+    kept = write("id < 2", {"content": "keep"}, "k")
     batch = one_batch(kept)
     assert batch["content.isnull"].tolist() == [False, True]
     assert (batch["content"][1] == 0).all()
     assert kept.stats["train"]["content"].values == 27
-    with pytest.raises(ValueError, match=r"no training rows .*, 1 are skipped"):
-        write_shards(df.where("id = 4"), str(tmp_path / "n"), columns=columns, handle_invalid="skip")
 
 
 @pytest.mark.spark
 def test_an_image_that_spark_could_not_read_is_named_by_its_file(spark: Any, tmp_path: Path) -> None:
-    from pyspark.ml.image import ImageSchema
-
     # Spark's reader returns the first row for an undecodable file; the second row's size does not match its
     # bytes.
     bad = [("file:/a.png", -1, -1, -1, -1, bytearray()), ("file:/b.png", 2, 2, 3, 16, bytearray(5))]
