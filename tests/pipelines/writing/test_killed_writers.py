@@ -101,8 +101,6 @@ class _Forker:
         at: tuple[str, str] | None = None,
     ) -> tuple[int, float]:
         """Runs one writer; returns its exit code, negative for a signal, and its lifetime in seconds."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self._number += 1
         write = [str(uri), f"_shards-{self._number}", version, ROWS, overwrite]
         self.process.stdin.write(json.dumps({"write": write, "after": after, "at": at}) + "\n")
@@ -119,9 +117,7 @@ def forker() -> Any:
 
 
 def _version_of(uri: Path) -> int | None:
-    """Returns the version of the rows that a reader finds, complete and without repeats; None for no
-    shards.
-    """
+    """Returns the version of the complete rows that a reader finds, without repeats; None for no shards."""
     try:
         manifest = ShardManifest.load(uri)
     except ValueError as error:
@@ -138,9 +134,7 @@ def _version_of(uri: Path) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["fresh", "overwrite"])
-def test_a_reader_finds_all_rows_or_none_whenever_a_writer_is_killed(
-    forker: _Forker, tmp_path: Path, case: str
-) -> None:
+def test_a_reader_finds_all_rows_or_none_whenever_a_writer_is_killed(forker, tmp_path, case):
     forker.write(tmp_path / "warm", 0)
     code, duration = forker.write(tmp_path / "measured", 0)
     assert code == 0
@@ -166,9 +160,7 @@ def test_a_reader_finds_all_rows_or_none_whenever_a_writer_is_killed(
 @pytest.mark.parametrize("case", ["fresh", "overwrite"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", ["fsync", "commit"])
-def test_a_kill_beside_the_commit_leaves_the_old_or_the_new(
-    forker: _Forker, tmp_path: Path, case: str, when: str, step: str
-) -> None:
+def test_a_kill_beside_the_commit_leaves_the_old_or_the_new(forker, tmp_path, case, when, step):
     overwrite = case == "overwrite"
     uri = tmp_path / "s"
     if overwrite:
@@ -183,9 +175,7 @@ def test_a_kill_beside_the_commit_leaves_the_old_or_the_new(
 
 
 @pytest.mark.spark
-def test_files_that_a_killed_writer_was_about_to_rename_are_removed_a_day_later(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_files_that_a_killed_writer_was_about_to_rename_are_removed_a_day_later(spark, tmp_path):
     old = [".manifest.json.0a1b", ".ringspark-probe-0a1b", "..ringspark-probe-0a1b.2c3d"]
     others = [".manifest.json.4e5f", ".mine", "notes.txt"]
     for name in [*old, *others]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,44 +34,35 @@ def manifest(rows: int, counted: int, skipped: int) -> ShardManifest:
     return ShardManifest(uri="/s", columns=(), files=(file("f", rows),), stats=stats, skipped_rows=skipped)
 
 
-def test_each_task_reports_once_and_owns_its_files() -> None:
+READ = [report(0, rows=10, skipped=3), report(1, rows=5)]
+LOST = [
+    (check_tasks, [[report(0), report(0)]], "the tasks report as 0, 0, expected 0 to 1"),
+    (check_tasks, [[report(2), report(0)]], "the tasks report as 0, 2, expected 0 to 1"),
+    (check_tasks, [[report(0), report(1) | {"files": [{"path": "f0"}]}]], "two tasks wrote the file 'f0'"),
+    (check_rows, [manifest(11, 12, 3), READ], "read 15 rows and skipped 3, but 11 rows are in the files"),
+    (check_rows, [manifest(12, 13, 3), READ], "train files hold 12 rows, but column 'x' counts 13"),
+    (check_copies, [[file("a", 7)], [file("b", 4), file("c", 4)], [4, 4]], "of 7 rows, 8 are in the copies"),
+    (check_copies, [[file("a", 7)], [file("b", 3), file("c", 4)], [4, 3]], "of 7 rows"),
+    (check_split, [manifest(7, 7, 3), 11], "the split has 11 training rows, but 10 were written"),
+]
+
+
+@pytest.mark.parametrize(("check", "arguments", "message"), LOST)
+def test_rows_that_are_lost_or_doubled_are_counted(check: Any, arguments: list[Any], message: str) -> None:
+    with pytest.raises(LostRowsError, match=message):
+        check(*arguments)
+
+
+def test_a_write_that_kept_all_rows_passes() -> None:
     check_tasks([report(1), report(0)])
-    with pytest.raises(LostRowsError, match="the tasks report as 0, 0, expected 0 to 1"):
-        check_tasks([report(0), report(0)])
-    with pytest.raises(LostRowsError, match="the tasks report as 0, 2, expected 0 to 1"):
-        check_tasks([report(2), report(0)])
-    with pytest.raises(LostRowsError, match="two tasks wrote the file 'f0'"):
-        check_tasks([report(0), report(1) | {"files": [{"path": "f0"}]}])
-
-
-def test_rows_read_and_not_skipped_are_in_files_and_statistics() -> None:
-    reports = [report(0, rows=10, skipped=3), report(1, rows=5)]
-    check_rows(manifest(12, 12, 3), reports)
-    with pytest.raises(LostRowsError, match="read 15 rows and skipped 3, but 11 rows are in the files"):
-        check_rows(manifest(11, 12, 3), reports)
-    with pytest.raises(LostRowsError, match="train files hold 12 rows, but column 'x' counts 13"):
-        check_rows(manifest(12, 13, 3), reports)
-
-
-def test_a_copy_has_the_planned_rows() -> None:
+    check_rows(manifest(12, 12, 3), READ)
     check_copies([file("a", 7)], [file("b", 4), file("c", 3)], [4, 3])
-    with pytest.raises(LostRowsError, match="of 7 rows, 8 are in the copies"):
-        check_copies([file("a", 7)], [file("b", 4), file("c", 4)], [4, 4])
-    with pytest.raises(LostRowsError, match="of 7 rows"):
-        check_copies([file("a", 7)], [file("b", 3), file("c", 4)], [4, 3])
-
-
-def test_the_rows_that_are_not_held_out_are_trained_on() -> None:
     check_split(manifest(7, 7, 3), 10)
-    with pytest.raises(LostRowsError, match="the split has 11 training rows, but 10 were written"):
-        check_split(manifest(7, 7, 3), 11)
 
 
 @pytest.mark.spark
 @pytest.mark.parametrize("fault", ["a copy leaves rows out", "a task loses its rows"])
-def test_a_write_that_loses_rows_leaves_nothing(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_write_that_loses_rows_leaves_nothing(spark, tmp_path, monkeypatch, fault):
     def half(*arguments: Any) -> Any:
         return [part[:1] for part in rebalance.plan_even_files(*arguments)][:1]
 
