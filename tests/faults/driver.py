@@ -79,7 +79,7 @@ class Diary(Callback):
     def _take_ids(self, state: TrainingState) -> list[int]:
         # A rank without rows in this step did not call the network.
         ids: list[int] = getattr(state.module, "ids", [])
-        state.module.ids = []  # type: ignore[assignment]
+        state.module.ids = []
         return ids
 
     def _wait_for_the_fault(self, request: Path) -> None:
@@ -90,16 +90,8 @@ class Diary(Callback):
             time.sleep(0.05)
 
     def _write(self, state: TrainingState, what: str, **more: Any) -> None:
-        line = {
-            "what": what,
-            "rank": state.rank,
-            "size": state.size,
-            "epoch": state.epoch,
-            "step": state.step,
-            "pid": os.getpid(),
-            "time": time.time(),
-            **more,
-        }
+        line = {name: getattr(state, name) for name in ("rank", "size", "epoch", "step")}
+        line |= {"what": what, "pid": os.getpid(), "time": time.time(), **more}
         # Opens the file for each line and writes once. So a kill can cut a line, but not mix two.
         with open(os.path.join(self.folder, f"rank-{state.rank}-{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -184,27 +176,14 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
             "inputCols": ["tokens"],
             "transformBatch": diary.read,
         }
-    start = time.time()
     try:
         model = TorchEstimator(**settings).fitOnShards(command["shards"])
         weights = {name: value.tolist() for name, value in model.module().state_dict().items()}
-        return {
-            "ok": True,
-            "start": start,
-            "end": time.time(),
-            "weights": weights,
-            "checkpoint_errors": model.summary.checkpoint_errors,
-            "restart_reasons": model.summary.restart_reasons,
-        }
+        found = {name: getattr(model.summary, name) for name in ("checkpoint_errors", "restart_reasons")}
+        return {"ok": True, "weights": weights, **found}
     # Ctrl-C ends the fit, not this program, because the harness asks for a resume next.
     except (Exception, KeyboardInterrupt) as error:
-        return {
-            "ok": False,
-            "start": start,
-            "end": time.time(),
-            "type": type(error).__name__,
-            "message": str(error),
-        }
+        return {"ok": False, "type": type(error).__name__, "message": str(error)}
 
 
 def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
@@ -223,12 +202,8 @@ def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
     tokens = F.array(*[(number + 1).cast("int") for number in (*digits, *others)]).alias("tokens")
     frame = spark.range(0, command["rows"], 1, 2).select("id", features, padding, tokens)
     label = (F.col("features")[0] - F.col("features")[1]).cast("float").alias("label")
-    write_shards(
-        frame.select("id", "features", label, "padding", "tokens"),
-        command["uri"],
-        num_files=2,
-        row_group_rows=100,
-    )
+    frame = frame.select("id", "features", label, "padding", "tokens")
+    write_shards(frame, command["uri"], num_files=2, row_group_rows=100)
     return {"ok": True}
 
 

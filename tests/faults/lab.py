@@ -15,15 +15,7 @@ import sockets
 import stores
 from cluster import Cluster
 from scenarios import Fault, Place
-from trainings import (
-    EPOCHS,
-    LOCAL_CLUSTER,
-    NUM_ROWS,
-    NUM_WORKERS,
-    TIMEOUT_SECONDS,
-    Driver,
-    Plan,
-)
+from trainings import EPOCHS, LOCAL_CLUSTER, NUM_ROWS, NUM_WORKERS, TIMEOUT_SECONDS, Driver, Plan
 
 STORE_TIMEOUT_SECONDS = 30.0
 
@@ -182,15 +174,9 @@ class Lab:
         Args:
             mesh: A key of `meshes.MESHES`; if empty, every rank has a whole small network.
         """
-        folder = self.root / name
-        more: dict[str, Any] = {}
-        if mesh:
-            spread = meshes.MESHES[mesh]
-            more = {
-                "network": spread.network(),
-                "more": spread.settings(),
-                "num_workers": meshes.NUM_WORKERS,
-            }
+        folder, more = self.root / name, {}
+        if spread := meshes.MESHES.get(mesh):
+            more = {"network": spread.network(), "more": spread.settings(), "num_workers": meshes.NUM_WORKERS}
         return Plan(
             **more,
             run=str(folder / "run"),

@@ -13,15 +13,8 @@ from typing import Any
 NUM_WORKERS = 4
 # Fewer and larger steps than for small networks, because ranks of a mesh communicate several times per step.
 BATCH, EVERY_STEPS = 48, 5
-TRANSFORMER: dict[str, Any] = {
-    "vocab_size": 23,
-    "max_seq_len": 8,
-    "dim": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "dropout": 0.1,
-    "out_features": 1,
-}
+TRANSFORMER: dict[str, Any] = {"vocab_size": 23, "max_seq_len": 8, "dim": 16, "depth": 2, "num_heads": 2}
+TRANSFORMER |= {"dropout": 0.1, "out_features": 1}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,16 +91,14 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(
-    target: str, kind: Kind, what: str, **more: Any
-) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+def fault(target: str, kind: Kind, what: str, **more: Any) -> Callable[[Callable[[Scene], Any]], None]:
     """Registers the decorated function; `more` are attributes of `Fault`."""
+    return lambda act: FAULTS.append(Fault(target=target, kind=kind, what=what, act=act, **more))
 
-    def add(act: Callable[[Scene], None]) -> Callable[[Scene], None]:
-        FAULTS.append(Fault(target=target, kind=kind, what=what, act=act, **more))
-        return act
 
-    return add
+def _sends(number: int, find: Callable[[Scene], psutil.Process | int]) -> Callable[[Scene], None]:
+    """Returns a fault that sends a signal to the process that `find` returns."""
+    return lambda scene: send(find(scene), number)
 
 
 def find(target: str, kind: str) -> Fault:
@@ -108,58 +106,26 @@ def find(target: str, kind: str) -> Fault:
     return next(one for one in FAULTS if (one.target, one.kind) == (target, kind))
 
 
-# Processes
+def _rank_faults(target: str, rank: Callable[[Scene], int]) -> None:
+    fault(target, "kill", "SIGKILL")(_sends(signal.SIGKILL, lambda scene: scene.pids[rank(scene)]))
+    fault(target, "hang", "SIGSTOP, for ever")(_sends(signal.SIGSTOP, lambda scene: scene.pids[rank(scene)]))
+    fault(target, "error", "a callback raises", must_survive=False)(
+        lambda scene: (scene.plan.diary / f"raise-{rank(scene)}").touch()
+    )
 
 
-@fault("rank 0", "kill", "SIGKILL")
-def _(scene: Scene) -> None:
-    send(scene.pids[0], signal.SIGKILL)
-
-
-@fault("rank 0", "hang", "SIGSTOP, for ever")
-def _(scene: Scene) -> None:
-    send(scene.pids[0], signal.SIGSTOP)
-
-
-@fault("rank 0", "error", "a callback raises", must_survive=False)
-def _(scene: Scene) -> None:
-    (scene.plan.diary / "raise-0").touch()
-
-
-@fault("another rank", "kill", "SIGKILL")
-def _(scene: Scene) -> None:
-    send(scene.pids[scene.some_rank()], signal.SIGKILL)
-
-
-@fault("another rank", "hang", "SIGSTOP, for ever")
-def _(scene: Scene) -> None:
-    send(scene.pids[scene.some_rank()], signal.SIGSTOP)
-
-
-@fault("another rank", "error", "a callback raises", must_survive=False)
-def _(scene: Scene) -> None:
-    (scene.plan.diary / f"raise-{scene.some_rank()}").touch()
+_rank_faults("rank 0", lambda scene: 0)
+_rank_faults("another rank", Scene.some_rank)
 
 
 def _some_executor(scene: Scene) -> psutil.Process:
     return processes.executor_jvm(scene.pids[scene.draw.randrange(scene.plan.num_workers)])
 
 
-@fault("executor JVM", "kill", "SIGKILL")
-def _(scene: Scene) -> None:
-    send(_some_executor(scene), signal.SIGKILL)
-
-
+fault("executor JVM", "kill", "SIGKILL")(_sends(signal.SIGKILL, _some_executor))
 # The rank trains on until Spark removes the executor, which needs no contact with it: spark.network.timeout.
-@fault("executor JVM", "hang", "SIGSTOP, for ever", lasts=35)
-def _(scene: Scene) -> None:
-    send(_some_executor(scene), signal.SIGSTOP)
-
-
-@fault("executor JVM", "error", "SIGTERM")
-def _(scene: Scene) -> None:
-    send(_some_executor(scene), signal.SIGTERM)
-
+fault("executor JVM", "hang", "SIGSTOP, for ever", lasts=35)(_sends(signal.SIGSTOP, _some_executor))
+fault("executor JVM", "error", "SIGTERM")(_sends(signal.SIGTERM, _some_executor))
 
 # The harness starts a new Spark worker before the next fault.
 HEAL_SECONDS = 20.0
@@ -172,27 +138,21 @@ def _some_worker(scene: Scene) -> psutil.Process:
     return worker
 
 
-@fault("Spark worker", "kill", "SIGKILL", place="standalone", lasts=HEAL_SECONDS)
-def _(scene: Scene) -> None:
-    send(_some_worker(scene), signal.SIGKILL)
+_standalone: dict[str, Any] = {"place": "standalone", "lasts": HEAL_SECONDS}
+fault("Spark worker", "kill", "SIGKILL", **_standalone)(_sends(signal.SIGKILL, _some_worker))
+# The master checks once in this time.
+GIVE_UP_SECONDS = 2 * WORKER_TIMEOUT_SECONDS + 5
+_given_up = _standalone | {"restarts": False, "lasts": GIVE_UP_SECONDS + HEAL_SECONDS}
 
 
-@fault(
-    "Spark worker",
-    "hang",
-    "SIGSTOP, until its master has given it up",
-    place="standalone",
-    restarts=False,
-    lasts=2 * WORKER_TIMEOUT_SECONDS + 5 + HEAL_SECONDS,
-)
+@fault("Spark worker", "hang", "SIGSTOP, until its master has given it up", **_given_up)
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     scene.undo.callback(send, worker, signal.SIGCONT)
-    # The master checks once in this time.
-    _stop_for([worker], 2 * WORKER_TIMEOUT_SECONDS + 5)
+    _stop_for([worker], GIVE_UP_SECONDS)
 
 
-@fault("Spark worker", "error", "SIGTERM, as systemd stops a service", place="standalone", lasts=HEAL_SECONDS)
+@fault("Spark worker", "error", "SIGTERM, as systemd stops a service", **_standalone)
 def _(scene: Scene) -> None:
     worker = _some_worker(scene)
     session = os.getsid(worker.pid)
@@ -204,19 +164,13 @@ def _(scene: Scene) -> None:
         send(process, signal.SIGKILL)
 
 
-@fault("driver", "kill", "SIGKILL for Python and JVM", must_survive=False)
-def _(scene: Scene) -> None:
-    scene.driver.kill()
+fault("driver", "kill", "SIGKILL for Python and JVM", must_survive=False)(lambda scene: scene.driver.kill())
+fault("driver", "error", "SIGINT", must_survive=False)(_sends(signal.SIGINT, lambda scene: scene.driver.pid))
 
 
 @fault("driver", "hang", "SIGSTOP, for longer than timeoutSeconds", restarts=False, lasts=TIMEOUT_SECONDS + 2)
 def _(scene: Scene) -> None:
     _stop_for([psutil.Process(scene.driver.pid), *scene.driver.jvms()], scene.plan.timeout_seconds + 2)
-
-
-@fault("driver", "error", "SIGINT", must_survive=False)
-def _(scene: Scene) -> None:
-    send(scene.driver.pid, signal.SIGINT)
 
 
 def _stop_for(stopped: list[psutil.Process], seconds: float) -> None:
@@ -230,24 +184,20 @@ def _stop_for(stopped: list[psutil.Process], seconds: float) -> None:
 # Ranks with a shard of the network or of the rows. No other rank has it, and all wait for it.
 
 
-def _rank_of(scene: Scene, ranks: tuple[int, ...]) -> int:
-    return scene.draw.choice(ranks)
+def _mesh_faults(mesh: str, role: str, ranks: tuple[int, ...]) -> None:
+    def stop(scene: Scene) -> None:
+        scene.stopped = scene.draw.choice(ranks)
+        send(scene.pids[scene.stopped], signal.SIGSTOP)
 
-
-def _stop_rank(scene: Scene, ranks: tuple[int, ...]) -> None:
-    scene.stopped = _rank_of(scene, ranks)
-    send(scene.pids[scene.stopped], signal.SIGSTOP)
+    target, place = meshes.target_of(mesh, role), {"place": "four slots", "mesh": mesh}
+    kill = _sends(signal.SIGKILL, lambda scene: scene.pids[scene.draw.choice(ranks)])
+    fault(target, "kill", "SIGKILL", **place)(kill)
+    fault(target, "hang", "SIGSTOP, for ever", **place)(stop)
 
 
 for _mesh, _training in meshes.MESHES.items():
     for _role, _ranks in _training.roles.items():
-        _in_mesh: dict[str, Any] = {"place": "four slots", "mesh": _mesh}
-        fault(meshes.target_of(_mesh, _role), "kill", "SIGKILL", **_in_mesh)(
-            lambda scene, ranks=_ranks: send(scene.pids[_rank_of(scene, ranks)], signal.SIGKILL)
-        )
-        fault(meshes.target_of(_mesh, _role), "hang", "SIGSTOP, for ever", **_in_mesh)(
-            lambda scene, ranks=_ranks: _stop_rank(scene, ranks)
-        )
+        _mesh_faults(_mesh, _role, _ranks)
 
 
 # Stores. Faults of writes must hit a write that the training waits for or resumes from.
@@ -286,13 +236,10 @@ def _next_requests(scene: Scene, kind: str, pattern: str) -> None:
     scene.undo.callback(end)
 
 
-def _writes(kind: Kind, what: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    return fault(
-        "store writes", kind, what, place="s3 run", must_survive=False, restarts=False, lasts=FAILS_SECONDS
-    )
+_fails: dict[str, Any] = {"must_survive": False, "restarts": False, "lasts": FAILS_SECONDS}
 
 
-@_writes("kill", "S3 refuses connections for 6 s")
+@fault("store writes", "kill", "S3 refuses connections for 6 s", place="s3 run", **_fails)
 def _(scene: Scene) -> None:
     assert scene.bucket is not None
     scene.bucket.tell("refuse")
@@ -300,30 +247,19 @@ def _(scene: Scene) -> None:
     scene.bucket.tell("accept")
 
 
-@_writes("hang", "S3 answers no write for 6 s")
-def _(scene: Scene) -> None:
-    _for_seconds(scene, "stall_before")
-
-
-@_writes("error", "S3 answers 500 to writes for 6 s")
-def _(scene: Scene) -> None:
-    _for_seconds(scene, "internal")
-
-
-@_writes("corruption", "S3 writes parts of a checkpoint, its answer is lost, 3 times")
-def _(scene: Scene) -> None:
-    _next_requests(scene, "lost_answer", CHECKPOINTS)
-
-
-@fault(
-    "disk of the run",
-    "error",
-    "no room left, for 6 s",
-    place="small disk",
-    must_survive=False,
-    restarts=False,
-    lasts=FAILS_SECONDS,
+fault("store writes", "hang", "S3 answers no write for 6 s", place="s3 run", **_fails)(
+    lambda scene: _for_seconds(scene, "stall_before")
 )
+fault("store writes", "error", "S3 answers 500 to writes for 6 s", place="s3 run", **_fails)(
+    lambda scene: _for_seconds(scene, "internal")
+)
+_LOST = "S3 writes parts of a checkpoint, its answer is lost, 3 times"
+fault("store writes", "corruption", _LOST, place="s3 run", **_fails)(
+    lambda scene: _next_requests(scene, "lost_answer", CHECKPOINTS)
+)
+
+
+@fault("disk of the run", "error", "no room left, for 6 s", place="small disk", **_fails)
 def _(scene: Scene) -> None:
     filler = stores.fill(Path(scene.plan.run).parent)
     scene.undo.callback(filler.unlink, missing_ok=True)
@@ -347,9 +283,6 @@ for _kind, _break, _words in _BROKEN_READS:
 # Network between the ranks: all connections of one rank. They carry all communication, as on several hosts.
 
 
-_BY_NETWORK: Place = "no shared memory"
-
-
 def _of_one_rank(scene: Scene, do: Callable[[list[sockets.Socket]], None]) -> None:
     rank = scene.draw.randrange(scene.plan.num_workers)
     with sockets.between(list(scene.pids.values()), of=scene.pids[rank]) as connections:
@@ -357,31 +290,21 @@ def _of_one_rank(scene: Scene, do: Callable[[list[sockets.Socket]], None]) -> No
         do(connections)
 
 
-@fault("network between ranks", "kill", "RST on a rank's connections", place=_BY_NETWORK)
-def _(scene: Scene) -> None:
-    _of_one_rank(scene, sockets.cut)
+def _delay(connections: list[sockets.Socket]) -> None:
+    sockets.drop(connections)
+    time.sleep(3)
+    sockets.heal(connections)
 
 
-@fault("network between ranks", "hang", "a rank's packets are dropped, for ever", place=_BY_NETWORK)
-def _(scene: Scene) -> None:
-    _of_one_rank(scene, sockets.drop)
-
-
-@fault(
-    "network between ranks",
-    "error",
-    "a rank's packets are dropped for 3 s",
-    place=_BY_NETWORK,
-    restarts=False,
-    lasts=3,
-)
-def _(scene: Scene) -> None:
-    def delay(connections: list[sockets.Socket]) -> None:
-        sockets.drop(connections)
-        time.sleep(3)
-        sockets.heal(connections)
-
-    _of_one_rank(scene, delay)
+_SHORT = {"restarts": False, "lasts": 3}
+for _kind, _words, _do, _more in (
+    ("kill", "RST on a rank's connections", sockets.cut, {}),
+    ("hang", "a rank's packets are dropped, for ever", sockets.drop, {}),
+    ("error", "a rank's packets are dropped for 3 s", _delay, _SHORT),
+):
+    fault("network between ranks", _kind, _words, place="no shared memory", **_more)(
+        lambda scene, do=_do: _of_one_rank(scene, do)
+    )
 
 
 # Files: damaged during the training; then a rank is killed, so that the files are read.

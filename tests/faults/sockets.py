@@ -117,5 +117,5 @@ def _copies(pid: int, fds: Sequence[int]) -> Iterator[list[socket.socket]]:
 
 def _plain(address: object) -> tuple[str, int]:
     """Returns IPv4-mapped IPv6 as IPv4, because the two ends may see the same address differently."""
-    ip, port = address  # type: ignore[misc]
+    ip, port = address
     return str(ip).removeprefix("::ffff:"), int(port)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,13 +32,6 @@ class Bucket(S3Server):
                     self.put(quote(f"/bucket/{name}/{path.relative_to(folder)}"), path.read_bytes())
             self._uploaded.add(name)
         return f"s3://bucket/{name}"
-
-
-def reason_not_to_mount() -> str | None:
-    """Returns why a small disk cannot be mounted, or None."""
-    if os.geteuid() != 0:
-        return "only root mounts a small disk"
-    return None
 
 
 @contextmanager

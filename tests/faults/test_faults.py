@@ -73,101 +73,85 @@ def test_a_fault_costs_steps_and_nothing_else(lab: Lab, target: str, kind: str, 
     assert moment.repeated < moment.step, moment
 
 
+class TwoMachines:
+    """A cluster of two machines with two slots each, and a driver; nothing replaces a lost machine."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.cluster = folder, Cluster(2)
+        stack.callback(self.cluster.close)
+        self.driver = Driver(self.cluster.url, keepers=self.cluster.pids, mark=self.cluster.mark)
+        stack.callback(self.driver.close)
+        self.driver.write_shards(str(folder / "shards"))
+
+    def plan(self, name: str, collective: str, network: Any = None, **more: Any) -> Plan:
+        # Dropout depends on the number of ranks.
+        return Plan(
+            run=str(self.folder / name / "run"),
+            shards=str(self.folder / "shards"),
+            diary=self.folder / name,
+            num_workers=4,
+            collective=collective,
+            epochs=2,
+            dropout=0.0,
+            timeout_seconds=20.0,
+            more={"minWorkers": 2, **more},
+            network=network,
+        )
+
+    def lose_one(self, plan: Plan) -> dict[str, Any]:
+        """Trains, kills a machine after 30 steps, and checks that the other one trains to the end."""
+        self.driver.wait_for_executors(2)
+        self.driver.begin(plan)
+        wait_for("step 30", lambda: len(rows.steps_of(plan.lines())) >= 30, END_SECONDS)
+        worker = processes.executor_jvm(plan.lines()[-1]["pid"]).parent()
+        assert worker is not None
+        processes.send(worker, signal.SIGKILL)
+        plan.nothing_comes()
+        answer = self.driver.answer(END_SECONDS)
+        assert answer["ok"], answer
+        assert not answer["checkpoint_errors"]
+        assert rows.check(plan.lines(), NUM_ROWS).problems == []
+        assert {line["size"] for line in plan.lines()} == {2, 4}
+        assert self.driver.left_over() == []
+        return answer
+
+
+@pytest.fixture
+def two_machines(tmp_path: Path) -> Iterator[TwoMachines]:
+    with ExitStack() as stack:
+        yield TwoMachines(tmp_path, stack)
+
+
 @pytest.mark.spark
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "data2 x tensor2"])
-def test_fewer_workers_go_on_where_a_machine_is_gone(tmp_path: Path, mesh: str) -> None:
+def test_fewer_workers_go_on_where_a_machine_is_gone(two_machines: TwoMachines, mesh: str) -> None:
     """Of a mesh, one replica of two workers remains."""
-    # Two machines with two slots each; nothing replaces the lost one.
-    with ExitStack() as stack:
-        cluster = Cluster(2)
-        stack.callback(cluster.close)
-        driver = Driver(cluster.url, keepers=cluster.pids, mark=cluster.mark)
-        stack.callback(driver.close)
-        driver.write_shards(str(tmp_path / "shards"))
-        driver.wait_for_executors(2)
-        # Dropout depends on the number of ranks, and Adam divides by numbers close to zero.
-        more: dict[str, Any] = {"minWorkers": 2, "optimizer": "sgd"}
-        network, collective = None, "horovod"
-        if mesh:
-            more |= meshes.MESHES[mesh].settings()
-            network, collective = {**meshes.MESHES[mesh].network(), "dropout": 0.0}, "torch"
-        plans = [
-            Plan(
-                run=str(tmp_path / name / "run"),
-                shards=str(tmp_path / "shards"),
-                diary=tmp_path / name,
-                num_workers=4,
-                collective=collective,
-                epochs=2,
-                dropout=0.0,
-                timeout_seconds=20.0,
-                more=more,
-                network=network,
-            )
-            for name in ("undisturbed", "disturbed")
-        ]
-        plans[0].nothing_comes()
-        reference = driver.fit(plans[0])
-        assert reference["ok"], reference
-        driver.begin(plans[1])
-        wait_for("step 30", lambda: len(rows.steps_of(plans[1].lines())) >= 30, END_SECONDS)
-        rank = plans[1].lines()[-1]["pid"]
-        worker = processes.executor_jvm(rank).parent()
-        assert worker is not None
-        processes.send(worker, signal.SIGKILL)
-        plans[1].nothing_comes()
-        answer = driver.answer(END_SECONDS)
-        assert answer["ok"], answer
-        lines = plans[1].lines()
-        assert rows.check(lines, NUM_ROWS).problems == []
-        assert {line["size"] for line in lines} == {2, 4}
-        assert difference(answer["weights"], reference["weights"]) <= 1e-5
-        assert driver.left_over() == []
+    # Adam would divide by numbers close to zero.
+    given: dict[str, Any] = {"collective": "horovod", "optimizer": "sgd"}
+    if mesh:
+        network = {**meshes.MESHES[mesh].network(), "dropout": 0.0}
+        given |= {"collective": "torch", "network": network, **meshes.MESHES[mesh].settings()}
+    undisturbed = two_machines.plan("undisturbed", **given)
+    undisturbed.nothing_comes()
+    two_machines.driver.wait_for_executors(2)
+    reference = two_machines.driver.fit(undisturbed)
+    assert reference["ok"], reference
+    answer = two_machines.lose_one(two_machines.plan("disturbed", **given))
+    assert difference(answer["weights"], reference["weights"]) <= 1e-5
 
 
 @pytest.mark.spark
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_fewer_workers_that_run_apart_go_on_where_a_machine_is_gone(tmp_path: Path) -> None:
-    ways: dict[str, dict[str, Any]] = {
-        "ssp": {"sync": ParameterServer(staleness=2)},
-        "streaming": {"sync": DiLoCo(steps=4, fragments=2, delay=1, outer_momentum=0.5)},
-    }
-    with ExitStack() as stack:
-        cluster = Cluster(2)
-        stack.callback(cluster.close)
-        driver = Driver(cluster.url, keepers=cluster.pids, mark=cluster.mark)
-        stack.callback(driver.close)
-        driver.write_shards(str(tmp_path / "shards"))
-        for name, way in ways.items():
-            driver.wait_for_executors(2)
-            plan = Plan(
-                run=str(tmp_path / name / "run"),
-                shards=str(tmp_path / "shards"),
-                diary=tmp_path / name,
-                num_workers=4,
-                collective="torch",
-                epochs=2,
-                dropout=0.0,
-                timeout_seconds=20.0,
-                more=way | {"minWorkers": 2, "optimizer": "momentum"},
-            )
-            driver.begin(plan)
-            wait_for("step 30", lambda plan=plan: len(rows.steps_of(plan.lines())) >= 30, END_SECONDS)
-            worker = processes.executor_jvm(plan.lines()[-1]["pid"]).parent()
-            assert worker is not None
-            processes.send(worker, signal.SIGKILL)
-            plan.nothing_comes()
-            answer = driver.answer(END_SECONDS)
-            assert answer["ok"], (name, answer)
-            assert not answer["checkpoint_errors"]
-            lines = plan.lines()
-            assert rows.check(lines, NUM_ROWS).problems == []
-            assert {line["size"] for line in lines} == {2, 4}
-            assert driver.left_over() == []
-            cluster.heal()
+def test_fewer_workers_that_run_apart_go_on_where_a_machine_is_gone(two_machines: TwoMachines) -> None:
+    for name, sync in (
+        ("ssp", ParameterServer(staleness=2)),
+        ("streaming", DiLoCo(steps=4, fragments=2, delay=1, outer_momentum=0.5)),
+    ):
+        two_machines.lose_one(two_machines.plan(name, "torch", sync=sync, optimizer="momentum"))
+        two_machines.cluster.heal()
 
 
 def test_every_cell_is_one_fault() -> None:
@@ -178,18 +162,8 @@ def test_every_cell_is_one_fault() -> None:
 
 
 def _lines(ids: list[list[int]], rank: int = 0, size: int = 1, first: float = 0.0) -> list[rows.Line]:
-    return [
-        {
-            "what": "step",
-            "rank": rank,
-            "size": size,
-            "epoch": 1,
-            "step": step + 1,
-            "ids": some,
-            "time": first + step,
-        }
-        for step, some in enumerate(ids)
-    ]
+    common = {"what": "step", "rank": rank, "size": size, "epoch": 1}
+    return [common | {"step": n + 1, "ids": some, "time": first + n} for n, some in enumerate(ids)]
 
 
 def test_the_diaries_tell_lost_and_repeated_rows() -> None:
@@ -242,6 +216,6 @@ def test_damage_changes_the_file(tmp_path: Path, how: object) -> None:
     path = tmp_path / "file"
     for seed in range(20):
         path.write_bytes(bytes(range(100)))
-        how(path, random.Random(seed))  # type: ignore[operator]
+        how(path, random.Random(seed))
         assert path.read_bytes() != bytes(range(100))
         assert path.stat().st_size == 100 or how is damage.truncate

@@ -72,7 +72,6 @@ class Plan:
     pause_seconds: float = 0.02
     max_restarts: int = 3
     timeout_seconds: float = TIMEOUT_SECONDS
-    keep_checkpoints: int = 2
     more: Mapping[str, Any] = field(default_factory=dict)
     network: Mapping[str, Any] | None = None
 
@@ -92,7 +91,7 @@ class Plan:
             "batchSize": BATCH,
             "checkpointEverySteps": EVERY_STEPS,
             "checkpointEverySeconds": 0,
-            "keepCheckpoints": self.keep_checkpoints,
+            "keepCheckpoints": 2,
             "maxRestarts": self.max_restarts,
             "timeoutSeconds": self.timeout_seconds,
             "reader": "arrow",
@@ -150,13 +149,10 @@ class Driver:
             "spark.local.dir": str(self.temporary),
             "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={self.temporary}",
         }
+        options = json.dumps({"conf": conf, "executors": str(self.executors)})
         self._started = time.time()
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "driver.py"),
-                json.dumps({"conf": conf, "executors": str(self.executors)}),
-            ],
+            [sys.executable, str(HERE / "driver.py"), options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -237,10 +233,8 @@ class Driver:
 
     def executor_seconds(self, fault: float) -> float:
         """Returns how long Spark lacked an executor after the fault. This is not ringspark's time."""
-        lost, last = None, 0.0
-        notes = self.executors.read_text().splitlines() if self.executors.exists() else []
-        most = 0
-        for note in map(json.loads, notes):
+        lost, last, most = None, 0.0, 0
+        for note in self._executor_notes():
             if note["time"] > fault and note["executors"] < most and lost is None:
                 lost = note["time"]
             if lost is not None and note["executors"] >= most:
@@ -252,10 +246,14 @@ class Driver:
         """Waits until Spark has this many executors, because it would reject the next fit before."""
 
         def there() -> bool:
-            notes = self.executors.read_text().splitlines() if self.executors.exists() else []
-            return bool(notes) and json.loads(notes[-1])["executors"] >= number
+            notes = self._executor_notes()
+            return bool(notes) and notes[-1]["executors"] >= number
 
         wait_for(f"{number} executors", there, START_SECONDS)
+
+    def _executor_notes(self) -> list[dict[str, Any]]:
+        notes = self.executors.read_text().splitlines() if self.executors.exists() else []
+        return list(map(json.loads, notes))
 
     def note_memory(self) -> None:
         """Records the shared memory in use, for `left_over`."""
@@ -309,12 +307,10 @@ class Driver:
         return [process for process in processes.marked(self.mark) if process.pid not in self._keepers()]
 
     def _tell(self, command: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(ANSWER):
                 self._answers.put(json.loads(line.removeprefix(ANSWER)))
