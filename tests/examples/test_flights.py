@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,8 +13,10 @@ import flights
 
 pytest.importorskip("pyspark")
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+from pyspark.ml import PipelineModel
+from pyspark.ml.functions import vector_to_array
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 pytestmark = pytest.mark.spark
 
@@ -87,8 +89,6 @@ def test_weather_is_that_of_the_scheduled_hour(joined: DataFrame, raw: Path) -> 
 
 @pytest.mark.slow
 def test_weather_of_later_hours_does_not_reach_a_row(spark: Any, raw: Path, joined: DataFrame) -> None:
-    from pyspark.sql import functions as F
-
     noon = F.to_timestamp(F.lit("2013-05-01T16:00:00Z"))
     tables = flights.read_tables(spark, raw)
     storm = {
@@ -101,8 +101,6 @@ def test_weather_of_later_hours_does_not_reach_a_row(spark: Any, raw: Path, join
 
 
 def test_what_is_known_after_departure_changes_nothing(spark: Any, raw: Path, rows: DataFrame) -> None:
-    from pyspark.sql import functions as F
-
     tables = flights.read_tables(spark, raw)
     tables["flights"] = tables["flights"].withColumns(dict.fromkeys(KNOWN_AFTER_DEPARTURE, F.lit(1.0)))
     changed = flights.label_rows(flights.join_tables(tables))
@@ -110,9 +108,7 @@ def test_what_is_known_after_departure_changes_nothing(spark: Any, raw: Path, ro
     assert not {*KNOWN_AFTER_DEPARTURE, "arr_delay"} & set(rows.columns)
 
 
-def test_unlabelled_flights_go_and_the_label_is_a_late_arrival(
-    rows: DataFrame, expected: pd.DataFrame
-) -> None:
+def test_unlabelled_flights_go_and_the_label_is_a_late_arrival(rows, expected):
     arrived = expected[expected["arr_delay"].notna()]
     counted = rows.groupBy("split").agg({"*": "count", "label": "sum"}).toPandas().set_index("split")
     for split, months in (("train", range(1, 9)), ("validation", [9]), ("test", range(10, 13))):
@@ -122,9 +118,6 @@ def test_unlabelled_flights_go_and_the_label_is_a_late_arrival(
 
 
 def encode(features: Any, rows: DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.sql import functions as F
-
     numeric = vector_to_array(F.col("numeric")).alias("numeric")
     encoded = features.transform(rows).select("categorical", numeric).toPandas()
     return np.stack(encoded["categorical"].to_list()), np.stack(encoded["numeric"].to_list())
@@ -149,11 +142,7 @@ def test_scales_come_from_the_training_rows(features: Any, rows: DataFrame) -> N
     assert np.abs(test.mean(axis=0)).max() > 0.1
 
 
-def test_an_unseen_category_takes_the_last_index_and_a_null_one_does_not(
-    features: Any, rows: DataFrame
-) -> None:
-    from pyspark.sql import functions as F
-
+def test_an_unseen_category_takes_the_last_index_and_a_null_one_does_not(features, rows):
     cardinalities, _ = flights.feature_sizes(features)
     column = flights.CATEGORICAL.index("manufacturer")
     one = rows.limit(1)
@@ -164,8 +153,6 @@ def test_an_unseen_category_takes_the_last_index_and_a_null_one_does_not(
 
 
 def test_a_null_number_becomes_the_mean_and_raises_its_flag(features: Any, rows: DataFrame) -> None:
-    from pyspark.sql import functions as F
-
     one = rows.where("seats IS NOT NULL AND pressure IS NOT NULL").limit(1)
     _, plain = encode(features, one)
     _, missing = encode(features, one.withColumn("pressure", F.lit(None).cast("double")))
@@ -175,8 +162,6 @@ def test_a_null_number_becomes_the_mean_and_raises_its_flag(features: Any, rows:
 
 @pytest.mark.slow
 def test_saved_features_encode_the_same(features: Any, rows: DataFrame, tmp_path: Path) -> None:
-    from pyspark.ml import PipelineModel
-
     features.write().save(str(tmp_path / "features"))
     loaded = PipelineModel.load(str(tmp_path / "features"))
     some = rows.where("carrier = 'HA'")
