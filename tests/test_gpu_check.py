@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from check import command, page
 from check.registry import PARTS, Entry
 from check.runner import run_part
+from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
@@ -81,15 +81,14 @@ def test_a_part_that_hangs_is_ended_with_its_processes(seconds: float, state: st
     states = [case.state for case in result.cases]
     assert states == ["ok", state, "skipped"]
     pid = int((tmp_path / "Hanging" / "child").read_text())
-    for _ in range(100):
-        with suppress(ProcessLookupError, FileNotFoundError):
-            if Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-                os.kill(pid, 0)
-                time.sleep(0.1)
-                continue
-        break
-    else:
-        pytest.fail("the process of the case still runs")
+
+    def has_ended() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for("the end of the case's process", has_ended, seconds=60)
 
 
 @pytest.mark.usefixtures("broken")
@@ -136,9 +135,7 @@ def test_few_packages_run_the_parts_that_need_no_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_the_command_writes_the_page_and_returns_1_if_a_part_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page_and_returns_1_if_a_part_failed(tmp_path, capsys):
     output = tmp_path / "new" / "page.md"
     assert command.main(["Unimportable", "environment", "--device", "cpu", "--output", str(output)]) == 1
     first, second, last = capsys.readouterr().out.splitlines()
@@ -165,9 +162,7 @@ def test_parts_that_have_no_time_are_skipped(tmp_path: Path) -> None:
         (["--output", "/dev/null/page.md"], "--output /dev/null/page.md cannot be written: "),
     ],
 )
-def test_a_wrong_option_is_one_sentence(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_option_is_one_sentence(words, message, capsys):
     with pytest.raises(SystemExit):
         command.main(words)
     assert message in capsys.readouterr().err

@@ -3,8 +3,7 @@
 A Python process can hold only one kind of Spark session, so each mode gets a process. By hand:
 `RINGSPARK_TEST_MASTER=connect pytest -m modes`.
 
-From Spark 4 on, pyspark includes a Connect server. For 3.5 it is a separate Maven artifact, so the 3.5
-client
+From Spark 4 on, pyspark includes a Connect server. For 3.5 it is a separate Maven artifact, so the 3.5 client
 uses the server of `.venv`: Connect guarantees that a newer server supports an older client.
 """
 
@@ -15,12 +14,12 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyspark
 import pytest
+from waiting import wait_for
 
 ROOT = Path(__file__).parent.parent
 # Allowed skip reasons: features that Spark lacks, in the words of tests/estimators/conftest.py.
@@ -56,11 +55,8 @@ def connect(tmp_path: Path) -> Iterator[str]:
         "spark.ui.enabled": "false",
         "spark.sql.shuffle.partitions": "4",
     }
-    command = [
-        str(MAIN / "spark-submit"),
-        "--class",
-        "org.apache.spark.sql.connect.service.SparkConnectServer",
-    ]
+    name = "org.apache.spark.sql.connect.service.SparkConnectServer"
+    command = [str(MAIN / "spark-submit"), "--class", name]
     for key, value in settings.items():
         command += ["--conf", f"{key}={value}"]
     path = f"{MAIN}{os.pathsep}{os.environ['PATH']}"
@@ -71,22 +67,17 @@ def connect(tmp_path: Path) -> Iterator[str]:
             [*command, "spark-internal"], cwd=tmp_path, env=environment, stdout=log, stderr=log
         )
     try:
-        wait_for(port, server, tmp_path / "server.log")
+
+        def listens() -> bool:
+            assert server.poll() is None, (tmp_path / "server.log").read_text()[-4000:]
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_for(f"the Connect server on {port}", listens)
         yield f"sc://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait()
-
-
-def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when something listens on `port`; raises if the server ends first or never listens."""
-    for _ in range(1500):  # five minutes: Java starts slowly on a busy machine
-        assert server.poll() is None, log.read_text()[-4000:]
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"the Connect server does not listen on {port}: {log.read_text()[-4000:]}")
 
 
 def run_the_marked(master: str, marks: str = "modes") -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyspark
+from waiting import wait_for
 
 SPARK = Path(pyspark.__file__).parent / "bin"
 
@@ -47,17 +46,11 @@ def standalone_cluster(folder: Path, second_worker: Mapping[str, str] | None = N
                 processes.append(
                     subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
                 )
-            _wait_for(log, "New state: ALIVE" if name == "master" else "Successfully registered with master")
+            said = "New state: ALIVE" if name == "master" else "Successfully registered with master"
+            wait_for(f"{said!r} in {log}", lambda log=log, said=said: said in log.read_text())
         yield url
     finally:
         for process in reversed(processes):
             process.terminate()
         for process in processes:
             process.wait(timeout=300)
-
-
-def _wait_for(log: Path, pattern: str, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not (log.exists() and re.search(pattern, log.read_text())):
-        assert time.monotonic() < deadline, f"{pattern!r} never came in {log}: {log.read_text()[-2000:]}"
-        time.sleep(0.2)

@@ -10,9 +10,7 @@ T = TypeVar("T")
 
 
 def wait_for(what: str, condition: Callable[[], T | None], seconds: float = 300.0) -> T:
-    """Calls `condition` until its value is neither None nor False; raises AssertionError with `what` at a
-    timeout.
-    """
+    """Calls `condition` until its value is neither None nor False; fails with `what` at a timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         value = condition()
