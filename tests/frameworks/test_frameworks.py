@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,9 +27,7 @@ FOLDER = Path(__file__).parent
         ("tensorflow_workers.py", "tensorflow"),
     ],
 )
-def test_the_ranks_of_a_script_end_with_the_same_weights(
-    spark: Any, tmp_path: Path, script: str, package: str
-) -> None:
+def test_the_ranks_of_a_script_end_with_the_same_weights(spark, tmp_path, script, package):
     if find_spec(package) is None:
         pytest.skip(f"needs {package}; `make test-frameworks` has it")
     ringspark.run(FOLDER / script, str(tmp_path), numWorkers=2)

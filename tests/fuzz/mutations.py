@@ -81,3 +81,9 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
         case _:
             result[key] = _changed(draw, result[key])
     return result
+
+
+def damaged(target: Any) -> st.SearchStrategy[bytes]:
+    """Generates damaged versions of a `targets.Target`'s valid input."""
+    inputs = damaged_bytes(target.good)
+    return st.one_of(damaged_json(target.good), inputs) if target.is_json else inputs

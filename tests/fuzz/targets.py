@@ -237,6 +237,6 @@ def _command(job: object) -> Callable[[bytes], object]:
             values = data.decode("latin-1").split()
         words = [str(word) for word in values] if isinstance(values, list) else [str(values)]
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            return job.build_parser().parse_args(words)  # type: ignore[attr-defined]
+            return job.build_parser().parse_args(words)
 
     return parse

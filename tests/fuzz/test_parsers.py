@@ -8,7 +8,6 @@ from typing import Any
 import mutations
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from targets import targets as all_targets
 
 EXAMPLES = 60
@@ -37,15 +36,12 @@ def test_every_target_has_a_test(targets: dict[str, Any]) -> None:
 def test_only_documented_errors_come_out(targets: dict[str, Any], name: str) -> None:
     target = targets[name]
     target.parse(target.good)
-    inputs = mutations.damaged_bytes(target.good)
-    if target.is_json:
-        inputs = st.one_of(mutations.damaged_json(target.good), inputs)
 
     @settings(
         max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(inputs)
+    @given(mutations.damaged(target))
     def check(data: bytes) -> None:
         with suppress(*target.errors):
             target.parse(data)

@@ -159,7 +159,6 @@ class ShapedHosts:
         num_bytes = int((mbit or 1000) * 1e6 / 8 * 0.4)  # takes 0.4 s
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
         with target.start([sys.executable, "-c", _RECEIVE], **pipes) as receiver:
-            assert receiver.stdout is not None
             receiver.stdout.readline()
             words = [sys.executable, "-c", _SEND, target.address, str(num_bytes)]
             sent = subprocess.run(source.command(words), capture_output=True, text=True, check=False)

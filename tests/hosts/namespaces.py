@@ -136,7 +136,6 @@ class Network:
         _run(*f"ip -n {self.switch} link set {host.port} nomaster".split())
         with subprocess.Popen([*inside, *cable], start_new_session=True, stdout=subprocess.PIPE) as process:
             try:
-                assert process.stdout is not None
                 assert process.stdout.readline()
                 yield
             finally:

@@ -122,8 +122,7 @@ class SparkHosts:
             driver.kill()
             out, err = driver.communicate()
         assert driver.returncode == 0, err[-4000:] + self.logs()
-        told: list[dict[str, Any]] = json.loads(out.strip().splitlines()[-1])
-        return told
+        return json.loads(out.strip().splitlines()[-1])
 
     def _conf(self) -> dict[str, str]:
         conf = {
@@ -172,13 +171,9 @@ class SparkHosts:
             environment |= {"SPARK_HOME": str(self.folder / "spark"), "PATH": os.defpath}
         with (self.folder / f"{kind}-{host.name}.log").open("wb") as log:
             process = host.start([*prefix, *words], stdout=log, stderr=log, cwd=self.folder, env=environment)
-        self._stack.callback(_end, process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    # Its child processes end with its host.
-    process.kill()
-    process.wait()
+        # Its child processes end with its host.
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
 
 
 def _without_python(folder: Path) -> list[str]:

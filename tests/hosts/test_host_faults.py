@@ -34,8 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkHosts]:
 def undisturbed(cluster: SparkHosts) -> list[float]:
     """Weights of an undisturbed training."""
     (told,) = cluster.results(cluster.drive(disturbed.SETTINGS | {"collective": "torch"}, **disturbed.DATA))
-    weights: list[float] = told["weights"]
-    return weights
+    return told["weights"]
 
 
 @pytest.fixture
@@ -53,35 +52,27 @@ def revived(cluster: SparkHosts) -> Iterator[Callable[[Host], None]]:
 
 
 @pytest.mark.parametrize("collective", GANGS)
-def test_a_link_that_drops_for_5_s_costs_no_start(
-    collective: str, cluster: SparkHosts, undisturbed: list[float]
-) -> None:
+def test_a_link_that_drops_for_5_s_costs_no_start(collective, cluster, undisturbed):
     outcome = disturbed.train(cluster, disturbed.drop(cluster, 5.0), collective=collective)
     assert outcome.told["restarts"] == []
     assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
 
 
 @pytest.mark.parametrize(("collective", "rank"), list(zip(GANGS, (0, 1), strict=True)))
-def test_a_link_that_drops_for_60_s_costs_one_start_elsewhere(
-    collective: str, rank: int, cluster: SparkHosts, undisturbed: list[float]
-) -> None:
+def test_a_link_that_drops_for_60_s_costs_one_start_elsewhere(collective, rank, cluster, undisturbed):
     outcome = disturbed.train(cluster, disturbed.drop(cluster, 60.0), rank=rank, collective=collective)
     assert len(outcome.told["restarts"]) == 1
     assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
 
 
 @pytest.mark.parametrize("collective", GANGS)
-def test_after_a_host_vanished_the_training_goes_on_at_another(
-    collective: str, cluster: SparkHosts, undisturbed: list[float], revived: Callable[[Host], None]
-) -> None:
+def test_after_a_host_vanished_the_training_goes_on_at_another(collective, cluster, undisturbed, revived):
     outcome = disturbed.train(cluster, revived, collective=collective)
     assert len(outcome.told["restarts"]) == 1
     assert outcome.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
 
 
-def test_without_a_host_to_spare_fewer_go_on_or_an_error_names_both_numbers(
-    cluster: SparkHosts, undisturbed: list[float], revived: Callable[[Host], None]
-) -> None:
+def test_without_a_host_to_spare_fewer_go_on_or_an_error_names_both_numbers(cluster, undisturbed, revived):
     fewer = disturbed.train(cluster, revived, numWorkers=3, minWorkers=2, collective="torch")
     assert fewer.told["weights"] == pytest.approx(undisturbed, abs=1e-5)
     too_few = disturbed.train(cluster, revived, numWorkers=2, collective="torch")

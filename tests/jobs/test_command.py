@@ -107,7 +107,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         (
             "batchSize",
             "batchSise",
-            "line 13: TorchRegressor has no Param 'batchSise'; did you mean 'batchSize'?",
+            "line 13: TorchRegressor has no Param 'batchSise'; did you mean 'batchSize'",
         ),
         ("batchSize: 16", "batchSize: many", "line 13: batchSize must be a whole number, got 'many'"),
         ("numWorkers: 2", "numWorkers: 0", "line 14: numWorkers must be at least 1, got 0"),
@@ -121,9 +121,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         ("evaluation:\n  data:\n    parquet", "evaluation:\n  data:\n    shards", "cannot be shards"),
     ],
 )
-def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(
-    tmp_path: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(tmp_path, old, new, message, capsys):
     assert command.main(["train", str(_job(tmp_path, old, new))]) == 2
     error = capsys.readouterr().err
     assert error.startswith("ringspark train: error: job.yaml")
@@ -214,13 +212,12 @@ def test_rows_named_by_a_pattern_are_not_written_over(spark: Any, tmp_path: Path
 def test_rows_behind_a_link_are_not_written_over(spark: Any, tmp_path: Path) -> None:
     spark.range(3).write.parquet(str(tmp_path / "disk" / "rows"))
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    for rows, output in (("disk/rows", "link/rows"), ("link/rows", "disk/rows"), ("link/rows", "disk")):
+    for rows, output in (
+        *[("disk/rows", "link/rows"), ("disk/rows", "disk/rows/new.json")],
+        *[("link/rows", "disk/rows"), ("link/rows", "disk")],
+    ):
         with pytest.raises(ValueError, match=r"would be written over the rows in .*rows"):
             RowSource(parquet=str(tmp_path / rows)).check_apart(spark, str(tmp_path / output))
-    with pytest.raises(ValueError, match=r"would be written over the rows in .*rows"):
-        RowSource(parquet=str(tmp_path / "disk/rows")).check_apart(
-            spark, str(tmp_path / "disk/rows/new.json")
-        )
     RowSource(parquet=str(tmp_path / "link/rows")).check_apart(spark, str(tmp_path / "disk/predictions"))
     # A folder inside the table may be a link, too.
     (tmp_path / "table").mkdir()
@@ -270,9 +267,7 @@ def test_a_job_replaces_only_what_it_wrote(spark: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "input_of", ["pretrained", "teacher", "initialModel", "evaluation", "metrics", "nobody"]
 )
-def test_a_saved_job_does_not_write_over_its_inputs(
-    spark: Any, tmp_path: Path, input_of: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_job_does_not_write_over_its_inputs(spark, tmp_path, input_of, capsys):
     output = tmp_path / "kept"
     output.mkdir()
     (output / "thesis.tex").write_text("")
@@ -312,8 +307,8 @@ def test_a_saved_job_does_not_write_over_its_inputs(
     ],
 )
 def test_rows_that_cannot_be_evaluated_are_refused_before_the_training(
-    spark: Any, tmp_path: Path, rows: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    spark, tmp_path, rows, message, capsys
+):
     spark.range(64).selectExpr("id", "double(id) AS y").write.parquet(str(tmp_path / "rows"))
     spark.range(64).toDF("y").write.parquet(str(tmp_path / "featureless"))
     spark.range(64).write.parquet(str(tmp_path / "unlabelled"))
@@ -328,9 +323,7 @@ def test_rows_that_cannot_be_evaluated_are_refused_before_the_training(
 @pytest.mark.extras
 @pytest.mark.spark
 @pytest.mark.parametrize("search", ["population.json", "shards-0123456789ab"])
-def test_the_folder_of_a_search_is_refused_and_stays(
-    spark: Any, tmp_path: Path, search: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_search_is_refused_and_stays(spark, tmp_path, search, capsys):
     spark.range(64).write.parquet(str(tmp_path / "rows"))
     (tmp_path / "run" / search).mkdir(parents=True)
     (tmp_path / "run" / "owner.json").write_text("{}")
@@ -356,7 +349,7 @@ def test_an_evaluation_that_fails_after_the_training_is_no_refusal(spark: Any, t
 @pytest.mark.slow
 @pytest.mark.spark
 def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path) -> None:
-    spark.range(64).write.parquet(str(tmp_path / "rows"))  # type: ignore[attr-defined]
+    spark.range(64).write.parquet(str(tmp_path / "rows"))
     job = _job(tmp_path)
     trained = _run("train", job)
     assert trained.returncode == 0, trained.stderr
@@ -378,12 +371,12 @@ def test_a_job_is_trained_planned_shown_and_scored(spark: object, tmp_path: Path
                      "--output", tmp_path / place, "--overwrite")  # fmt: skip
         assert f"would be written over the {place}" in again.stderr
     assert (tmp_path / "run" / "result.json").exists()
-    assert spark.read.parquet(str(tmp_path / "rows")).count() == 64  # type: ignore[attr-defined]
+    assert spark.read.parquet(str(tmp_path / "rows")).count() == 64
     assert "batchSize = 16" in _run("runs", "show", tmp_path / "run").stdout
     assert "rows per step on each of 2 workers" in _run("plan", job).stdout
     scored = _run("score", tmp_path / "model", "--parquet", tmp_path / "rows", "--output", tmp_path / "out")
     assert scored.returncode == 0, scored.stderr
-    written = spark.read.parquet(str(tmp_path / "out"))  # type: ignore[attr-defined]
+    written = spark.read.parquet(str(tmp_path / "out"))
     assert (written.count(), "prediction" in written.columns) == (64, True)
 
 
@@ -411,9 +404,7 @@ evaluation:
     ("source", "what"),
     [("shards: rows", "shards"), ("{delta: rows, inPlace: true}", "tables with inPlace")],
 )
-def test_rows_that_spark_does_not_read_need_a_model(
-    tmp_path: Path, source: str, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_spark_does_not_read_need_a_model(tmp_path, source, what, capsys):
     job = tmp_path / "job.yaml"
     job.write_text(TABLE_JOB.format(folder=tmp_path, source=source))
     for name in ("train", "plan"):
@@ -422,16 +413,14 @@ def test_rows_that_spark_does_not_read_need_a_model(
 
 
 @pytest.mark.extras
-def test_a_plan_divides_the_batch_by_the_replicas_of_the_mesh(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_divides_the_batch_by_the_replicas_of_the_mesh(tmp_path, capsys):
     written(tmp_path / "shards", {"x": np.zeros((64, 2), np.float32), "y": np.zeros(64, np.float32)})
     job = tmp_path / "job.yaml"
     network = '{"target": "mlp", "kwargs": {"in_features": 2, "hidden": [8, 8], "out_features": 1}}'
     job.write_text(
-        f"stage: TorchRegressor\ndata:\n  shards: {tmp_path}/shards\nparams:\n  model: {network}\n  "
-        "featuresCol: x\n  labelCol: y\n  batchSize: 32\n  numWorkers: 4\n  collective: torch\n  "
-        f"parallelism: {{tensor: 2}}\n  runUri: {tmp_path}/run\nsave:\n  model: {tmp_path}/model\n"
+        f"stage: TorchRegressor\ndata: {{shards: {tmp_path}/shards}}\nparams: {{model: {network}, "
+        "labelCol: y, featuresCol: x, batchSize: 32, numWorkers: 4, parallelism: {tensor: 2}, "
+        f"collective: torch, runUri: {tmp_path}/run}}\nsave: {{model: {tmp_path}/model}}\n"
     )
     assert command.main(["plan", str(job)]) in (0, None)
     assert "plan: 16 rows per step on each of 4 workers" in capsys.readouterr().out
@@ -440,9 +429,7 @@ def test_a_plan_divides_the_batch_by_the_replicas_of_the_mesh(
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")
-def test_a_job_without_a_model_is_planned_printed_and_trained(
-    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_without_a_model_is_planned_printed_and_trained(spark, tmp_path, capsys):
     spark.range(400).selectExpr("id", "sin(id) AS x", "cos(id) AS y").write.parquet(str(tmp_path / "rows"))
     job = tmp_path / "job.yaml"
     job.write_text(TABLE_JOB.format(folder=tmp_path, source=f"parquet: {tmp_path}/rows"))

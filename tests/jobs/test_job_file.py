@@ -102,11 +102,7 @@ def test_a_duplicate_key_in_json_is_refused() -> None:
         ({"shards": "/a"}, False, "cannot be shards, since Spark reads the rows"),
         ({"parquet": "/a", "inPlace": True}, False, "cannot be read inPlace, since Spark reads the rows"),
         ({"csv": "/a", "inPlace": True}, True, "only from parquet, delta or table, got csv"),
-        (
-            {"shards": "/a", "where": "x > 1"},
-            True,
-            "cannot have 'where', because shards are read without",
-        ),
+        ({"shards": "/a", "where": "x > 1"}, True, "cannot have 'where', because shards are read without"),
         ({"parquet": "/a", "version": 0}, True, "can have a version only with delta"),
         ({"delta": "/a", "version": 0}, False, ""),
         ({"table": "lake.db.a", "version": 0, "inPlace": True}, True, ""),

@@ -54,9 +54,7 @@ def test_only_an_unfinished_run_with_a_checkpoint_is_in_the_way_of_a_new_one(tmp
 
 @pytest.mark.parametrize("resume", [None, False])
 @pytest.mark.parametrize("name", ["report.html", "trials/4/result.json", ".git/config"])
-def test_a_run_is_not_removed_with_files_that_no_run_writes(
-    tmp_path: Path, name: str, resume: bool | None
-) -> None:
+def test_a_run_is_not_removed_with_files_that_no_run_writes(tmp_path, name, resume):
     _run_folder(tmp_path, finished=True)
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("")

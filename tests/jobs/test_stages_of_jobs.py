@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -79,8 +78,8 @@ def test_a_printed_job_of_any_stage_is_the_same_job_and_fits_the_schema(tmp_path
     ],
 )
 def test_a_mistake_in_a_stage_within_a_stage_is_one_sentence_with_its_line(
-    tmp_path: Path, stage: str, params: str, more: dict[str, Any], message: str
-) -> None:
+    tmp_path, stage, params, more, message
+):
     file, job = train_job.read_job(_job(tmp_path, stage, params, **more))
     with pytest.raises(ValueError, match=rf"{stage}.yaml, line [1-6]: .*{message}") as caught:
         train_job.make_estimator(file, job)
