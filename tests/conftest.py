@@ -20,7 +20,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from written_shards import written
@@ -122,21 +121,8 @@ def mounts(spark: Any, tmp_path: Path) -> Iterator[Path]:
 def make_shards(tmp_path: Path) -> MakeShards:
     """Returns a function that writes NumPy columns as shards with the package's writer, without Spark."""
 
-    def make(
-        columns: dict[str, np.ndarray],
-        *,
-        row_group_rows: int = 64,
-        num_files: int = 2,
-        validation: np.ndarray | None = None,
-        name: str = "shards",
-    ) -> ShardManifest:
-        return written(
-            tmp_path / name,
-            columns,
-            row_group_rows=row_group_rows,
-            num_files=num_files,
-            validation=validation,
-        )
+    def make(columns: dict[str, Any], *, name: str = "shards", **options: Any) -> ShardManifest:
+        return written(tmp_path / name, columns, **options)
 
     return make
 

@@ -54,6 +54,6 @@ def test_ragged_rows_are_joined_like_lists(pieces: list[Lists]) -> None:
 
 def test_dense_rows_are_numpy_arrays() -> None:
     rows = np.arange(12).reshape(4, 3)
-    assert np.array_equal(take(rows, np.array([3, 0])), rows[[3, 0]])  # type: ignore[arg-type]
-    assert np.array_equal(join([cut(rows, 0, 1), cut(rows, 1, 4)]), rows)  # type: ignore[arg-type]
+    assert np.array_equal(take(rows, np.array([3, 0])), rows[[3, 0]])
+    assert np.array_equal(join([cut(rows, 0, 1), cut(rows, 1, 4)]), rows)
     assert (num_rows(rows), num_bytes(rows)) == (4, 96)
