@@ -23,54 +23,20 @@ def partner(number: Any) -> Any:
     return number * 0.5 + 1.0
 
 
+IDS = np.arange(ROWS)
+
+
 def _pandas(spark: Any, _: Path) -> Any:
-    ids = np.arange(ROWS)
-    return spark.createDataFrame(pd.DataFrame({"id": ids, "x": partner(ids)}))
-
-
-def _arrow(spark: Any, _: Path) -> Any:
-    ids = np.arange(ROWS)
-    return spark.createDataFrame(pa.table({"id": ids, "x": partner(ids)}))
-
-
-def _numpy(spark: Any, _: Path) -> Any:
-    ids = np.arange(ROWS, dtype=np.float64)
-    return _typed(spark.createDataFrame(np.stack([ids, partner(ids)], axis=1), ["id", "x"]))
-
-
-def _lists(spark: Any, _: Path) -> Any:
-    return spark.createDataFrame([(i, partner(i)) for i in range(ROWS)], ["id", "x"])
-
-
-def _dicts(spark: Any, _: Path) -> Any:
-    return spark.createDataFrame([{"id": i, "x": partner(i)} for i in range(ROWS)])
-
-
-def _values(spark: Any, _: Path) -> Any:
-    rows = ", ".join(f"({i}L, {partner(i)}D)" for i in range(ROWS))
-    return spark.sql(f"SELECT * FROM VALUES {rows} AS t(id, x)")
-
-
-def _show(spark: Any, _: Path) -> Any:
-    return _paired(spark.sql("SHOW FUNCTIONS LIKE 'a*'").selectExpr("crc32(function) AS id"))
+    return spark.createDataFrame(pd.DataFrame({"id": IDS, "x": partner(IDS)}))
 
 
 def _range(spark: Any, _: Path, partitions: int = 4) -> Any:
     return _paired(spark.range(0, ROWS, 1, partitions))
 
 
-def _one_value(spark: Any, _: Path) -> Any:
-    return spark.sql("SELECT 7L AS id, 4.5D AS x")
-
-
 def _view(spark: Any, path: Path) -> Any:
     _pandas(spark, path).createOrReplaceTempView("ringspark_view_of_pandas")
     return spark.sql("SELECT * FROM ringspark_view_of_pandas WHERE id >= 10")
-
-
-def _json(spark: Any, _: Path) -> Any:
-    texts = spark.createDataFrame([(f'{{"id": {i}, "x": {partner(i)}}}',) for i in range(ROWS)], ["text"])
-    return texts.selectExpr("from_json(text, 'id bigint, x double') AS row").select("row.id", "row.x")
 
 
 def _file(format_name: str) -> Frame:
@@ -91,24 +57,30 @@ def _paired(ids: Any) -> Any:
     return ids.selectExpr("id", "id * 0.5D + 1D AS x")
 
 
-def _typed(frame: Any) -> Any:
-    return frame.selectExpr("CAST(id AS bigint) AS id", "CAST(x AS double) AS x")
-
-
 def _many(spark: Any, path: Path) -> Any:
     return _range(spark, path, 150)
 
 
 LOCAL: dict[str, Frame] = {
     "pandas": _pandas,
-    "Arrow": _arrow,
-    "NumPy": _numpy,
-    "lists": _lists,
-    "dicts": _dicts,
-    "VALUES": _values,
-    "SHOW": _show,
+    "Arrow": lambda spark, _: spark.createDataFrame(pa.table({"id": IDS, "x": partner(IDS)})),
+    "NumPy": lambda spark, _: spark.createDataFrame(
+        np.stack([IDS.astype(np.float64), partner(IDS)], axis=1), ["id", "x"]
+    ).selectExpr("CAST(id AS bigint) AS id", "CAST(x AS double) AS x"),
+    "lists": lambda spark, _: spark.createDataFrame([(i, partner(i)) for i in range(ROWS)], ["id", "x"]),
+    "dicts": lambda spark, _: spark.createDataFrame([{"id": i, "x": partner(i)} for i in range(ROWS)]),
+    "VALUES": lambda spark, _: spark.sql(
+        f"SELECT * FROM VALUES {', '.join(f'({i}L, {partner(i)}D)' for i in range(ROWS))} AS t(id, x)"
+    ),
+    "SHOW": lambda spark, _: _paired(
+        spark.sql("SHOW FUNCTIONS LIKE 'a*'").selectExpr("crc32(function) AS id")
+    ),
     "view of pandas": _view,
-    "JSON of lists": _json,
+    "JSON of lists": lambda spark, _: (
+        spark.createDataFrame([(f'{{"id": {i}, "x": {partner(i)}}}',) for i in range(ROWS)], ["text"])
+        .selectExpr("from_json(text, 'id bigint, x double') AS row")
+        .select("row.id", "row.x")
+    ),
     "pandas, fillna": _then(_pandas, lambda df: df.fillna(0.0)),
     "pandas, where": _then(_pandas, lambda df: df.where("id % 3 = 0")),
     "pandas, limit": _then(_pandas, lambda df: df.limit(90)),
@@ -116,7 +88,7 @@ LOCAL: dict[str, Frame] = {
     "pandas, left join with nothing": _then(
         _pandas, lambda df: df.join(df.where("id < 0").selectExpr("id", "x AS y"), "id", "left").drop("y")
     ),
-    "one row": _one_value,
+    "one row": lambda spark, _: spark.sql("SELECT 7L AS id, 4.5D AS x"),
     "few rows": _then(_pandas, lambda df: df.limit(3)),
 }
 """Spark evaluates expressions over these on the driver, where there are no partitions."""
