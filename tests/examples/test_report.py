@@ -71,9 +71,7 @@ def test_legend_says_which_model_has_which_auc(models: list[report.Scored]) -> N
     assert legend.get_texts()[0].get_text() == f"logistic, AUC {report.measure(models[0]).roc_auc:.4f}"
 
 
-def test_learning_curve_has_a_point_per_epoch_and_skips_what_was_not_measured(
-    models: list[report.Scored],
-) -> None:
+def test_learning_curve_has_a_point_per_epoch_and_skips_what_was_not_measured(models):
     training, validation = report.draw_report(models, HISTORY).axes[0].get_lines()
     assert np.asarray(training.get_ydata()).tolist() == [0.6, 0.4]
     assert np.asarray(validation.get_ydata()).tolist() == [0.5]
@@ -102,8 +100,6 @@ def test_history_is_read_back_and_other_json_is_refused(tmp_path: Path) -> None:
         ([0, 1], [0.1], r"two columns of the same rows, got \(2,\) and \(1,\)"),
     ],
 )
-def test_rows_that_cannot_be_measured_are_refused(
-    labels: list[int], probabilities: list[float], message: str
-) -> None:
+def test_rows_that_cannot_be_measured_are_refused(labels, probabilities, message):
     with pytest.raises(ValueError, match=message):
         report.Scored(name="network", labels=np.array(labels), probabilities=np.array(probabilities))

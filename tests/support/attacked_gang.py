@@ -77,7 +77,6 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> I
         return
     command = [sys.executable, STRANGER, str(gang), str(stop_file), source]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield counts
         stop_file.touch()
@@ -109,9 +108,4 @@ def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> 
         grown = (process.memory_info().rss - before[0], process.num_fds() - before[1])
         weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
         result = hashlib.sha256(weights).hexdigest()
-    return {
-        "weights": result,
-        "grown_bytes": grown[0],
-        "grown_descriptors": grown[1],
-        "strangers": counts,
-    }
+    return {"weights": result, "grown_bytes": grown[0], "grown_descriptors": grown[1], "strangers": counts}

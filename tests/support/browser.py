@@ -62,8 +62,7 @@ class Browser:
         dom = self._run(copy, "--dump-dom").stdout
         found = re.search(r'<pre id="measured">(.*?)</pre>', dom, re.DOTALL)
         assert found is not None, "the page could not be measured"
-        values: dict[str, Any] = json.loads(unescape(found[1]))
-        return values
+        return json.loads(unescape(found[1]))
 
     def picture(self, page: Path, png: Path, height: int) -> None:
         """Writes a picture of the page's upper part."""

@@ -1,7 +1,6 @@
 """An S3 server and a proxy that fails on command, in their own process.
 
-The proxy forwards every request to moto and counts it. It fails like a network: bodies end in a TCP reset
-or
+The proxy forwards every request to moto and counts it. It fails like a network: bodies end in a TCP reset or
 stall in the middle, the port refuses connections, or the answer is an S3 error. Each command is a line of
 JSON on standard input, and its answer is a line on standard output. The process ends when its input closes,
 so it cannot outlive the tests. The first output line names the ports; the argument is the proxy's address.
@@ -117,7 +116,7 @@ class Proxy:
         with self._lock:
             self._connections.add(connection)
         try:
-            _Handler(connection, address, self)  # type: ignore[arg-type]
+            _Handler(connection, address, self)
         except OSError:
             pass  # the client closed the connection, or the proxy did
         finally:
@@ -130,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One client connection, kept alive over many requests."""
 
     protocol_version = "HTTP/1.1"
-    server: Proxy  # type: ignore[assignment]
+    server: Proxy
 
     def forward(self) -> None:
         """Forwards a request and its answer, or fails as `fault` says."""

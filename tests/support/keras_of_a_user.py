@@ -10,7 +10,7 @@ keras = import_keras()
 
 
 @keras.saving.register_keras_serializable("user")
-class KerasLine(keras.Model):  # type: ignore[misc, name-defined]
+class KerasLine(keras.Model):
     def __init__(self, width: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.width, self.dense = width, keras.layers.Dense(1)

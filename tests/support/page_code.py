@@ -1,7 +1,6 @@
 """Extracts and runs the Python code of a Markdown page.
 
-The blocks of a page run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, hidden
-from
+The blocks of a page run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, hidden from
 readers, holds setup code such as a made-up table. A block that cannot run gives the reason after its
 language: "```python not run: needs YARN". `/shared/` in the code is a folder of the test.
 """

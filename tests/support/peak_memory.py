@@ -1,7 +1,6 @@
 """Exact peak and remaining bytes of torch's allocator while a function runs.
 
-On the CPU every allocation and release is an event of `torch.profiler`; on CUDA the caching allocator
-counts.
+On the CPU every allocation and release is an event of `torch.profiler`; on CUDA the caching allocator counts.
 Earlier memory does not count, so a function that builds its network is measured as a whole.
 """
 
@@ -93,8 +92,7 @@ def _changes(recorder: Any) -> Iterator[int]:
     """Returns the bytes of every allocation in order of time; releases are negative.
 
     Reads the recorded events, because the profiler's sums per operation take minutes. Releases of earlier
-    memory
-    are left out, because this run did not allocate it.
+    memory are left out, because this run did not allocate it.
     """
     events: list[tuple[int, int, int]] = []
     pending = list(recorder.profiler.kineto_results.experimental_event_tree())

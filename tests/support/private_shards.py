@@ -66,10 +66,10 @@ class Moves(Callback):
         self._moves: list[torch.Tensor] = []
 
     def on_train_start(self, state: TrainingState) -> None:
-        self._last = state.module.weights.detach().clone()  # type: ignore[union-attr]
+        self._last = state.module.weights.detach().clone()
 
     def on_step_end(self, state: TrainingState) -> None:
-        now = state.module.weights.detach().clone()  # type: ignore[union-attr]
+        now = state.module.weights.detach().clone()
         self._moves.append(now - self._last)
         self._last = now
 

@@ -1,10 +1,8 @@
 """Connects many ranks, one per thread, to one rendezvous while attackers connect too.
 
 Run as a program with an address and a number, it starts that many attackers. Each attacker connects, makes
-one
-of the attacks in `stranger.py`, holds the connection until it is closed, and connects again. The program
-prints
-"ready" once every attacker has connected, and the number of connections at the end of its input.
+one of the attacks in `stranger.py`, holds the connection until it is closed, and connects again. The program
+prints "ready" once every attacker has connected, and the number of connections at the end of its input.
 """
 
 from __future__ import annotations
@@ -97,7 +95,6 @@ def _strangers(address: str, number: int) -> Iterator[list[int]]:
     command = [sys.executable, __file__, address, str(number)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield counts
         counts.append(int(process.communicate()[0]))

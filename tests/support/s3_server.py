@@ -52,19 +52,15 @@ class S3Server:
 
     def tell(self, what: str, **arguments: Any) -> Any:
         """Sends a command to the proxy and returns its answer."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
         """Ends the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(timeout=300)
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())

@@ -1,13 +1,10 @@
 """An attacker: connects to every TCP port of a gang's processes, again and again.
 
 Run as `stranger.py PID STOP_FILE [SOURCE]`. Until STOP_FILE exists, it lists the listening ports of process
-PID
-and its children, and sends one attack after another to each port. It prints when it is ready. At the end it
-prints JSON: for each port, the number of accepted and refused connections. It uses loopback only, sends a
-few
-bytes per connection, and holds at most `HELD` connections. SOURCE is the source address; the default
-127.0.0.2
-acts as another machine for a gang on 127.0.0.1.
+PID and its children, and sends one attack after another to each port. It prints when it is ready. At the end
+it prints JSON: for each port, the number of accepted and refused connections. It uses loopback only, sends a
+few bytes per connection, and holds at most `HELD` connections. SOURCE is the source address; the default
+127.0.0.2 acts as another machine for a gang on 127.0.0.1.
 """
 
 from __future__ import annotations

@@ -59,5 +59,4 @@ def predict_without(folder: Path, rows: list[dict[str, Any]], *others: str) -> l
     code += _PREDICT.format(folder=str(folder), rows=str(file))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder.parent)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
