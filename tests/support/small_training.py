@@ -108,7 +108,7 @@ def train_on_one_gang(
     """Checks all trainings and runs them in order; returns results, or texts of errors, by rank.
 
     Args:
-        catches: Goes on after an error; all ranks must fail alike.
+        catches: Continue after an error; all ranks must fail alike.
     """
     checked = {
         name: (check_training(config, objects, ShardManifest.load(config.shards_uri)).config, objects)
