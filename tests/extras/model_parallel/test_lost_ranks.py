@@ -71,7 +71,7 @@ def _leg(config: TrainConfig, mesh: dict[str, int]) -> TrainConfig:
 
 
 def _straight(config: TrainConfig, folder: Path, mesh: dict[str, int]) -> TrainResult:
-    """Trains beside the run, undisturbed."""
+    """Trains undisturbed, in another folder."""
     return train_gang(
         replace(config, run_uri=str(folder / "straight")), _objects(folder / "undisturbed", mesh)
     )
