@@ -13,6 +13,8 @@ from forged_runs import claim, draw_rows, load_run
 from signing_keys import write_keys
 
 from ringspark.estimators import TorchRegressor
+from ringspark.extras.certificate.chain import reseal, write_chain
+from ringspark.extras.certificate.recorder import digest_run
 from ringspark.models import ModelSpec
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -50,6 +52,10 @@ def test_a_certified_fit_is_verified_on_the_command_line(spark: Any, tmp_path: P
     begun = json.loads((run / "run.json").read_text())
     begun["identity"] = load_run(run).chain.links[0].content["identity"]
     (run / "run.json").write_text(json.dumps(begun))
+    links = load_run(run).chain.links
+    end = links[-1].content
+    end["run"] = digest_run(str(run), end["folder"])
+    write_chain(str(run), reseal(links))
     model.certificate(key=private)
     done = _verify(run, "--intervals", 1, "--key", public, *given)
     assert done.returncode == 1, done.stdout + done.stderr
