@@ -40,7 +40,6 @@ TECHNIQUES = ("autoencoder", "inner columns", "shards")
 # Names of the rows that `ringspark.extras` refuses.
 OF_EXTRAS = frozenset(
     [
-        "mesh: with compression",
         "mesh: planned, and none fits",
         "text: nothing to learn from",
         *(row.name for row in WINDOWS),

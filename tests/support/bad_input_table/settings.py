@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bad_input_table.place import BadInput, Locked, Place, blocked, cut, gone, unread
-from ringspark.estimators import TorchAutoencoder, TorchEstimator, Zero
+from ringspark.estimators import TorchAutoencoder, TorchEstimator
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Padded, Ragged, write_shards
 
@@ -20,14 +20,6 @@ def part_as_weights(place: Place) -> Any:
     rows = place.table.select("uneven", "label")
     uri = place.prepared(damage=lambda folder: write_shards(rows, str(folder), columns={"uneven": Padded()}))
     return place.fit(inputCols=["uneven"], weightCol="uneven.length", run=lambda e: e.fitOnShards(uri))
-
-
-class Whole(torch.optim.SGD):
-    """An optimizer that does not say whether it is elementwise."""
-
-
-def whole(parameters: Any) -> torch.optim.Optimizer:
-    return Whole(parameters, lr=0.1)
 
 
 BLOCKS = ModelSpec("mlp", {"in_features": 2, "hidden": [4] * 3, "out_features": 1})
@@ -153,12 +145,6 @@ SETTINGS = [
     R("fit: GPUs where there are none", lambda p: p.fit(useGpu=True), "useGpu", "useGpu=False"),
     R("fit: offload to where it is", lambda p: p.fit(activationOffload="host"),
       "'host'", "activationOffload='disk'"),
-    R("fit: Zero 3 with one's own optimizer of whole parameters",
-      lambda p: p.train(sync=Zero(stage=3), collective="torch", numWorkers=2, optimizer=whole),
-      r"sync=Zero\(stage=3\) splits parameters at any element, but optimizer Whole", "or set sync=AllReduce"),
-    R("fit: parameters in parts with horovod",
-      lambda p: p.fit(sync=Zero(stage=3), collective="horovod", numWorkers=2),
-      r"sync=Zero\(stage=3\) gathers", "set collective='torch'"),
     R("fit: no chain to recompute", lambda p: p.train(gradientCheckpointing="sqrt"),
       "found no chain of blocks", ";"),
     R("fit: larger than the host", lambda p: p.train(model=huge()),
