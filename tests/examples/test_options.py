@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -33,42 +32,9 @@ def test_help_names_every_option_with_its_default(job: str) -> None:
     assert "default:" in text
 
 
-@pytest.mark.parametrize(
-    ("job", "options", "message"),
-    [
-        ("etl", ["--fraction", "2"], "argument --fraction: must be above 0 and at most 1, got '2'"),
-        (
-            "train",
-            ["--precision", "fp8"],
-            "argument --precision: must be 'fp32', 'bf16' or 'fp16', got 'fp8'",
-        ),
-        ("score", ["--sed", "1"], "unrecognized arguments: --sed 1"),
-        ("demo", ["--epochs", "x"], "argument --epochs: must be a whole number, got 'x'"),
-    ],
-)
-def test_a_bad_option_is_one_line(
-    job: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(JOBS[job].build_parser(), JOBS[job].run, options)
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
-    assert told.startswith(f"{job}: error: ")
-
-
 @pytest.mark.spark
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
-        (train, "no rows at"),
-        (score, "no model at"),
-    ],
-)
-def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(
-    job: ModuleType, message: str, mounts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("job", "message"), [(train, "no rows at"), (score, "no model at")])
+def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(job, message, mounts, capsys):
     for data in ("/data/flights", f"viewfs://{mounts.name}/data/flights"):
         assert cli.main(job.build_parser(), job.run, ["--data", data]) == 1
         told = capsys.readouterr().err

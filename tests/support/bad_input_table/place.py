@@ -15,6 +15,7 @@ import torch
 from pyspark.sql import functions as F
 from torch import nn
 
+import demo
 import etl
 import score
 import train
@@ -26,7 +27,7 @@ from ringspark.pipelines import write_shards
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 DEEP = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
-JOBS = {"etl": etl, "train": train, "score": score}
+JOBS = {"demo": demo, "etl": etl, "score": score, "train": train}
 NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
 
 
@@ -218,4 +219,4 @@ class Locked(nn.Module):
         self.linear, self.lock = nn.Linear(2, 1), threading.Lock()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)  # type: ignore[no-any-return]
+        return self.linear(x)
