@@ -5,17 +5,12 @@ They are pickled by value, so this file holds nothing else.
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators import Callback, TrainingState
-
-# A training is killed, or stopped and resumed, in this step of about 8.
-STEP_OF_LOSS = 5
 
 
 class Bag(nn.Module):
@@ -27,8 +22,7 @@ class Bag(nn.Module):
         self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
     def forward(self, ids: torch.Tensor, starts: torch.Tensor, values: Any = None) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.table(ids, starts, per_sample_weights=values))
-        return found
+        return self.head(self.table(ids, starts, per_sample_weights=values))
 
 
 class CountSteps(Callback):
@@ -41,20 +35,6 @@ class CountSteps(Callback):
         if state.rank == 0:
             with open(self.path, "a") as file:
                 file.write(f"{state.step}\n")
-
-
-class EndOnce(Callback):
-    """Fails once on the last rank, at STEP_OF_LOSS: kills the process or raises. Deletes `path` first."""
-
-    def __init__(self, path: str, is_killed: bool) -> None:
-        self.path, self.is_killed = path, is_killed
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == STEP_OF_LOSS and state.rank == state.size - 1 and os.path.exists(self.path):
-            os.unlink(self.path)
-            if self.is_killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("on purpose")
 
 
 def penalize_slopes(module: Any, inputs: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

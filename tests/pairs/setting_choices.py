@@ -171,11 +171,12 @@ def _mesh(
 
 
 def _pipeline(schedule: str, promise: Promise = "equal", extras: bool = False, **options: Any) -> Choice:
-    pipeline = Pipeline(2, schedule=schedule, **options)  # type: ignore[arg-type]
+    pipeline = Pipeline(2, schedule=schedule, **options)
     return _mesh(f"pipeline {schedule}", pipeline=pipeline, promise=promise, extras=extras)
 
 
 NONE = Choice("none")
+_PRIVACY = {"noiseMultiplier": 1.0, "delta": 1e-3, "maxGradNorm": 1.0}
 
 GROUPS: dict[str, list[Choice]] = {
     "columns": [Choice(name, extras=name == "windows") for name in NETWORKS],
@@ -200,7 +201,7 @@ GROUPS: dict[str, list[Choice]] = {
         Choice(
             "between hosts", {"sync": AllReduce(compression=codec.Uncompressed(between="hosts"))}, "equal"
         ),
-        *(Choice(f"Zero {stage}", {"sync": Zero(stage=stage)}, "equal") for stage in (1, 2, 3)),  # type: ignore[arg-type]
+        *(Choice(f"Zero {stage}", {"sync": Zero(stage=stage)}, "equal") for stage in (1, 2, 3)),
         Choice("LocalSGD", {"sync": LocalSGD(steps=2)}, "learns", True),
         Choice("DiLoCo", {"sync": DiLoCo(steps=2, outer_momentum=0.0)}, "learns", True),
         Choice(
@@ -291,16 +292,9 @@ GROUPS: dict[str, list[Choice]] = {
         Choice("skip", {"onNonFinite": "skip"}, "equal"),
         Choice("rollback", {"onNonFinite": "rollback", "checkpointEverySteps": 2}, "equal"),
     ],
-    "transform": [
-        Choice("module", {}, "equal"),
-        Choice("batch", {}, "equal"),
-        Choice("stream", {}, "equal"),
-    ],
+    "transform": [Choice("module", {}, "equal"), Choice("batch", {}, "equal"), Choice("stream", {}, "equal")],
     "training step": [NONE, Choice("own", {"trainingStep": classify}, "equal", extras=True)],
-    "accumulation": [
-        Choice("1", {}, "equal"),
-        Choice("2", {"gradientAccumulation": 2}, "equal"),
-    ],
+    "accumulation": [Choice("1", {}, "equal"), Choice("2", {"gradientAccumulation": 2}, "equal")],
     "collective": [
         Choice("torch", {"collective": "torch"}, "equal"),
         Choice("horovod", {"collective": "horovod"}, "equal"),
@@ -332,15 +326,7 @@ GROUPS: dict[str, list[Choice]] = {
     "callbacks": [NONE, Choice("callback", {}, "equal")],
     "weights": [NONE, Choice("weightCol", {"weightCol": "weight"})],
     "loss": [Choice("of the label"), Choice("of the module", {"loss": penalize_slopes}, extras=True)],
-    "privacy": [
-        NONE,
-        Choice(
-            "DP-SGD",
-            {"privacy": {"noiseMultiplier": 1.0, "delta": 1e-3, "maxGradNorm": 1.0}},
-            "learns",
-            extras=True,
-        ),
-    ],
+    "privacy": [NONE, Choice("DP-SGD", {"privacy": _PRIVACY}, "learns", extras=True)],
 }
 
 # A combination has one choice per group.

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from own_parts import CountSteps, EndOnce
+from failing_callback import Fails
+from own_parts import CountSteps
 from pyspark.ml.linalg import SparseVector, VectorUDT
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -30,6 +31,8 @@ from ringspark.estimators import TorchClassifier, WorkerError
 from ringspark.pipelines import ShardManifest, write_shards
 
 TOLERANCE = 1e-5
+# A training is killed, or stopped and resumed, in this step of about 8.
+STEP_OF_LOSS = 5
 # These optimizers divide a gradient by its size. A weight whose gradient is zero except for rounding, such as
 # the bias of a key, therefore moves by the learning rate in any direction, so only losses are compared.
 NORMALIZING = ("adamw", "adafactor", "lamb")
@@ -122,16 +125,15 @@ class Place:
             own["callbacks"] = [CountSteps(str(folder / "steps"))]
         continuing = combination["continuing"]
         if continuing != "none":
-            (folder / "once").touch()
-            own["callbacks"] += [EndOnce(str(folder / "once"), is_killed=continuing != "resume")]
+            own["callbacks"] += [Fails(folder / "once", STEP_OF_LOSS, is_killed=continuing != "resume")]
             own |= {"runUri": str(folder / "run"), "storageUri": None}
         if continuing == "resume":
-            with pytest.raises(WorkerError, match="on purpose"):
+            with pytest.raises(WorkerError, match=f"step {STEP_OF_LOSS}"):
                 self._fit(combination, **own)
             own["resume"] = True
         model = self._fit(combination, **own)
         if continuing != "none":
-            assert not (folder / "once").exists()
+            assert (folder / "once").exists()
             assert (len(model.summary.resumed_steps), model.summary.restarts) == (1, continuing != "resume")
         if combination["callbacks"] != "none":
             assert (folder / "steps").read_text().split()[-1] == str(model.summary.steps)
@@ -151,14 +153,8 @@ class Place:
             estimator.fit(self.table(columns))
 
     def estimator(self, combination: Combination, **changes: Any) -> TorchClassifier:
-        settings = {
-            "epochs": 2,
-            "batchSize": 12,
-            "storageUri": str(self._folder / "storage"),
-            "timeoutSeconds": 60.0,
-            "showProgress": False,
-            "seed": 3,
-        }
+        settings = {"storageUri": str(self._folder / "storage"), "timeoutSeconds": 60.0, "epochs": 2}
+        settings |= {"showProgress": False, "seed": 3, "batchSize": 12}
         return TorchClassifier(**(settings | params_of(combination) | changes))
 
     def _fit(self, combination: Combination, **changes: Any) -> Any:
