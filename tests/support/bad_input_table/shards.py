@@ -48,7 +48,8 @@ WRITING = [
     R("write: handle_invalid", lambda p: p.write(handle_invalid="drop"), "handle_invalid", "one of error, "),
     R("write: handle_invalid of no column", lambda p: p.write(handle_invalid={"x": "skip"}),
       "handle_invalid names 'x'", "not a column"),
-    R("write: kind of no column", lambda p: p.write(columns={"x": Padded()}), "columns has the key 'x'", ";"),
+    R("write: kind of no column", lambda p: p.write(columns={"lable": Padded()}),
+      "columns has the key 'lable'", "no such column; did you mean 'label'"),
     R("write: kind by name", lambda p: p.write(columns={"label": "pad"}), r"columns\['label'\]", "such as"),
     R("write: no validation_col", lambda p: p.write(validation_col="x"),
       "validation_col 'x'", "known: features"),
@@ -71,6 +72,9 @@ WRITING = [
     R("write: images of two sizes", lambda p: write_shards(pictures(p), p.storage, columns={
         "bytes": Binary("image", shape=(2, 2, 3))}),
       r"'bytes' holds uint8 of shape \(2, 3, 3\)", r"Image\(2, 2, 3\) takes images of any size"),
+    R("write: an image of 16 bits for Binary", lambda p: write_shards(
+        pictures(p, deep=True), p.storage, columns={"bytes": Binary("image", shape=(2, 2))}),
+      "mode 'I;16.*' has more than 8 bits per channel", "store it as npy"),
     R("write: an image of 16 bits", lambda p: write_shards(
         pictures(p, deep=True), p.storage, columns={"bytes": Image(2, 2)}),
       "'bytes' holds .* more than 8 bits per channel", "convert it to 8 first"),
