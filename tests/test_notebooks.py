@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +32,29 @@ def test_a_notebook_runs(path: Path, spark: Any, capsys: Any) -> None:
     names: dict[str, Any] = {"spark": spark, "__name__": "__main__"}
     for number, cell in enumerate(cells(path.read_text())):
         exec(compile(cell, f"{path.name}, cell {number + 1}", "exec"), names)
-    CHECKS[path.stem](names, capsys.readouterr().out)
+    globals()[f"check_{path.stem}"](names, capsys.readouterr().out)
 
 
-def check_flights(names: dict[str, Any], printed: str) -> None:
+def check_01_quickstart(names: dict[str, Any], printed: str) -> None:
     assert names["auc"] == pytest.approx(RECORDED_AUC, abs=0.01)
     learned, constant = log_losses(names["predictions"], names["train"])
     assert learned < 0.94 * constant, (learned, constant)
     assert f"ROC AUC on the months after training: {names['auc']:.3f}" in printed
 
 
-def check_texts(names: dict[str, Any], printed: str) -> None:
+def check_02_text(names: dict[str, Any], printed: str) -> None:
     # Always predicting the most frequent package is right for about a quarter of the texts.
     assert names["accuracy"] > 0.75
     assert f"accuracy on texts that it has not seen: {names['accuracy']:.3f}" in printed
 
 
-def check_images(names: dict[str, Any], printed: str) -> None:
+def check_03_images(names: dict[str, Any], printed: str) -> None:
     # Chance is a tenth.
     assert names["accuracy"] > 0.9
     assert names["images"].count() == names["NUM_IMAGES"] + 1
 
 
-def check_tables(names: dict[str, Any], printed: str) -> None:
+def check_04_tables(names: dict[str, Any], printed: str) -> None:
     # Most days are quiet. The standard deviation of trips is 11, and 6 cannot be predicted from a window.
     assert names["accuracy"] > 0.85
     assert names["error"] < 8
@@ -63,7 +62,7 @@ def check_tables(names: dict[str, Any], printed: str) -> None:
     assert f"RMSE of the forecasts for June: {names['error']:.2f} trips" in printed
 
 
-def check_search(names: dict[str, Any], printed: str) -> None:
+def check_05_search(names: dict[str, Any], printed: str) -> None:
     trials = names["model"].trials
     assert len(trials) == names["TRIALS"]
     assert set(trials["state"]) == {"complete", "pruned"}
@@ -72,7 +71,7 @@ def check_search(names: dict[str, Any], printed: str) -> None:
     assert f"ROC AUC of rows that no trial has seen: {names['auc']:.3f}" in printed
 
 
-def check_memory(names: dict[str, Any], printed: str) -> None:
+def check_06_memory(names: dict[str, Any], printed: str) -> None:
     planned = names["planned"]
     assert planned["recompute every block"] < 0.5 * planned["nothing"]
     assert planned["all blocks and 4 micro-batches"] == min(planned.values())
@@ -80,7 +79,7 @@ def check_memory(names: dict[str, Any], printed: str) -> None:
     assert "weights are equal to the bit: True" in printed
 
 
-def check_faults(names: dict[str, Any], printed: str) -> None:
+def check_08_faults(names: dict[str, Any], printed: str) -> None:
     assert names["killed"].summary.restarts == 1
     assert printed.count("the same weights: True") == 2
     assert "about to be killed" in printed
@@ -89,7 +88,7 @@ def check_faults(names: dict[str, Any], printed: str) -> None:
     assert "did you mean 'features'" in names["sentences"]["a mistyped column"]
 
 
-def check_learning(names: dict[str, Any], printed: str) -> None:
+def check_07_learning(names: dict[str, Any], printed: str) -> None:
     # Weights of 0.5 to 3; the network's weights are float32.
     assert names["closed"] == pytest.approx(names["TRUE"], abs=0.02)
     assert names["differences"]["by hand"] < 1e-8
@@ -107,12 +106,12 @@ def check_learning(names: dict[str, Any], printed: str) -> None:
     assert names["rings"][-1] == (16, 15 * 1024, 30, 8, 1920)
 
 
-def check_training_steps(names: dict[str, Any], printed: str) -> None:
+def check_09_training_steps(names: dict[str, Any], printed: str) -> None:
     assert names["covered"] >= 7, names["counts"]
     assert f"modes covered: {names['covered']} of 8" in printed
 
 
-def check_policy_gradient(names: dict[str, Any], printed: str) -> None:
+def check_13_policy_gradient(names: dict[str, Any], printed: str) -> None:
     # A random policy balances the pole for about 20 steps.
     assert names["history"][0] < 50
     assert names["tested"] >= names["SOLVED"]
@@ -120,7 +119,7 @@ def check_policy_gradient(names: dict[str, Any], printed: str) -> None:
     assert "both workers have the same weights: True" in printed
 
 
-def check_autoencoder(names: dict[str, Any], printed: str) -> None:
+def check_10_autoencoder(names: dict[str, Any], printed: str) -> None:
     assert names["loss"] == pytest.approx(names["dropped"], abs=1e-4)
     assert np.abs(names["projected"] - names["components"]).max() < 0.01
     assert names["errors"]["denoising"] < names["errors"]["plain"] < names["errors"]["nothing"]
@@ -130,14 +129,14 @@ def check_autoencoder(names: dict[str, Any], printed: str) -> None:
     )
 
 
-def check_variational(names: dict[str, Any], printed: str) -> None:
+def check_11_variational(names: dict[str, Any], printed: str) -> None:
     # A bound: it never exceeds the likelihood, except by rounding.
     assert names["likelihood"] - 0.05 < names["elbo"] < names["likelihood"] + 1e-3
     assert names["error"] < 0.5 * names["digits"][1400:].var(0).mean()
     assert len(names["picture"]) == 8
 
 
-def check_layerwise(names: dict[str, Any], printed: str) -> None:
+def check_12_layerwise(names: dict[str, Any], printed: str) -> None:
     # Chance is a tenth.
     assert names["accuracies"]["pretrained"] > names["accuracies"]["from scratch"]
     assert printed.count("mean squared error") == 3
@@ -158,22 +157,6 @@ def log_losses(predictions: Any, train: Any) -> tuple[float, float]:
     return learned, constant
 
 
-CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
-    "01_quickstart": check_flights,
-    "02_text": check_texts,
-    "03_images": check_images,
-    "04_tables": check_tables,
-    "05_search": check_search,
-    "06_memory": check_memory,
-    "07_learning": check_learning,
-    "08_faults": check_faults,
-    "09_training_steps": check_training_steps,
-    "10_autoencoder": check_autoencoder,
-    "11_variational": check_variational,
-    "12_layerwise": check_layerwise,
-    "13_policy_gradient": check_policy_gradient,
-}
-
-
 def test_the_notebooks_are_found() -> None:
-    assert [path.stem for path in NOTEBOOKS] == list(CHECKS)
+    checks = {name for name in globals() if name.startswith("check_")}
+    assert {f"check_{path.stem}" for path in NOTEBOOKS} == checks
