@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ def compare(
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["gan", "contrastive"])
 def test_a_training_step_of_ones_own_ends_with_the_weights_of_the_cpu(
-    name: str, precision: str, manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+    name, precision, manifest, tmp_path, device
+):
     if device == "cpu" and precision == "fp16":
         pytest.skip("fp16 needs a GPU")
 
@@ -85,20 +86,15 @@ def test_a_training_step_of_ones_own_ends_with_the_weights_of_the_cpu(
 # In fp16 the loss scaler skips a step, which no tolerance covers; tests/extras/network_losses compares it.
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
-def test_second_derivatives_are_those_of_the_cpu(
-    checkpointing: str, precision: str, manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_second_derivatives_are_those_of_the_cpu(checkpointing, precision, manifest, tmp_path, device):
     changes = {"losses": (NETWORK_LOSS,), "gradient_checkpointing": checkpointing, "precision": precision}
-    found = compare(
-        manifest, tmp_path, device, lambda: UserObjects(module=network(), losses=(penalty,)), **changes
-    )
+    objects = partial(UserObjects, losses=(penalty,))
+    found = compare(manifest, tmp_path, device, lambda: objects(module=network()), **changes)
     assert found < PRECISIONS[precision]
 
 
 @pytest.mark.skipif(find_spec("opacus") is None, reason="needs opacus")
-def test_clipped_gradients_of_rows_are_those_of_the_cpu(
-    manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_clipped_gradients_of_rows_are_those_of_the_cpu(manifest, tmp_path, device):
     """With batchSize = rows each step has all rows, and the noise is too small to see."""
     quiet = Privacy(noise_multiplier=1e-7, delta=1e-5, max_grad_norm=0.5)
     changes = {"privacy": quiet, "batch_size": ROWS, "optimizer": "sgd", "epochs": 5}
@@ -107,9 +103,7 @@ def test_clipped_gradients_of_rows_are_those_of_the_cpu(
 
 
 @pytest.mark.skipif(find_spec("opacus") is None, reason="needs opacus")
-def test_noise_on_a_gpu_has_the_promised_variance(
-    make_shards: Callable[..., ShardManifest], tmp_path: Path, device: str
-) -> None:
+def test_noise_on_a_gpu_has_the_promised_variance(make_shards, tmp_path, device):
     from private_shards import Moves, Still, columns, objects, private_config
 
     path = tmp_path / "moves.pt"

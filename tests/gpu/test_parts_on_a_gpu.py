@@ -16,7 +16,9 @@ pytest.importorskip("ringspark.extras")
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.compression import Compression
+from ringspark.estimators.training.feed import move_batches
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS, make_optimizer
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.extras.compressors import COMPRESSORS
 from ringspark.models import ModelSpec, apply_activation_checkpoint
@@ -29,25 +31,15 @@ TABLE = {
     "unknown": 0.0,
     "averages": "probabilities",
 }
+WORDS = {"vocab_size": 50, "max_seq_len": 12, "dim": 16, "num_heads": 2, "out_features": 4}
 SPECS = {
     "mlp": ModelSpec("mlp", {"in_features": 16, "hidden": [32, 32], "out_features": 4, "norm": "batch"}),
     "resnet": ModelSpec("resnet", {"in_channels": 3, "out_features": 4, "depths": [1, 2], "width": 8}),
     "lstm": ModelSpec("recurrent", {"in_features": 16, "hidden": 8, "depth": 2, "out_features": 4}),
-    "transformer": ModelSpec(
-        "transformer_classifier",
-        {"vocab_size": 50, "max_seq_len": 12, "dim": 16, "depth": 3, "num_heads": 2, "out_features": 4},
-    ),
+    "transformer": ModelSpec("transformer_classifier", {**WORDS, "depth": 3}),
     "experts": ModelSpec(
         "transformer_classifier",
-        {
-            "vocab_size": 50,
-            "max_seq_len": 12,
-            "dim": 16,
-            "depth": 2,
-            "num_heads": 2,
-            "out_features": 4,
-            "experts": {"num_experts": 4, "router": "switch", "every": 1},
-        },
+        {**WORDS, "depth": 2, "experts": {"num_experts": 4, "router": "switch", "every": 1}},
     ),
     # Without dropout: a GPU draws other random numbers than the CPU.
     "tabpack": ModelSpec("tabpack", {**TABLE, "dropouts": [0.0, 0.0], "rates": [1.0, 0.5]}),
@@ -66,9 +58,8 @@ def inputs_of(name: str, rows: int = 32) -> tuple[torch.Tensor, ...]:
         return ids, torch.randn(rows, 3, generator=generator)
     if name in ("tabpack", "tabm"):
         numbers = torch.randn(rows, 3, generator=generator)
-        return numbers.masked_fill(numbers > 1.5, torch.nan), torch.randint(
-            0, 5, (rows, 2), generator=generator
-        )
+        ids = torch.randint(0, 5, (rows, 2), generator=generator)
+        return numbers.masked_fill(numbers > 1.5, torch.nan), ids
     if name in ("transformer", "experts"):
         return (torch.randint(0, 50, (rows, 12), generator=generator),)
     shape = {"resnet": (3, 8, 8), "lstm": (6, 16)}.get(name, (16,))
@@ -109,9 +100,7 @@ def test_a_pack_chooses_the_members_of_the_cpu(device: str) -> None:
 
 @pytest.mark.parametrize("policy", ["all", "sqrt", 2, "named"])
 @pytest.mark.parametrize("precision", [None, torch.bfloat16, torch.float16])
-def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients(
-    policy: Any, precision: torch.dtype | None, device: str
-) -> None:
+def test_recomputed_blocks_draw_the_same_dropout_and_give_the_same_gradients(policy, precision, device):
     spec = ModelSpec(SPECS["transformer"].target, {**SPECS["transformer"].kwargs, "dropout": 0.3})
     inputs, kind = inputs_of("transformer")[0].to(device), device.partition(":")[0]
 
@@ -195,9 +184,6 @@ def test_a_compressor_gives_what_it_lacks_as_its_error(name: str, feedback: bool
 
 
 def test_batches_arrive_as_the_columns_dtypes(device: str) -> None:
-    from ringspark.estimators.training.feed import move_batches
-    from ringspark.estimators.training.settings.config import TrainConfig
-
     columns = [
         {"image": np.arange(24, dtype=np.uint8).reshape(2, 3, 4) + n, "y": np.array([2**40 + n, 1])}
         for n in range(3)
@@ -211,9 +197,6 @@ def test_batches_arrive_as_the_columns_dtypes(device: str) -> None:
 
 
 def test_batches_arrive_in_order_while_the_device_computes(device: str) -> None:
-    from ringspark.estimators.training.feed import move_batches
-    from ringspark.estimators.training.settings.config import TrainConfig
-
     rows = 1 << (10 if device == "cpu" else 20)
     columns = ({"x": np.full((rows, 8), n, np.float32), "y": np.full(rows, n)} for n in range(20))
     config = TrainConfig(shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",))
@@ -232,10 +215,8 @@ def test_offload_gives_the_same_bits_and_holds_less(offload: str, device: str) -
 
     def step(offload: str) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
-        net = nn.Sequential(
-            *(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)) for _ in range(8))
-        )
-        net.to(device)
+        layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
+        net = nn.Sequential(*layers).to(device)
         x = torch.randn(4096, 512, device=device)
         before = torch.cuda.memory_allocated()
         with saved_tensor_hooks(offload=offload, compression="none", module=net, device=torch.device(device)):

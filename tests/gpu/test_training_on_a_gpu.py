@@ -70,9 +70,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_training_ends_with_the_weights_of_the_cpu(
-    name: str, manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_a_training_ends_with_the_weights_of_the_cpu(name, manifest, tmp_path, device):
     weights, losses = trained(manifest, tmp_path / "gpu", device, **SETTINGS[name])
     wanted, wanted_losses = trained(manifest, tmp_path / "cpu", "cpu", **SETTINGS[name])
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-3 if "8 bits" in name else 1e-5)
@@ -80,9 +78,7 @@ def test_a_training_ends_with_the_weights_of_the_cpu(
     torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-2 if "8 bits" in name else 1e-4)
 
 
-def test_a_pack_for_a_table_trains_as_on_the_cpu(
-    make_shards: Callable[..., ShardManifest], tmp_path: Path, device: str
-) -> None:
+def test_a_pack_for_a_table_trains_as_on_the_cpu(make_shards, tmp_path, device):
     generator = np.random.default_rng(0)
     numbers = generator.normal(size=(ROWS, 3)).astype(np.float32)
     ids = generator.integers(0, 5, size=(ROWS, 2))
@@ -90,15 +86,9 @@ def test_a_pack_for_a_table_trains_as_on_the_cpu(
     manifest = make_shards(columns, validation=np.arange(ROWS) % 4 == 0)
     table = {"edges": [[-1.0, 0.0, 1.0]] * 3, "cardinalities": [5, 5], "out_features": 3, "unknown": 0.0}
     pack = {"dropouts": [0.0] * 3, "rates": [1.0, 0.5, 0.3], "width": 16, "averages": "probabilities"}
-    given: dict[str, Any] = {
-        "input_columns": ("x", "ids"),
-        "task": "classification",
-        "losses": ("cross_entropy_per_member",),
-        "metrics": ("accuracy", "temperature"),
-        "optimizer": "adamw",
-        "keep": "best",
-        "ema_decay": 0.9,
-    }
+    given: dict[str, Any] = {"input_columns": ("x", "ids"), "task": "classification", "keep": "best"}
+    given |= {"losses": ("cross_entropy_per_member",), "metrics": ("accuracy", "temperature")}
+    given |= {"optimizer": "adamw", "ema_decay": 0.9}
     spec = ModelSpec("tabpack", table | pack)
     weights, losses = trained(manifest, tmp_path / "gpu", device, spec, **given)
     wanted, wanted_losses = trained(manifest, tmp_path / "cpu", "cpu", spec, **given)
@@ -120,9 +110,7 @@ def test_a_memory_plan_holds_for_the_device(precision: str, device: str) -> None
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_precision_stays_near_fp32(
-    precision: Any, compile: bool, manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_a_precision_stays_near_fp32(precision, compile, manifest, tmp_path, device):
     if device == "cpu" and precision == "fp16":
         pytest.skip("fp16 needs a GPU")
     given = {"precision": precision, "compile": compile, "use_gpu": device != "cpu"}
@@ -131,9 +119,7 @@ def test_a_precision_stays_near_fp32(
     np.testing.assert_allclose(losses, wanted, rtol=PRECISIONS[precision])
 
 
-def test_host_memory_takes_saved_tensors_and_changes_no_bit(
-    manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_host_memory_takes_saved_tensors_and_changes_no_bit(manifest, tmp_path, device):
     if device == "cpu":
         pytest.skip("everything is on the host")
     plain, _ = trained(manifest, tmp_path / "plain", device, MLP, use_gpu=True)
@@ -155,17 +141,12 @@ class Stop(Callback):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "momentum"])
 def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(
-    precision: Any, optimizer: str, manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+    precision, optimizer, manifest, tmp_path, device
+):
     if device == "cpu" and precision == "fp16":
         pytest.skip("fp16 needs a GPU")
-    given = {
-        "precision": precision,
-        "optimizer": optimizer,
-        "checkpoint_every_steps": 5,
-        "use_gpu": device != "cpu",
-        "epochs": 3,
-    }
+    given = {"precision": precision, "optimizer": optimizer, "epochs": 3}
+    given |= {"checkpoint_every_steps": 5, "use_gpu": device != "cpu"}
     whole, losses = trained(manifest, tmp_path / "whole", device, MLP, **given)
     config = config_of(manifest, tmp_path / "stopped", model=MLP.to_json(), **given)
     with pytest.raises(KeyboardInterrupt):
@@ -176,9 +157,7 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(
     assert [record.train_loss for record in resumed.history] == losses
 
 
-def test_a_training_in_fp16_stays_finite_and_learns(
-    manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_a_training_in_fp16_stays_finite_and_learns(manifest, tmp_path, device):
     if device == "cpu":
         pytest.skip("fp16 needs a GPU")
     weights, losses = trained(manifest, tmp_path / "run", device, precision="fp16", use_gpu=True, epochs=4)
@@ -186,9 +165,7 @@ def test_a_training_in_fp16_stays_finite_and_learns(
     assert losses[-1] < losses[0]
 
 
-def test_a_run_notes_the_device_its_memory_and_its_energy(
-    manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_a_run_notes_the_device_its_memory_and_its_energy(manifest, tmp_path, device):
     if device == "cpu":
         pytest.skip("notes of a GPU")
     trained(manifest, tmp_path / "run", device, use_gpu=True, timeline_every_steps=2)
@@ -228,9 +205,7 @@ def test_a_timeline_has_the_devices_times(manifest: ShardManifest, tmp_path: Pat
 
 @pytest.mark.parametrize("offload", ["none", "disk"])
 @pytest.mark.parametrize("batch_size", [7, 4096])
-def test_predictions_are_those_of_the_cpu(
-    offload: Any, batch_size: int, manifest: ShardManifest, tmp_path: Path, device: str
-) -> None:
+def test_predictions_are_those_of_the_cpu(offload, batch_size, manifest, tmp_path, device):
     result = train_here(config_of(manifest, tmp_path / "run", model=SMOOTH.to_json()), device=device)
     rows = np.random.default_rng(1).normal(size=(1000, 6)).astype(np.float32)
     found = {}
