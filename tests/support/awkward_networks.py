@@ -94,18 +94,30 @@ def _weight(layer: nn.Module) -> Any:
     return dict(layer.named_parameters()).get("weight", next(layer.parameters()))
 
 
-# Closures and references
+def _with_buffer(net: Any, name: str, value: torch.Tensor, persistent: bool = True) -> Any:
+    """Returns a new module of the network that has the buffer."""
+    owner = net.add(nn.Module())
+    owner.register_buffer(name, value, persistent)
+    return owner
+
+
+PARTS |= {
+    "network_in_a_closure": lambda net, layer: net.stages.append(lambda h: h + torch.tanh(net.mid(h))),
+    "recomputed": lambda net, layer: net.stages.append(lambda h: checkpoint(net.mid, h, use_reentrant=False)),
+    "hook_that_clips": lambda net, layer: _weight(layer).register_hook(lambda g: g.clamp(-0.02, 0.02)),
+    "flags": lambda net, layer: setattr(_weight(layer), "_no_weight_decay", True),
+    "parametrized_weight_norm": lambda net, layer: parametrizations.weight_norm(layer),
+    "spectral_norm": lambda net, layer: parametrizations.spectral_norm(layer),
+    "pruned": lambda net, layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "frozen": lambda net, layer: layer.requires_grad_(False),
+    "weights_that_a_callback_clips": lambda net, layer: setattr(net, "clips", True),
+}
 
 
 @part
 def layer_in_a_closure(net: Any, layer: nn.Module) -> None:
     extra = net.add(nn.Linear(6, 6))
     net.stages.append(lambda h: torch.tanh(extra(h)))
-
-
-@part
-def network_in_a_closure(net: Any, layer: nn.Module) -> None:
-    net.stages.append(lambda h: h + torch.tanh(net.mid(h)))
 
 
 @part
@@ -208,14 +220,6 @@ def functional_call(net: Any, layer: nn.Module) -> None:
 
 
 @part
-def recomputed(net: Any, layer: nn.Module) -> None:
-    net.stages.append(lambda h: checkpoint(net.mid, h, use_reentrant=False))
-
-
-# Hooks
-
-
-@part
 def hook_on_tensor(net: Any, layer: nn.Module) -> None:
     weight = _weight(layer)
     mask = (torch.arange(weight.numel()) % 2).reshape(weight.shape).float()
@@ -226,11 +230,6 @@ def hook_on_tensor(net: Any, layer: nn.Module) -> None:
 def hook_that_knows_its_parameter(net: Any, layer: nn.Module) -> None:
     weight = _weight(layer)
     weight.register_hook(lambda g: g * (weight.detach() > 0))
-
-
-@part
-def hook_that_clips(net: Any, layer: nn.Module) -> None:
-    _weight(layer).register_hook(lambda g: g.clamp(-0.02, 0.02))
 
 
 @part
@@ -275,14 +274,6 @@ def hooks_on_modules(net: Any, layer: nn.Module) -> None:
     layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * factor,))
     layer.register_forward_hook(lambda module, inputs, output: output + factor)
     net.mid.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * factor,))
-
-
-# Attributes and shared memory
-
-
-@part
-def flags(net: Any, layer: nn.Module) -> None:
-    _weight(layer)._no_weight_decay = True
 
 
 @part
@@ -365,19 +356,11 @@ def number_that_only_training_reads(net: Any, layer: nn.Module) -> None:
     net.stages.append(act)
 
 
-# Norms and parametrizations
-
-
 @part
 def weight_norm(net: Any, layer: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and still in use
         old_weight_norm(layer)
-
-
-@part
-def parametrized_weight_norm(net: Any, layer: nn.Module) -> None:
-    parametrizations.weight_norm(layer)
 
 
 class Symmetric(nn.Module):
@@ -405,21 +388,8 @@ def parametrization_with_a_parameter(net: Any, layer: nn.Module) -> None:
 
 
 @part
-def spectral_norm(net: Any, layer: nn.Module) -> None:
-    parametrizations.spectral_norm(layer)
-
-
-@part
-def pruned(net: Any, layer: nn.Module) -> None:
-    prune.l1_unstructured(layer, "weight", 0.5)
-
-
-# Buffers
-
-
-def _count(net: Any, persistent: bool) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("calls", torch.zeros(()), persistent=persistent)
+def counter(net: Any, layer: nn.Module) -> None:
+    owner = _with_buffer(net, "calls", torch.zeros(()))
 
     def act(h: torch.Tensor) -> torch.Tensor:
         if net.training:
@@ -427,11 +397,6 @@ def _count(net: Any, persistent: bool) -> None:
         return h / (1 + 0.1 * owner.calls)
 
     net.stages.append(act)
-
-
-@part
-def counter(net: Any, layer: nn.Module) -> None:
-    _count(net, persistent=True)
 
 
 @part
@@ -449,8 +414,7 @@ def buffer_in_a_closure(net: Any, layer: nn.Module) -> None:
 
 @part
 def buffer_that_only_training_reads(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("calls", torch.zeros(()), persistent=False)
+    owner = _with_buffer(net, "calls", torch.zeros(()), persistent=False)
 
     def act(h: torch.Tensor) -> torch.Tensor:
         if not net.training:
@@ -477,8 +441,7 @@ def one_buffer_twice(net: Any, layer: nn.Module) -> None:
 
 @part
 def buffer_on_a_parameter(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("row", _weight(net.mid).data[:1])
+    owner = _with_buffer(net, "row", _weight(net.mid).data[:1])
     net.stages.append(lambda h: h + owner.row.sum() * 0.1)
 
 
@@ -521,8 +484,7 @@ def hooks_of_the_state_dict(net: Any, layer: nn.Module) -> None:
 
 @part
 def replaced_buffer(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("shift", torch.zeros(6))
+    owner = _with_buffer(net, "shift", torch.zeros(6))
 
     def act(h: torch.Tensor) -> torch.Tensor:
         if net.training:
@@ -534,8 +496,7 @@ def replaced_buffer(net: Any, layer: nn.Module) -> None:
 
 @part
 def whole_numbers(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("step", torch.tensor(0))
+    owner = _with_buffer(net, "step", torch.tensor(0))
     owner.register_buffer("is_odd", torch.tensor(False))
 
     def act(h: torch.Tensor) -> torch.Tensor:
@@ -549,15 +510,13 @@ def whole_numbers(net: Any, layer: nn.Module) -> None:
 
 @part
 def sparse_buffer(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("edges", torch.eye(6).to_sparse(), persistent=False)
+    owner = _with_buffer(net, "edges", torch.eye(6).to_sparse(), persistent=False)
     net.stages.append(lambda h: torch.sparse.mm(owner.edges, h.t()).t())
 
 
 @refused("dense")
 def saved_sparse_buffer(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("edges", torch.eye(6).to_sparse())
+    owner = _with_buffer(net, "edges", torch.eye(6).to_sparse())
     net.stages.append(lambda h: torch.sparse.mm(owner.edges, h.t()).t())
 
 
@@ -575,8 +534,7 @@ def buffer_created_in_forward(net: Any, layer: nn.Module) -> None:
 
 @refused("cannot predict")
 def buffer_grown_in_forward(net: Any, layer: nn.Module) -> None:
-    owner = net.add(nn.Module())
-    owner.register_buffer("seen", torch.zeros(1))
+    owner = _with_buffer(net, "seen", torch.zeros(1))
 
     def act(h: torch.Tensor) -> torch.Tensor:
         if net.training:
@@ -597,14 +555,6 @@ def number_in_a_closure(net: Any, layer: nn.Module) -> None:
     net.stages.append(act)
 
 
-# Frozen layers
-
-
-@part
-def frozen(net: Any, layer: nn.Module) -> None:
-    layer.requires_grad_(False)
-
-
 @part
 def thawed(net: Any, layer: nn.Module) -> None:
     layer.requires_grad_(False)
@@ -616,11 +566,6 @@ class _Clips(Callback):
         with torch.no_grad():
             for parameter in state.module.parameters():
                 parameter.clamp_(-0.5, 0.5)
-
-
-@part
-def weights_that_a_callback_clips(net: Any, layer: nn.Module) -> None:
-    net.clips = True
 
 
 class Thaws(Callback):
@@ -647,9 +592,6 @@ def gradient_in_forward(net: Any, layer: nn.Module) -> None:
 CALLBACKS: dict[str, Callable[[], Callback]] = {"clips": _Clips, "thaws": Thaws}
 
 
-# Optimizers, schedules, losses and outputs
-
-
 def adamw_by_flag(parameters: Any) -> torch.optim.Optimizer:
     flagged: dict[bool, list[Any]] = {False: [], True: []}
     for parameter in parameters:
@@ -672,12 +614,12 @@ class Counting(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, RATE)
         self.calls = 0
-        self.state["all"] = {"sum": torch.zeros(2)}  # type: ignore[index]
+        self.state["all"] = {"sum": torch.zeros(2)}
         self.param_groups[0]["factors"] = torch.ones(2)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.calls += 1
-        common: Any = self.state["all"]  # type: ignore[index]
+        common: Any = self.state["all"]
         common["sum"] += self.calls
         self.param_groups[0]["factors"][0] *= 0.9
         self.param_groups[0]["weight_decay"] = float(self.param_groups[0]["factors"].sum() / common["sum"][0])
@@ -890,7 +832,7 @@ def train_plain(case: Case, columns: dict[str, np.ndarray]) -> dict[str, torch.T
             F.mse_loss(output.reshape(-1), y[start : start + BATCH]).backward()
             optimizer.step()
             for callback in case.callbacks:
-                callback.on_step_end(_Epoch(module))  # type: ignore[arg-type]
+                callback.on_step_end(_Epoch(module))
         for callback in case.callbacks:
             state: Any = _Epoch(module, epoch + 1, optimizer)
             callback.on_epoch_end(state)
