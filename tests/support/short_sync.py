@@ -17,7 +17,7 @@ def sync_of(*, sharding: str = "none", local: Any = 1, apart: Any = "bsp") -> Sy
 
     Args:
         sharding: What ZeRO shards.
-        local: Steps between two averages, or options named 'average' (or without a name), 'diloco' or 'elasti
+        local: Steps between two averages, or options named 'average', 'diloco' or 'elastic'.
         apart: 'asp', 'hogwild', or options with the name 'ssp', 'asp' or 'hogwild'; 'bsp' for none.
     """
     if local != 1:
