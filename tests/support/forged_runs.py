@@ -54,9 +54,7 @@ def train_honest(
     config = config_of(
         written(folder / "run" / "shards", rows, row_group_rows=16),
         folder / "run",
-        model=ModelSpec(
-            "mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.2}
-        ).to_json(),
+        model=ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.2}),
         optimizer="adamw",
         seed=seed,
         epochs=2,
@@ -133,7 +131,6 @@ def edit_weight(honest: Path, folder: Path, rows: Any, draw: random.Random) -> i
     """Changes one weight of a checkpoint, and trains on from the changed weight."""
     run = load_run(honest)
     interval = draw.choice(list_intervals(run))
-    left_out = {WEIGHTS}
 
     def forge(root: Path) -> None:
         target = root / f"step-{interval.last.step:010d}"
@@ -145,7 +142,7 @@ def edit_weight(honest: Path, folder: Path, rows: Any, draw: random.Random) -> i
         numbers[place] += 1e-3
         with (target / WEIGHTS).open("wb") as file:
             tensor_file.write(weights, file)
-        reseal_checkpoint(target, read_record(run.checkpoint_uri(interval.last.step)), left_out)
+        reseal_checkpoint(target, read_record(run.checkpoint_uri(interval.last.step)), {WEIGHTS})
 
     continue_from(honest, folder, interval, forge)
     return 1
@@ -203,15 +200,10 @@ def leave_out_step(honest: Path, folder: Path, rows: Any, draw: random.Random) -
 
 def reseal_checkpoint(target: Path, record: Record, changed: set[str]) -> None:
     """Writes the hashes of a forged checkpoint's files, so that it verifies."""
-    sums = {
-        name: FileSum(
-            bytes=(target / name).stat().st_size,
-            sha256=hashlib.sha256((target / name).read_bytes()).hexdigest(),
-        )
-        if name in changed
-        else found
-        for name, found in record.files.items()
-    }
+    sums = dict(record.files)
+    for name in changed & set(sums):
+        data = (target / name).read_bytes()
+        sums[name] = FileSum(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     text = replace(record, files=sums).to_json().encode()
     (target / RECORD).write_bytes(text)
     info = replace(

@@ -57,16 +57,9 @@ def delete_delta_rows(root: Path, storage: str, deletes: dict[str, tuple[bytes, 
     for line in lines:
         if mode := line.get("metaData", {}).get("configuration", {}).get("delta.columnMapping.mode"):
             features += ["columnMapping"] if mode != "none" else []
-    added: list[Any] = [
-        {
-            "protocol": {
-                "minReaderVersion": 3,
-                "minWriterVersion": 7,
-                "readerFeatures": features,
-                "writerFeatures": features,
-            }
-        }
-    ]
+    protocol: dict[str, Any] = {"minReaderVersion": 3, "minWriterVersion": 7}
+    protocol |= dict.fromkeys(("readerFeatures", "writerFeatures"), features)
+    added: list[Any] = [{"protocol": protocol}]
     for path, (vector, count) in deletes.items():
         (add,) = [line["add"] for line in lines if line.get("add", {}).get("path") == path]
         removed = {"path": path, "dataChange": True, "deletionTimestamp": 1}
@@ -117,7 +110,7 @@ def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality:
     schema = pa.schema([field("file_path", pa.string(), 2147483546), field("pos", pa.int64(), 2147483545)])
     nothing: dict[str, Any] = dict.fromkeys(("split_offsets", "sort_order_id", "key_metadata"))
     maps = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts")
-    bounds = ("lower_bounds", "upper_bounds")
+    maps += ("lower_bounds", "upper_bounds")
     data = {task.file.file_path: task.file for task in table.scan().plan_files()}
     files = []
     for of, numbers in rows.items():
@@ -133,7 +126,7 @@ def delete_iceberg_rows(table: Any, rows: dict[str, Sequence[int]], *, equality:
             file_size_in_bytes=os.path.getsize(path),
             equality_ids=[1] if equality else None,
             **nothing,
-            **{name: {} for name in (*maps, *bounds)},
+            **{name: {} for name in maps},
         )
         file.spec_id = data[of].spec_id
         files.append(file)

@@ -10,13 +10,13 @@ import ctypes
 import re
 import resource
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+import small_training
 import torch
 from held_bytes import held_bytes
 from peak_memory import memory_use
@@ -58,32 +58,17 @@ def config_of(
     manifest: ShardManifest, folder: Path, layers: int, width: int, rows: int, **changes: Any
 ) -> TrainConfig:
     """Returns settings of one epoch of AdamW, with `rows` rows per step."""
-    config = TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(folder),
-        model=spec_of(layers, width).to_json(),
-        task="any",
-        losses=("mse",),
-        input_columns=("x",),
-        label_columns=("y",),
-        batch_size=rows,
-        epochs=1,
-        optimizer="adamw",
-        learning_rate=1e-4,
-        collective="torch",
-        reader="arrow",
-    )
-    return replace(config, **changes)
+    given = {"model": spec_of(layers, width), "task": "any", "batch_size": rows, "epochs": 1}
+    given |= {"optimizer": "adamw", "learning_rate": 1e-4, "collective": "torch"}
+    return small_training.config_of(manifest, folder, **given | changes)
 
 
 def expected_bytes(config: TrainConfig, layers: int, width: int) -> dict[str, float]:
     """Returns the expected bytes on the largest rank, by kind, without biases (1/width of the total).
 
     Activations wait for the backward pass: each layer's input, and for the loss the outputs and labels, in
-    fp32.
-    Between two tensor-parallel matrices they are sharded. With 1F1B the first of p stages holds p
-    micro-batches;
-    for one of them it also holds its output, because it computes no loss.
+    fp32. Between two tensor-parallel matrices they are sharded. With 1F1B the first of p stages holds p
+    micro-batches; for one of them it also holds its output, because it computes no loss.
     """
     sizes = config.axes
     weights = (layers + 1) * width * width * 4 / (sizes["tensor"] * sizes["pipeline"])
@@ -151,7 +136,7 @@ def _counting(config: TrainConfig, collective: Collective) -> dict[str, int]:
                 found[kind] = max(found[kind], count)
             reduce(*given)
 
-        sync.reduce = counted  # type: ignore[method-assign]
+        sync.reduce = counted
         return sync
 
     rank_network.wrap_network = watched
@@ -181,7 +166,7 @@ def _copying(config: TrainConfig, collective: Collective) -> dict[str, int]:
         found["training"] = max(found["training"], sum(held_bytes(sync).values()))
         return taken.pop()
 
-    resume.take_snapshot = counted  # type: ignore[assignment]
+    resume.take_snapshot = counted
     worker.train_worker(config, collective)
     return found
 
@@ -201,10 +186,8 @@ def keep_tensors_apart() -> None:
     """Gives each tensor of 1 MiB or more its own mapping, like the variable MALLOC_MMAP_THRESHOLD_.
 
     Otherwise, after the first free, the C library places tensors of up to 32 MiB next to each other and
-    cannot
-    return gaps: 16 MiB matrices then take up to four times their size. Arrow's own allocator reserves 1 GiB
-    of
-    addresses, which the limit counts, so Arrow uses the system's allocator here.
+    cannot return gaps: 16 MiB matrices then take up to four times their size. Arrow's own allocator reserves
+    1 GiB of addresses, which the limit counts, so Arrow uses the system's allocator here.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
@@ -228,8 +211,7 @@ def trained_within(config: TrainConfig, most: int) -> Mapping[str, Any]:
         WorkerError: A rank needed more.
     """
     work = partial(_limited, config, most)
-    first: dict[str, Any] = run_ranks(config.num_workers, config.collective, work, timeout_seconds=600)[0]
-    return first
+    return run_ranks(config.num_workers, config.collective, work, timeout_seconds=600)[0]
 
 
 def is_of_the_limit(error: WorkerError) -> bool:
