@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from small_training import config_of
+from small_training import Runs
 from torch import nn
 
 from ringspark.estimators.options.sync import AllReduce, DiLoCo, Hogwild, LocalSGD, ParameterServer, Sync
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.optimizers.registry import make_optimizer
+from ringspark.estimators.training.settings import table
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
-MakeShards = Callable[..., ShardManifest]
+SETTINGS = {"num_workers": 2, "collective": "torch"}
 CONFIG = TrainConfig(
     shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2, collective="torch"
 )
@@ -62,27 +57,22 @@ def test_a_bad_option_of_workers_apart_is_one_sentence(name: Any, options: Any, 
 
 
 SSP = ParameterServer(staleness=2)
+AVERAGED = LocalSGD(steps=4, optimizer_state="average")
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sync": LocalSGD(steps=4), "precision": "fp16"}, r"set sync=AllReduce\(\), or set precision='bf16'"),
-    (
-        {"sync": LocalSGD(steps=4), "on_non_finite": "skip"},
-        r"set sync=AllReduce\(\), or set onNonFinite='stop'",
-    ),
-    ({"sync": LocalSGD(steps=4), "ema_decay": 0.9}, r"set sync=AllReduce\(\), or leave emaDecay unset"),
     *(
-        (
-            {"sync": LocalSGD(steps=4, optimizer_state="average"), "optimizer": name},
-            f"'{name}' keeps codes",
+        ({"sync": sync} | changes, rf"set sync=AllReduce\(\), or {remedy}")
+        for sync in (LocalSGD(steps=4), SSP)
+        for changes, remedy in (
+            ({"precision": "fp16"}, "set precision='bf16'"),
+            ({"on_non_finite": "skip"}, "set onNonFinite='stop'"),
+            ({"ema_decay": 0.9}, "leave emaDecay unset"),
         )
-        for name in ("adam8bit", "adamw8bit")
     ),
+    *(({"sync": AVERAGED, "optimizer": n}, f"'{n}' keeps codes") for n in ("adam8bit", "adamw8bit")),
     (
         {"sync": DiLoCo(steps=4, send="int8"), "num_workers": 128, "batch_size": 512},
         "numWorkers=128 leaves less than one; set send='fp16'",
     ),
-    ({"sync": SSP, "precision": "fp16"}, r"set sync=AllReduce\(\), or set precision='bf16'"),
-    ({"sync": SSP, "on_non_finite": "skip"}, r"set sync=AllReduce\(\), or set onNonFinite='stop'"),
-    ({"sync": SSP, "ema_decay": 0.9}, r"set sync=AllReduce\(\), or leave emaDecay unset"),
     ({"sync": SSP, "optimizer": "lamb"}, "'lamb' needs whole parameters .* or set optimizer='adamw'"),
     ({"sync": Hogwild(), "use_gpu": True}, r"set useGpu=False, or sync=ParameterServer\(\)"),
 ]
@@ -115,35 +105,22 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
     ],
 )
 def test_an_optimizer_of_the_users_own_is_refused_on_the_driver(
-    make_shards: MakeShards, tmp_path: Path, changes: dict[str, Any], optimizer: Any, message: str
+    runs: Runs, changes: dict[str, Any], optimizer: Any, message: str
 ) -> None:
-    manifest = make_shards({"x": np.zeros((9, 2), np.float32), "y": np.zeros(9, np.float32)})
-    config = config_of(manifest, tmp_path / "run", num_workers=2, collective="torch", **changes)
-    objects = UserObjects(module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), optimizer=optimizer)
+    objects = UserObjects(module=nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), optimizer=optimizer)
     with pytest.raises(ValueError, match=message):
-        check_training(config, objects, manifest)
-    check_training(replace(config, num_workers=1, parallelism={}), objects, manifest)
+        runs.check(9, objects, **changes)
+    runs.check(9, objects, **{**changes, "num_workers": 1, "parallelism": {}})
 
 
 @pytest.mark.extras
-def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(
-    make_shards: MakeShards, tmp_path: Path
-) -> None:
-    manifest = make_shards({"x": np.zeros((9, 2), np.float32), "y": np.zeros(9, np.float32)})
-    config = config_of(
-        manifest,
-        tmp_path / "run",
-        num_workers=2,
-        collective="torch",
-        sync=ParameterServer(),
-        optimizer="adam1bit",
-        model=ModelSpec("linear", {"in_features": 2, "out_features": 1}).to_json(),
-    )
-    check_training(config, UserObjects(), manifest)
+def test_an_optimizer_of_our_own_that_looks_at_single_elements_is_not_refused(runs: Runs) -> None:
+    model = ModelSpec("linear", {"in_features": 4, "out_features": 1})
+    runs.check(9, sync=ParameterServer(), optimizer="adam1bit", model=model)
 
 
 def test_noise_that_nobody_measures_is_told() -> None:
-    rule = SETTINGS["noiseScale"].without_effect
+    rule = table.SETTINGS["noiseScale"].without_effect
     assert rule is not None
     is_idle, _ = rule
     given: dict[str, Any] = {"numWorkers": 2, "sync": AllReduce(), "gradientAccumulation": 1}

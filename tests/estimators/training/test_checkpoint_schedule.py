@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,18 +14,23 @@ from ringspark.estimators.training.checkpoint.resume import CheckpointSchedule
 from ringspark.estimators.training.settings.config import TrainConfig
 
 
-class CountsBroadcasts(LocalCollective):
-    def __init__(self) -> None:
+class Rank(LocalCollective):
+    """Counts broadcasts; with `answers`, it is the second of two ranks, and rank 0 broadcasts those."""
+
+    def __init__(self, *answers: int) -> None:
         super().__init__()
-        self.broadcasts = 0
+        self.broadcasts, self.answers = 0, list(answers)
+        if answers:
+            self.member = Member(rank=1, size=2)
 
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
         self.broadcasts += 1
+        if self.answers:
+            tensors[0].fill_(self.answers.pop(0))
 
 
-@dataclass
 class Clock:
-    now: float = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -39,7 +43,7 @@ def _due(collective: LocalCollective, clock: Clock, **settings: Any) -> Checkpoi
 
 
 def test_steps_and_epochs_need_nobody_elses_word() -> None:
-    collective = CountsBroadcasts()
+    collective = Rank()
     due = _due(collective, Clock(), checkpoint_every_steps=4, checkpoint_every_epochs=2)
     assert [step for step in range(1, 13) if due.is_due_after_step(step)] == [4, 8, 12]
     assert [epoch for epoch in range(1, 7) if due.is_due_after_epoch(epoch)] == [2, 4, 6]
@@ -47,7 +51,7 @@ def test_steps_and_epochs_need_nobody_elses_word() -> None:
 
 
 def test_without_a_wish_nothing_is_ever_due() -> None:
-    due = _due(LocalCollective(), Clock())
+    due = _due(Rank(), Clock())
     assert not due.is_enabled
     assert not any(due.is_due_after_step(step) or due.is_due_after_epoch(step) for step in range(1, 50))
 
@@ -55,7 +59,7 @@ def test_without_a_wish_nothing_is_ever_due() -> None:
 @pytest.mark.parametrize("pace", [0.001, 0.1, 7.0, 1000.0])
 def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
     """Steps take `pace` seconds; the first step takes ten times as long."""
-    collective, clock = CountsBroadcasts(), Clock()
+    collective, clock = Rank(), Clock()
     due = _due(collective, clock, checkpoint_every_seconds=60.0)
     written = [0.0]
     steps = 0
@@ -69,20 +73,9 @@ def test_seconds_are_kept_within_a_tenth_or_a_step(pace: float) -> None:
     assert collective.broadcasts <= min(steps, 120)
 
 
-class FollowsRank0(LocalCollective):
-    """The second of two ranks; rank 0 broadcasts "not yet" twice and then "now"."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.member = Member(rank=1, size=2)
-        self.answers = [1, 1, 0]
-
-    def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        tensors[0].fill_(self.answers.pop(0))
-
-
 def test_the_clock_of_rank_0_decides_for_all() -> None:
     clock = Clock()
-    due = _due(FollowsRank0(), clock, checkpoint_every_seconds=60.0)
+    # Rank 0 broadcasts "not yet" twice and then "now".
+    due = _due(Rank(1, 1, 0), clock, checkpoint_every_seconds=60.0)
     clock.now = 1e6
     assert [due.is_due_after_step(step) for step in (1, 2, 3)] == [False, False, True]

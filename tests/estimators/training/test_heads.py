@@ -33,10 +33,9 @@ def _relative(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 def test_each_output_gets_the_metrics_that_suit_its_loss() -> None:
     kind, size = make_heads(_config(metrics=("accuracy", "mae", "f1")), UserObjects())
-    assert kind == Head(
-        label="kind", loss="cross_entropy", weight=1.0, width=3, metrics=("accuracy", "f1"), ignored=None
-    )
-    assert size == Head(label="size", loss="mse", weight=0.5, width=1, metrics=("mae",), ignored=None)
+    metrics = ("accuracy", "f1")
+    assert kind == Head(label="kind", loss="cross_entropy", weight=1.0, width=3, metrics=metrics)
+    assert size == Head(label="size", loss="mse", weight=0.5, width=1, metrics=("mae",))
     # A callable loss does not reveal the type of its labels.
     _, size = make_heads(_config(metrics=("accuracy", "mae")), UserObjects(losses=(None, _relative)))
     assert (size.loss, size.loss_name, size.metrics) == (_relative, "_relative", ("accuracy", "mae"))
@@ -47,9 +46,8 @@ def test_a_loss_module_of_ones_own_takes_values_whatever_its_name() -> None:
         def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             return (output[:, 0] - label).square()
 
-    _, size = make_heads(
-        _config(metrics=("accuracy", "mae")), UserObjects(losses=(None, cross_entropy_soft()))
-    )
+    config = _config(metrics=("accuracy", "mae"))
+    _, size = make_heads(config, UserObjects(losses=(None, cross_entropy_soft())))
     assert (size.takes_classes, size.metrics) == (False, ("mae",))
 
 
@@ -70,42 +68,41 @@ def test_a_label_is_ignored_where_the_data_have_it(
     assert (kind.ignored, size.ignored) == (ignored, None)
 
 
-def test_a_run_with_another_function_as_its_loss_is_another_run(make_shards: Any) -> None:
-    columns = {name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")}
-    manifest, module = make_shards(columns), nn.Linear(1, 1)
-    old, new = (
-        identity_of(_config(), UserObjects(module=module, losses=losses), manifest)
-        for losses in ((), (None, _relative))
-    )
+@pytest.fixture
+def given(make_shards: Any) -> Any:
+    """Returns a function that returns the identity of a run with these objects."""
+    manifest = make_shards({name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")})
+    module = nn.Linear(1, 1)
+    return lambda **objects: identity_of(_config(), UserObjects(module=module, **objects), manifest)
+
+
+def test_a_run_with_another_function_as_its_loss_is_another_run(given: Any) -> None:
+    old, new = (given(losses=losses) for losses in ((), (None, _relative)))
     (found,) = list_differences(old, new)
     assert found.startswith('loss: ["cross_entropy", "mse"] -> ["cross_entropy", "')
     assert "_relative" in found
 
 
-def test_a_run_with_another_metric_of_the_same_name_is_another_run(make_shards: Any, tmp_path: Path) -> None:
-    columns = {name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")}
-    manifest, module = make_shards(columns), nn.Linear(1, 1)
+def test_a_run_with_another_metric_of_the_same_name_is_another_run(given: Any, tmp_path: Path) -> None:
+    def measured(metric: Any) -> Any:
+        return given(metrics={"own": metric})
 
-    def given(metric: Any) -> Any:
-        return identity_of(_config(), UserObjects(module=module, metrics={"own": metric}), manifest)
-
-    first = given(partial(_relative, scale=1.0))
-    assert list_differences(first, given(partial(_relative, scale=1.0))) == []
-    (found,) = list_differences(first, given(partial(_relative, scale=2.0)))
+    first, same, other = (measured(partial(_relative, scale=scale)) for scale in (1.0, 1.0, 2.0))
+    assert list_differences(first, same) == []
+    (found,) = list_differences(first, other)
     assert found.startswith("own metrics: ")
     # Numbers that JSON lacks can be read back too.
-    unbounded = given(partial(_relative, scale=math.inf))
     run = RunFolder.given(str(tmp_path / "run"), resume=False)
-    run.begin(_config(), unbounded)
-    run.begin(_config(), given(partial(_relative, scale=math.inf)))
+    for _ in range(2):
+        run.begin(_config(), measured(partial(_relative, scale=math.inf)))
     with pytest.raises(ValueError, match="because these changed: own metrics"):
         run.begin(_config(), first)
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.BinaryF1Score
-    same = metric()
-    same.update(torch.ones(3), torch.ones(3).long())
-    assert list_differences(given(metric()), given(same)) == []
-    assert len(list_differences(given(metric()), given(metric(threshold=0.7)))) == 1
+    used = metric()
+    used.update(torch.ones(3), torch.ones(3).long())
+    assert list_differences(measured(metric()), measured(used)) == []
+    assert len(list_differences(measured(metric()), measured(metric(threshold=0.7)))) == 1
 
 
 class _Noise:
@@ -133,20 +130,15 @@ class _Noise:
     ],
 )
 def test_a_run_with_another_setting_of_a_transform_or_loss_is_another_run(
-    make_shards: Any, name: str, make: Any
+    given: Any, name: str, make: Any
 ) -> None:
-    columns = {name: np.ones(ROWS, np.float32) for name in ("x", "kind", "size")}
-    manifest, module = make_shards(columns), nn.Linear(1, 1)
-
-    def given(value: Any) -> Any:
-        return identity_of(_config(), UserObjects(module=module, **{name: value}), manifest)
-
     used = make(0.5)
     for layer in used if isinstance(used, tuple) else (used,):
         if isinstance(layer, nn.Module):
             layer.eval()
-    assert list_differences(given(make(0.5)), given(used)) == []
-    assert len(list_differences(given(make(0.5)), given(make(0.1)))) == 1
+    first, same, other = (given(**{name: value}) for value in (make(0.5), used, make(0.1)))
+    assert list_differences(first, same) == []
+    assert len(list_differences(first, other)) == 1
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e15])
@@ -160,11 +152,11 @@ def test_other_rows_are_told_from_another_order_at_every_size(make_shards: Any, 
     assert list_data_differences(first, other_rows)
 
 
-def _of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output[:, 0] - label).square()
-
-
 def test_only_a_named_loss_says_that_outputs_are_of_members() -> None:
     """A callable with such a name keeps its metrics of the training rows."""
+
+    def of_each_per_member(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output[:, 0] - label).square()
+
     assert Head(label="y", loss="bce_with_logits_per_member").is_per_member
-    assert not Head(label="y", loss=_of_each_per_member).is_per_member
+    assert not Head(label="y", loss=of_each_per_member).is_per_member

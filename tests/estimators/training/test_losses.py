@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,56 +23,43 @@ from ringspark.estimators.training.objective.losses import (
 )
 
 ROWS = 7
-Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, nn.Module]
+PLAIN = {"mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss, "bce_with_logits": nn.BCEWithLogitsLoss}
 
 
 def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(sum(map(ord, name)))
 
 
-def _same(output: torch.Tensor, label: torch.Tensor, loss: nn.Module) -> Case:
-    """Returns a case in which torch gets the same tensors."""
-    return output, label, output, label, loss
-
-
-def _cases(name: str) -> list[Case]:
-    """Returns (our output, our label, torch's output, torch's label, torch's loss) for a loss name."""
+def _cases(name: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, nn.Module]]:
+    """Returns (output, our label, torch's label, torch's loss) for a loss name."""
     g = _generator(name)
     numbers, tokens = torch.randint(0, 4, (ROWS,), generator=g), torch.randint(0, 4, (ROWS, 5), generator=g)
     tokens[1, 2:] = tokens[4] = -100
     logits, per_token = torch.randn(ROWS, 4, generator=g), torch.randn(ROWS, 4, 5, generator=g)
     if name in ("cross_entropy", "cross_entropy_per_member", "CrossEntropyLoss", "NLLLoss"):
         loss: nn.Module = nn.NLLLoss() if name == "NLLLoss" else nn.CrossEntropyLoss()
-        classes = [_same(logits.log_softmax(1), numbers, loss)]
         # Spark's labels are doubles, perhaps in an array of length one.
-        classes += [(logits, numbers.double(), logits, numbers, loss)]
-        classes += [(logits, numbers[:, None].double(), logits, numbers, loss)]
-        return classes if "member" in name else [*classes, _same(per_token.log_softmax(1), tokens, loss)]
+        ours = numbers.double(), numbers[:, None].double()
+        classes = [(logits.log_softmax(1), label, numbers, loss) for label in (numbers, *ours)]
+        return classes if "member" in name else [*classes, (per_token.log_softmax(1), tokens, tokens, loss)]
     if name == "MultiMarginLoss":
-        return [(logits, numbers.double(), logits, numbers, nn.MultiMarginLoss())]
+        return [(logits, numbers.double(), numbers, nn.MultiMarginLoss())]
     if name == "MultiLabelMarginLoss":
         sets = torch.tensor([[3, 0, -1, 1]] * ROWS)
-        return [(logits, sets.double(), logits, sets, nn.MultiLabelMarginLoss())]
-    loss = {
-        "mse": nn.MSELoss(),
-        "l1": nn.L1Loss(),
-        "huber": nn.HuberLoss(),
-        "bce_with_logits": nn.BCEWithLogitsLoss(),
-    }.get(name.removesuffix("_per_member")) or getattr(nn, name)()
-    shapes = (
-        [(ROWS,), (ROWS, 1), (ROWS, 3)] if "member" in name else [(ROWS,), (ROWS, 1), (ROWS, 3), (ROWS, 2, 3)]
-    )
-    if name == "MultiLabelSoftMarginLoss":
-        shapes = [(ROWS, 1), (ROWS, 3)]
-    cases: list[Case] = []
+        return [(logits, sets.double(), sets, nn.MultiLabelMarginLoss())]
+    loss = (PLAIN.get(name.removesuffix("_per_member")) or getattr(nn, name))()
+    shapes: list[tuple[int, ...]] = [(ROWS, 1), (ROWS, 3)]
+    if name != "MultiLabelSoftMarginLoss":
+        shapes += [(ROWS,)] if "member" in name else [(ROWS,), (ROWS, 2, 3)]
+    cases = []
     for shape in shapes:
         output = torch.rand(shape, generator=g) if name == "BCELoss" else torch.randn(shape, generator=g) * 2
         label = torch.rand(shape, generator=g)
         if name in ("HingeEmbeddingLoss", "SoftMarginLoss"):
             label = label.round() * 2 - 1
-        cases.append((output, label.double(), output, label, loss))
+        cases.append((output, label.double(), label, loss))
         if shape == (ROWS, 1):
-            cases.append((output, label[:, 0].double(), output, label, loss))
+            cases.append((output, label[:, 0].double(), label, loss))
     return cases
 
 
@@ -88,8 +75,8 @@ def _mean(name: str | nn.Module, output: torch.Tensor, label: torch.Tensor) -> t
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
 @pytest.mark.parametrize("name", loss_names())
 def test_every_loss_by_name_is_torchs_mean(name: str) -> None:
-    for output, label, torch_output, torch_label, reference in _cases(name):
-        torch.testing.assert_close(_mean(name, output, label), reference(torch_output, torch_label))
+    for output, label, torch_label, reference in _cases(name):
+        torch.testing.assert_close(_mean(name, output, label), reference(output, torch_label))
 
 
 def test_every_loss_of_torch_is_offered_or_refused_with_a_reason() -> None:
@@ -126,11 +113,18 @@ def test_weighted_classes_and_ignored_positions_divide_as_in_torch(
     torch.testing.assert_close(_mean(loss, output, label), loss(output, label))
 
 
-def test_probabilities_as_labels_count_rows_also_with_class_weights() -> None:
-    g = _generator("probabilities")
-    loss = nn.CrossEntropyLoss(weight=W4)
-    output, label = torch.randn(ROWS, 4, generator=g), torch.randn(ROWS, 4, generator=g).softmax(1)
-    torch.testing.assert_close(_mean(loss, output, label.double()), loss(output, label))
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [
+        # Probabilities as labels count rows, and class weights of a margin loss do not enter the divisor.
+        (nn.CrossEntropyLoss(weight=W4), torch.rand(ROWS, 4).softmax(1)),
+        (nn.MultiMarginLoss(weight=W4), torch.arange(ROWS) % 4),
+    ],
+)
+def test_a_weighted_loss_that_divides_by_rows_does_so(loss: nn.Module, label: torch.Tensor) -> None:
+    output = torch.randn(ROWS, 4, generator=_generator("divisor"))
+    ours = label.double() if label.is_floating_point() else label
+    torch.testing.assert_close(_mean(loss, output, ours), loss(output, label))
 
 
 @pytest.mark.parametrize(
@@ -155,13 +149,6 @@ def test_an_instance_keeps_its_settings(loss: nn.Module, shape: tuple[int, ...])
     assert loss.reduction == before
 
 
-def test_class_weights_of_a_margin_loss_do_not_enter_the_divisor() -> None:
-    g = _generator("margin")
-    loss = nn.MultiMarginLoss(weight=W4)
-    output, label = torch.randn(ROWS, 4, generator=g), torch.randint(0, 4, (ROWS,), generator=g)
-    torch.testing.assert_close(_mean(loss, output, label), loss(output, label))
-
-
 def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
     """Ranks and micro-batches have different classes, so averaging their means would be wrong."""
     g = _generator("split")
@@ -183,17 +170,18 @@ def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
 def test_a_known_range_of_labels_spares_the_weights() -> None:
     plain, ignoring = LOSSES["cross_entropy"], resolve_loss(nn.CrossEntropyLoss(ignore_index=2))
 
-    def weighed(loss: RowLoss, label_range: tuple[float, float] | None) -> bool:
-        return row_weights(loss, find_ignored_label(loss, label_range)) is not None
-
-    assert weighed(plain, None)
-    assert not weighed(plain, (0, 9))
-    assert not weighed(LOSSES["cross_entropy_per_member"], (0, 9))
-    assert weighed(plain, (-100, 9))
-    assert weighed(ignoring, (0, 9))
-    assert not weighed(ignoring, (3, 9))
-    assert weighed(resolve_loss(nn.CrossEntropyLoss(weight=W4)), (0, 3))
-    assert not weighed(LOSSES["mse"], None)
+    cases: list[tuple[RowLoss, tuple[float, float] | None, bool]] = [
+        (plain, None, True),
+        (plain, (0, 9), False),
+        (LOSSES["cross_entropy_per_member"], (0, 9), False),
+        (plain, (-100, 9), True),
+        (ignoring, (0, 9), True),
+        (ignoring, (3, 9), False),
+        (resolve_loss(nn.CrossEntropyLoss(weight=W4)), (0, 3), True),
+        (LOSSES["mse"], None, False),
+    ]
+    for loss, label_range, weighs in cases:
+        assert (row_weights(loss, find_ignored_label(loss, label_range)) is not None) == weighs
 
 
 def test_the_ignored_label_is_known_where_a_label_may_be_it() -> None:
@@ -229,20 +217,20 @@ def test_members_are_held_against_the_label_one_by_one(name: str) -> None:
     torch.testing.assert_close(together, apart)
 
 
-def test_labels_of_a_row_loss_keep_their_row() -> None:
-    """(batch, 1) outputs and (batch,) labels must not broadcast to (batch, batch)."""
-    output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 4.0])
-    for loss in ("mse", nn.MSELoss(), *ONE_A_ROW):
-        assert resolve_loss(loss)(output, label).tolist() == [0.0, 4.0]
-
-
 # Common ways to write a loss in torch for a network with one output.
-ONE_A_ROW: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+ONE_A_ROW: list[Any] = [
     lambda output, label: (output.squeeze(1) - label) ** 2,
     lambda output, label: (output[:, 0] - label) ** 2,
     lambda output, label: (output - label.view(-1, 1)) ** 2,
     lambda output, label: (output - label.unsqueeze(1)).square(),
 ]
+
+
+def test_labels_of_a_row_loss_keep_their_row() -> None:
+    """(batch, 1) outputs and (batch,) labels must not broadcast to (batch, batch)."""
+    output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 4.0])
+    for loss in ("mse", nn.MSELoss(), *ONE_A_ROW):
+        assert resolve_loss(loss)(output, label).tolist() == [0.0, 4.0]
 
 
 def test_a_callable_gets_output_and_label_as_they_are() -> None:
@@ -257,56 +245,61 @@ def test_a_callable_gets_output_and_label_as_they_are() -> None:
         assert shapes[-1] == (output, label)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 5])
-@pytest.mark.parametrize(
-    ("output", "label", "remedy"),
-    [
-        ((1,), (), r"compare output.squeeze\(-1\) with label, or output with label.unsqueeze\(-1\)"),
-        ((), (1,), r"compare output with label.squeeze\(-1\), or output.unsqueeze\(-1\) with label"),
-    ],
-)
-def test_a_callable_that_holds_rows_against_each_other_is_refused(
-    rows: int, output: tuple[int, ...], label: tuple[int, ...], remedy: str
-) -> None:
-    rule = rf"one value per row, shape \({rows},\), got \({rows}, {rows}\) from output .* and label .*; "
-    with pytest.raises(ValueError, match=rule + remedy):
-        resolve_loss(lambda o, y: (o - y) ** 2)(torch.zeros(rows, *output), torch.zeros(rows, *label))
-
-
-def test_as_many_columns_as_rows_do_not_hide_a_broadcast() -> None:
+def test_a_callable_may_give_a_value_per_element_or_position() -> None:
+    """As many columns as rows are no broadcast."""
     three_by_three = torch.arange(9.0).view(3, 3)
-    with pytest.raises(ValueError, match="one value per row"):
-        resolve_loss(lambda o, y: (o - y) ** 2)(torch.zeros(3), three_by_three)
-    # A result with the shape of the output has one value per element.
     per_row = resolve_loss(lambda o, y: (o - y.unsqueeze(1)) ** 2)(three_by_three, torch.zeros(3))
     torch.testing.assert_close(per_row, (three_by_three**2).mean(1))
-
-
-def test_a_callable_may_give_a_value_per_position() -> None:
     logits, tokens = torch.randn(4, 3, 5), torch.randint(0, 3, (4, 5))
     loss = resolve_loss(lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"))
     expected = nn.functional.cross_entropy(logits, tokens, reduction="none").mean(1)
     torch.testing.assert_close(loss(logits, tokens), expected)
-    with pytest.raises(ValueError, match=r"got \(4, 3\) .*; average over everything but the rows"):
-        resolve_loss(lambda o, y: o.sum(2))(logits, tokens)
 
 
-@pytest.mark.parametrize("name", ["mse", "SmoothL1Loss", "PoissonNLLLoss", "MultiLabelSoftMarginLoss"])
-def test_outputs_that_would_broadcast_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"output and label of one shape, got \(4, 3\) and \(4,\)"):
-        resolve_loss(name)(torch.zeros(4, 3), torch.zeros(4))
-    with pytest.raises(ValueError, match="output and label of one shape"):
-        resolve_loss(name)(torch.zeros(4, 1), torch.zeros(4, 2))
+def _squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label) ** 2
 
 
-def test_floating_class_numbers_per_position_are_refused() -> None:
-    with pytest.raises(ValueError, match="cast the label column to an integer type"):
-        LOSSES["cross_entropy"](torch.zeros(2, 3, 4), torch.zeros(2, 4))
+# Loss, shapes of output and label, message.
+REFUSED: list[tuple[Any, list[tuple[int, ...]], str]] = [
+    (
+        _squares,
+        [(5, 1), (5,)],
+        r"one value per row, shape \(5,\), got \(5, 5\) from output .* and label .*; "
+        r"compare output.squeeze\(-1\) with label, or output with label.unsqueeze\(-1\)",
+    ),
+    (
+        _squares,
+        [(2,), (2, 1)],
+        r"compare output with label.squeeze\(-1\), or output.unsqueeze\(-1\) with label",
+    ),
+    (_squares, [(3,), (3, 3)], "one value per row"),
+    (lambda o, y: o.sum(2), [(4, 3, 5), (4, 5)], r"got \(4, 3\) .*; average over everything but the rows"),
+    (lambda o, y: _squares(o, y).mean(), [(3,), (3,)], r"return one value per row, shape \(3,\), got \(\)"),
+    *(
+        (name, shapes, f"output and label of one shape, got {got}")
+        for name in ("mse", "SmoothL1Loss", "PoissonNLLLoss", "MultiLabelSoftMarginLoss")
+        for shapes, got in (([(4, 3), (4,)], r"\(4, 3\) and \(4,\)"), ([(4, 1), (4, 2)], ""))
+    ),
+    ("cross_entropy", [(2, 3, 4), (2, 4)], "cast the label column to an integer type"),
+    (nn.MSELoss(reduction="sum"), [], "MSELoss has reduction='sum'.* use reduction='mean'"),
+    *(
+        (n, [], f"loss '{n}' does not fit .*: it .*; compute it in a callable")
+        for n in NOT_OF_OUTPUT_AND_LABEL
+    ),
+    *(
+        (getattr(nn, n)(), [], "does not fit")
+        for n in sorted({*NOT_OF_OUTPUT_AND_LABEL} - {"LinearCrossEntropyLoss"})
+    ),
+    ("mseloss", [], "loss must be one of .*got 'mseloss'; did you mean 'MSELoss'"),
+    ("SmoothL1", [], "loss must be one of .*got 'SmoothL1'; did you mean 'SmoothL1Loss'"),
+]
 
 
-def test_a_callable_with_one_number_for_all_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"loss must return one value per row, shape \(3,\), got \(\)"):
-        resolve_loss(lambda output, label: (output - label).mean())(torch.zeros(3), torch.zeros(3))
+@pytest.mark.parametrize(("loss", "shapes", "message"), REFUSED)
+def test_what_is_no_loss_of_rows_is_refused(loss: Any, shapes: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_loss(loss)(*map(torch.zeros, shapes))
 
 
 def test_a_module_of_the_users_loses_its_reduction() -> None:
@@ -317,29 +310,6 @@ def test_a_module_of_the_users_loses_its_reduction() -> None:
     loss = Scaled()
     assert resolve_loss(loss)(torch.zeros(3), torch.tensor([0.0, 1.0, 2.0])).tolist() == [0.0, 1.0, 3.0]
     assert loss.reduction == "mean"
-
-
-def test_a_sum_over_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MSELoss has reduction='sum'.* use reduction='mean'"):
-        resolve_loss(nn.MSELoss(reduction="sum"))
-
-
-@pytest.mark.parametrize("name", NOT_OF_OUTPUT_AND_LABEL)
-def test_losses_with_other_arguments_say_why_not(name: str) -> None:
-    with pytest.raises(ValueError, match=f"loss '{name}' does not fit .*: it .*; compute it in a callable"):
-        resolve_loss(name)
-    if name not in ("LinearCrossEntropyLoss",):
-        with pytest.raises(ValueError, match="does not fit"):
-            resolve_loss(getattr(nn, name)())
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("mseloss", "MSELoss"), ("crossentropy", "cross_entropy"), ("SmoothL1", "SmoothL1Loss")],
-)
-def test_an_unknown_loss_names_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"loss must be one of .*got '{name}'; did you mean '{near}'"):
-        resolve_loss(name)
 
 
 def test_default_losses() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import GANGS, run_one, run_ranks
+from ranks import run_one, run_ranks
 from scipy.optimize import minimize_scalar
 
 from ringspark.estimators.collectives import Collective
@@ -141,67 +141,56 @@ def test_every_metric_is_scikit_learns() -> None:
     _check(run_one(_all_values))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", GANGS)
 @pytest.mark.slow
-def test_every_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
-    first, *others = run_ranks(3, name, _all_values)
+def test_every_metric_over_ranks_is_that_of_the_joined_rows(collective: str) -> None:
+    first, *others = run_ranks(3, collective, _all_values)
     assert others == [first, first]
     _check(first)
+
+
+def _compute(names: list[str], output: Any, label: Any, width: int = 1, **changes: Any) -> dict[str, float]:
+    metrics = MetricSet(names, width, CPU, **changes)
+    metrics.update(torch.as_tensor(output), torch.as_tensor(label))
+    return metrics.compute(LocalCollective())
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_higher_is_better_says_where_the_perfect_model_lies(name: str) -> None:
     label = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
-    values = []
+    is_class, values = METRICS[name].task == "classification", []
     for quality in (1.0, 0.5, -1.0):
-        output = (
-            (label * 2 - 1) * 4 * quality if METRICS[name].task == "classification" else label * quality + 1
-        )
-        if METRICS[name].task == "regression":
-            output = label + (1 - quality)
-        metrics = MetricSet([name], 1, CPU)
-        metrics.update(output, label)
-        values.append(metrics.compute(LocalCollective())[name])
+        output = (label * 2 - 1) * 4 * quality if is_class else label + (1 - quality)
+        values.append(_compute([name], output, label)[name])
     assert (values[0] > values[2]) == metric_info(name).higher_is_better
     assert (max if metric_info(name).higher_is_better else min)(values) == values[0]
 
 
-def test_what_is_not_defined_is_nan_and_warns_of_nothing() -> None:
-    metrics = MetricSet(["auroc", "average_precision", "accuracy"], 1, CPU)
-    metrics.update(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 0.0]))
-    values = metrics.compute(LocalCollective())
-    assert math.isnan(values["auroc"])
-    assert math.isnan(values["average_precision"])
-    assert values["accuracy"] == 0.5
-    metrics = MetricSet(["r2", "mse"], 1, CPU)
-    metrics.update(torch.tensor([1.0]), torch.tensor([3.0]))
-    values = metrics.compute(LocalCollective())
-    assert math.isnan(values["r2"])
-    assert values["mse"] == 4.0
+NAN = float("nan")
+VALUES: dict[str, tuple[Any, Any, dict[str, float]]] = {
+    # Not defined, and without a warning.
+    "one class": ([1.0, -1.0], [0.0, 0.0], {"auroc": NAN, "average_precision": NAN, "accuracy": 0.5}),
+    "one row": ([1.0], [3.0], {"r2": NAN, "mse": 4.0}),
+    "constant target": ([2.0, 2.0], [2.0, 2.0], {"r2": sk.r2_score([2.0, 2.0], [2.0, 2.0])}),
+    "constant target, missed": ([2.0, 2.5], [2.0, 2.0], {"r2": sk.r2_score([2.0, 2.0], [2.0, 2.5])}),
+    # These logits are no probabilities.
+    "between 0 and 1": (
+        [0.1, 0.9, 0.2, 0.3],
+        [0.0, 1.0, 1.0, 0.0],
+        {
+            "accuracy": 0.5,
+            "log_loss": sk.log_loss([0, 1, 1, 0], torch.tensor([0.1, 0.9, 0.2, 0.3]).double().sigmoid()),
+        },
+    ),
+    # As fp32 probabilities, all of these are 1. The count of rows needs more than 16 bits.
+    "large": (torch.arange(20.0, 24.0).bfloat16(), [0, 0, 1, 1], {"auroc": 1.0, "accuracy": 0.5}),
+    "of both tasks": ([1.0, 1.0], [0.0, 1.0], {"accuracy": 0.5, "mae": 0.5}),
+}
 
 
-def test_constant_targets_score_as_in_scikit_learn() -> None:
-    for output in ([2.0, 2.0], [2.0, 2.5]):
-        metrics = MetricSet(["r2"], 1, CPU)
-        metrics.update(torch.tensor(output), torch.tensor([2.0, 2.0]))
-        assert metrics.compute(LocalCollective())["r2"] == sk.r2_score([2.0, 2.0], output)
-
-
-def test_logits_between_zero_and_one_are_not_taken_for_probabilities() -> None:
-    output, label = torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    metrics = MetricSet(["accuracy", "log_loss"], 1, CPU)
-    metrics.update(output, label)
-    values = metrics.compute(LocalCollective())
-    assert values["accuracy"] == 0.5
-    assert values["log_loss"] == pytest.approx(sk.log_loss(label, output.double().sigmoid()))
-
-
-def test_large_logits_keep_their_order_and_16_bit_outputs_their_count() -> None:
-    metrics = MetricSet(["auroc", "accuracy"], 1, CPU)
-    # As fp32 probabilities, all of these are 1.
-    metrics.update(torch.tensor([20.0, 21.0, 22.0, 23.0]).bfloat16(), torch.tensor([0, 0, 1, 1]))
-    assert metrics.compute(LocalCollective()) == {"auroc": 1.0, "accuracy": 0.5}
+@pytest.mark.parametrize("name", VALUES)
+def test_special_rows_have_the_values_of_the_definition(name: str) -> None:
+    output, label, expected = VALUES[name]
+    assert _compute(list(expected), output, label) == pytest.approx(expected, nan_ok=True)
 
 
 def test_no_metrics_make_no_collective_call() -> None:
@@ -210,19 +199,19 @@ def test_no_metrics_make_no_collective_call() -> None:
     assert metrics.compute(None) == {}  # type: ignore[arg-type]
 
 
-def test_the_any_task_takes_both_kinds() -> None:
-    metrics = MetricSet(["accuracy", "mae"], 1, CPU)
-    metrics.update(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
-    assert metrics.compute(LocalCollective()) == {"accuracy": 0.5, "mae": 0.5}
-
-
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one shape, got \(4, 2\) and \(4,\)"):
-        MetricSet(["mse"], 2, CPU).update(torch.zeros(4, 2), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"logits \(batch, 3\) and one class number per row, got \(4, 2\)"):
-        MetricSet(["f1"], 3, CPU).update(torch.zeros(4, 2), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"got \(4, 3\) and labels \(4, 5\)"):
-        MetricSet(["f1"], 3, CPU).update(torch.zeros(4, 3), torch.zeros(4, 5))
+@pytest.mark.parametrize(
+    ("name", "width", "label", "message"),
+    [
+        ("mse", 2, (4,), r"one shape, got \(4, 2\) and \(4,\)"),
+        ("f1", 3, (4,), r"logits \(batch, 3\) and one class number per row, got \(4, 2\)"),
+        ("f1", 2, (4, 5), r"got \(4, 2\) and labels \(4, 5\)"),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_refused(
+    name: str, width: int, label: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MetricSet([name], width, CPU).update(torch.zeros(4, 2), torch.zeros(label))
 
 
 CLASS_METRICS = [name for name, info in METRICS.items() if info.task == "classification"]
@@ -232,14 +221,12 @@ CLASS_METRICS = [name for name, info in METRICS.items() if info.task == "classif
 @pytest.mark.parametrize("column", [False, True])
 def test_rows_with_the_ignored_label_do_not_count(ignored: int, column: bool) -> None:
     output, label = _data("five logits")
-    others = MetricSet(CLASS_METRICS, 5, CPU)
-    some = MetricSet(CLASS_METRICS, 5, CPU, ignored=ignored)
     label[::3] = ignored
     kept = label != ignored
     assert 0 < kept.sum() < ROWS
-    others.update(output[kept], label[kept])
-    some.update(output, label[:, None] if column else label)
-    assert some.compute(LocalCollective()) == others.compute(LocalCollective())
+    others = _compute(CLASS_METRICS, output[kept], label[kept], width=5)
+    some = _compute(CLASS_METRICS, output, label[:, None] if column else label, width=5, ignored=ignored)
+    assert some == others
 
 
 def test_only_ignored_rows_are_as_no_rows() -> None:
@@ -253,16 +240,17 @@ def test_only_ignored_rows_are_as_no_rows() -> None:
 def test_names_are_checked_on_the_driver() -> None:
     check_metrics(["accuracy", "auroc"], "classification")
     check_metrics(["accuracy", "r2"], "any")
-    with pytest.raises(
-        ValueError, match=r"metrics must be one of \[.*\], got 'accuracyy'; did you mean 'accuracy'"
+    for names, task, message in (
+        (["accuracyy"], "any", r"metrics must be one of \[.*\], got 'accuracyy'; did you mean 'accuracy'"),
+        (
+            ["mse", "f1"],
+            "regression",
+            r"metrics of a regression must be among \['mae', .* got 'f1' of classif",
+        ),
+        (["mse", "mse"], "regression", "got 'mse' more than once"),
     ):
-        check_metrics(["accuracyy"], "any")
-    with pytest.raises(
-        ValueError, match=r"metrics of a regression must be among \['mae', .* got 'f1' of classif"
-    ):
-        check_metrics(["mse", "f1"], "regression")
-    with pytest.raises(ValueError, match="got 'mse' more than once"):
-        check_metrics(["mse", "mse"], "regression")
+        with pytest.raises(ValueError, match=message):
+            check_metrics(names, task)
     with pytest.raises(ValueError, match="did you mean 'auroc'"):
         metric_info("auroc_")
 

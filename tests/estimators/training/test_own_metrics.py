@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import GANGS, run_one, run_ranks
-from small_training import config_of
+from ranks import run_one, run_ranks
+from small_training import Runs
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.inference.evaluate import Evaluation
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.metric_set import MetricSet
 from ringspark.estimators.training.objective.own_metrics import (
     find_metric,
@@ -27,7 +24,6 @@ from ringspark.estimators.training.objective.own_metrics import (
     try_metric,
 )
 from ringspark.estimators.training.settings.config import UserObjects
-from ringspark.pipelines import ShardManifest
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = pytest.importorskip("torchmetrics.classification")
@@ -96,22 +92,17 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
+WIDTHS = {"two logits": 2, "five logits": 5, "three labels": 3}
+
+
 def _data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns outputs like a network's, and labels like a column's."""
     g = torch.Generator().manual_seed(sum(map(ord, name)))
-    shape = {
-        "one logit": (ROWS, 1),
-        "two logits": (ROWS, 2),
-        "five logits": (ROWS, 5),
-        "three labels": (ROWS, 3),
-    }
-    logits = torch.randn(shape.get(name, (ROWS, 1)), generator=g)
+    logits = torch.randn(ROWS, WIDTHS.get(name, 1), generator=g)
     if name == "values":
         return logits, logits[:, 0] * 0.5 + torch.randn(ROWS, generator=g)
-    classes = 5 if name == "five logits" else 2
-    return logits, torch.randint(
-        0, classes, (ROWS, 3) if name == "three labels" else (ROWS,), generator=g
-    ).float()
+    shape = (ROWS, 3) if name == "three labels" else (ROWS,)
+    return logits, torch.randint(0, 5 if name == "five logits" else 2, shape, generator=g).float()
 
 
 def _reference(name: str) -> float:
@@ -189,11 +180,9 @@ def test_states_of_ranks_that_are_gone_count_beside_new_rows(name: str) -> None:
     assert heir.compute(LocalCollective())["own"] == pytest.approx(_reference(name), rel=2e-5)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GANGS)
-def test_a_metric_over_ranks_is_that_of_the_joined_rows(name: str) -> None:
-    first, *others = run_ranks(3, name, _values)
+def test_a_metric_over_ranks_is_that_of_the_joined_rows(collective: str) -> None:
+    first, *others = run_ranks(3, collective, _values)
     assert others == [first, first]
     _check(first)
 
@@ -209,9 +198,8 @@ def test_the_object_that_was_given_stays_as_it_is() -> None:
 
 
 def test_rows_of_an_ignored_label_count_in_no_metric_of_ones_own() -> None:
-    metrics = MetricSet(
-        ["hits"], 2, CPU, ignored=-1, own={"hits": (lambda o, n: (o.argmax(1) == n).float(), True)}
-    )
+    own = {"hits": (lambda o, n: (o.argmax(1) == n).float(), True)}
+    metrics = MetricSet(["hits"], 2, CPU, ignored=-1, own=own)
     metrics.update(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, -1]))
     assert metrics.compute(LocalCollective()) == {"hits": 1.0}
 
@@ -236,55 +224,27 @@ class Picky:
         raise ArithmeticError("never")
 
 
-BAD: dict[str, tuple[Any, str]] = {
-    "a lambda": ([lambda o, n: 0], r"a lambda, which has no name for the history; name it, as in metrics="),
-    "two alike": (
-        [absolute, absolute],
-        "must differ from each other, got 'absolute' more than once; drop one, or",
-    ),
-    "class of its own": ([Picky], r"holds the class Picky; give an object of it, Picky\(...\)"),
-    "class with arguments": (
-        [classification.MulticlassF1Score],
-        r"needs arguments .*; give MulticlassF1Score\(...\)",
-    ),
-    "a number": ([3], "must hold names, torchmetrics objects or functions .*, got int"),
-    "a slash": ([{"a/b": absolute}], "has the name 'a/b', which .*; use a text without '/'"),
-    "the loss's name": ([{"loss": absolute}], "has the name 'loss', which .*; use a text without '/'"),
-    "a known one by another name": (
-        [{"score": "f1"}],
-        "renames 'f1' to 'score'; give 'f1' without a name",
-    ),
-    "a wrapper": (
+BAD: list[tuple[Any, str]] = [
+    ([lambda o, n: 0], r"a lambda, which has no name for the history; name it, as in metrics="),
+    ([absolute, absolute], "must differ from each other, got 'absolute' more than once; drop one, or"),
+    ([Picky], r"holds the class Picky; give an object of it, Picky\(...\)"),
+    ([classification.MulticlassF1Score], r"needs arguments .*; give MulticlassF1Score\(...\)"),
+    ([3], "must hold names, torchmetrics objects or functions .*, got int"),
+    ([{"a/b": absolute}], "has the name 'a/b', which .*; use a text without '/'"),
+    ([{"loss": absolute}], "has the name 'loss', which .*; use a text without '/'"),
+    ([{"score": "f1"}], "renames 'f1' to 'score'; give 'f1' without a name"),
+    (
         [torchmetrics.MinMaxMetric(regression.MeanSquaredError())],
         "made of other metrics, .* MeanSquaredError itself",
     ),
-    "a sum of two": ([{"both": Spread() + Spread()}], "'both' is made of other metrics"),
-}
+    ([{"both": Spread() + Spread()}], "'both' is made of other metrics"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_metric_is_refused_as_it_is_given(name: str) -> None:
-    given, sentence = BAD[name]
+@pytest.mark.parametrize(("given", "sentence"), BAD)
+def test_what_is_no_metric_is_refused_as_it_is_given(given: Any, sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
         name_metrics(given)
-
-
-TRIALS: dict[str, tuple[Any, str]] = {
-    "raises": (
-        Picky(),
-        r"'own' cannot take outputs and labels of shapes \(4, 2\) and \(4,\): ArithmeticError: never",
-    ),
-    "a matrix": (
-        classification.MulticlassConfusionMatrix(num_classes=2),
-        r"or one number, got a tensor \(2, 2\); aver",
-    ),
-    "a text": (lambda o, n: "good", "'own' must give one number per row or one number, got a str"),
-    "for more classes": (
-        classification.MulticlassF1Score(num_classes=7),
-        "cannot take .* should be equal to number of classes",
-    ),
-    "rows of another number": (lambda o, n: o[:3, 0], r"got a tensor \(3,\)"),
-}
 
 
 class Joined(torchmetrics.Metric):  # type: ignore[misc,name-defined]
@@ -301,15 +261,19 @@ class Joined(torchmetrics.Metric):  # type: ignore[misc,name-defined]
         return self.total  # type: ignore[no-any-return]
 
 
-TRIALS["a broken merge"] = (
-    Joined(),
-    r"'own' must give one number per row or one number, got a tensor \(3,\)",
-)
+NO_NUMBER = "'own' must give one number per row or one number, got a"
+TRIALS: list[tuple[Any, str]] = [
+    (Picky(), r"'own' cannot take outputs and labels of shapes \(4, 2\) and \(4,\): ArithmeticError: never"),
+    (classification.MulticlassConfusionMatrix(num_classes=2), NO_NUMBER + r" tensor \(2, 2\); aver"),
+    (lambda o, n: "good", f"{NO_NUMBER} str"),
+    (classification.MulticlassF1Score(num_classes=7), "cannot take .* should be equal to number of classes"),
+    (lambda o, n: o[:3, 0], NO_NUMBER + r" tensor \(3,\)"),
+    (Joined(), NO_NUMBER + r" tensor \(3,\)"),
+]
 
 
-@pytest.mark.parametrize("name", TRIALS)
-def test_what_gives_no_number_is_refused_after_a_trial(name: str) -> None:
-    metric, sentence = TRIALS[name]
+@pytest.mark.parametrize(("metric", "sentence"), TRIALS)
+def test_what_gives_no_number_is_refused_after_a_trial(metric: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         try_metric("own", metric, [torch.zeros(4, 2)], [torch.tensor([0, 1, 1, 0])])
 
@@ -321,22 +285,16 @@ def by_class(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("classes", [2, 5])
-def test_one_number_per_class_is_not_taken_for_one_per_row(
-    make_shards: Callable[..., ShardManifest], tmp_path: Path, classes: int
-) -> None:
-    labels = np.arange(40) % classes
-    manifest = make_shards({"x": np.ones((40, 3), np.float32), "y": labels})
-    config = config_of(
-        manifest, tmp_path, task="classification", losses=("cross_entropy",), metrics=("by_class",)
-    )
+def test_one_number_per_class_is_not_taken_for_one_per_row(runs: Runs, classes: int) -> None:
+    columns = {"x": np.ones((40, 3), np.float32), "y": np.arange(40) % classes}
     objects = UserObjects(module=nn.Linear(3, classes), metrics={"by_class": by_class})
-    with pytest.raises(ValueError, match=rf"'by_class' must give one number .* \({classes},\)"):
-        check_training(config, objects, manifest)
-    evaluation = Evaluation(
-        names=("by_class",), width=classes, label="y", num_classes=classes, output_shape=(classes,)
-    )
-    with pytest.raises(ValueError, match=rf"'by_class' must give one number .* \({classes},\)"):
-        evaluation.with_own({"by_class": by_class})
+    changes = {"task": "classification", "losses": ("cross_entropy",), "metrics": ("by_class",)}
+    message = rf"'by_class' must give one number .* \({classes},\)"
+    with pytest.raises(ValueError, match=message):
+        runs.check(columns, objects, **changes)
+    width = {"width": classes, "num_classes": classes, "output_shape": (classes,)}
+    with pytest.raises(ValueError, match=message):
+        Evaluation(names=("by_class",), label="y", **width).with_own({"by_class": by_class})
 
 
 def test_a_metric_that_fails_later_is_named_with_its_rows() -> None:

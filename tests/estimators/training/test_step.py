@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,30 +23,44 @@ CPU = torch.device("cpu")
 ROWS = 7
 
 
-def _recipe() -> Recipe:
-    config = TrainConfig(
-        shards_uri="", run_uri="", input_columns=("x",), label_columns=("y",), reader="arrow"
-    )
-    criterion = Criterion([Head(label="y", loss="mse", weight=2.0)])
-    return Recipe(config=config, criterion=criterion, scaler=LossScaler("fp32", CPU), device=CPU)
+COMMON: dict[str, Any] = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "reader": "arrow"}
+
+
+def _recipe(config: TrainConfig, *heads: Head) -> Recipe:
+    return Recipe(config=config, criterion=Criterion(heads), scaler=LossScaler("fp32", CPU), device=CPU)
+
+
+ONE_HEAD = _recipe(TrainConfig(**COMMON, label_columns=("y",)), Head(label="y", loss="mse", weight=2.0))
+CLASSES = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 0.5]), ignore_index=3)
+TWO_HEADS = _recipe(
+    TrainConfig(**COMMON, label_columns=("y", "z"), losses=("cross_entropy", "mse"), loss_weights=(2.0, 0.5)),
+    Head(label="y", loss=CLASSES, weight=2.0, width=4, ignored=3),
+    Head(label="z", loss="mse", weight=0.5),
+)
+
+
+def _run(recipe: Recipe, network: nn.Module, batch: Batch, keeps_outputs: bool = False) -> list[Any]:
+    """Runs three micro-batches."""
+    sync = GradientSync(network, torch.optim.SGD(network.parameters()))
+    divisor = global_weights(recipe, batch, ROWS, LocalCollective())
+    return [
+        forward_backward(recipe, sync, part, divisor, keeps_outputs=keeps_outputs) for part in batch.split(3)
+    ]
+
+
+def _assert_gradients_of(loss: torch.Tensor, network: nn.Module) -> None:
+    expected = torch.autograd.grad(loss, list(network.parameters()))
+    for parameter, gradient in zip(network.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("keeps_outputs", [True, False])
 def test_micro_batches_return_their_rows_and_add_up_to_the_weighted_mean(keeps_outputs: bool) -> None:
-    torch.manual_seed(0)
     network = nn.Linear(3, 1)
     x, y, w = torch.randn(ROWS, 3), torch.randn(ROWS), torch.rand(ROWS)
-    sync, recipe = GradientSync(network, torch.optim.SGD(network.parameters())), _recipe()
-    batch = Batch(inputs=(x,), labels=(y,), weight=w)
-    divisor = global_weights(recipe, batch, ROWS, LocalCollective())
-    parts = batch.split(3)
-    seen = [forward_backward(recipe, sync, part, divisor, keeps_outputs=keeps_outputs) for part in parts]
-
+    seen = _run(ONE_HEAD, network, Batch(inputs=(x,), labels=(y,), weight=w), keeps_outputs)
     rows = (network(x)[:, 0] - y).square() * w
-    loss = 2.0 * rows.sum() / w.sum()
-    expected = torch.autograd.grad(loss, list(network.parameters()))
-    for parameter, gradient in zip(network.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    _assert_gradients_of(2.0 * rows.sum() / w.sum(), network)
     torch.testing.assert_close(torch.cat([part.losses for part in seen]).sum(), rows.sum())
     torch.testing.assert_close(torch.cat([part.weights for part in seen]).sum(), w.sum())
     kept = [pair for part in seen for pair in part.pairs]
@@ -56,12 +71,11 @@ def test_micro_batches_return_their_rows_and_add_up_to_the_weighted_mean(keeps_o
 @pytest.mark.parametrize("own_rows", [1, 3, ROWS])
 def test_out_of_step_rows_of_weight_1_count_as_rows_without_a_weight(own_rows: int) -> None:
     """Holds for any share of rows per rank. Doubled weights give the same mean."""
-    recipe = _recipe()
     batch = Batch(inputs=(torch.zeros(own_rows, 3),), labels=(torch.zeros(own_rows),), weight=None)
-    plain = global_weights(recipe, batch, ROWS, None)
+    plain = global_weights(ONE_HEAD, batch, ROWS, None)
     for weight in (1.0, 2.0):
         weighted = replace(batch, weight=torch.full((own_rows,), weight))
-        assert global_weights(recipe, weighted, ROWS, None).tolist() == [plain * weight]  # type: ignore[union-attr, operator]
+        assert global_weights(ONE_HEAD, weighted, ROWS, None).tolist() == [plain * weight]  # type: ignore[union-attr, operator]
 
 
 class Adds(nn.Module):
@@ -77,41 +91,12 @@ class Adds(nn.Module):
         return hidden, self.second(x)
 
 
-def _two_heads() -> Recipe:
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y", "z"),
-        losses=("cross_entropy", "mse"),
-        loss_weights=(2.0, 0.5),
-        reader="arrow",
-    )
-    classes = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 0.5]), ignore_index=3)
-    heads = [
-        Head(label="y", loss=classes, weight=2.0, width=4, ignored=3),
-        Head(label="z", loss="mse", weight=0.5),
-    ]
-    return Recipe(config=config, criterion=Criterion(heads), scaler=LossScaler("fp32", CPU), device=CPU)
-
-
 def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_the_outputs() -> None:
-    torch.manual_seed(0)
-    network, recipe = Adds(), _two_heads()
-    x, y, z, w = (
-        torch.randn(ROWS, 3),
-        torch.tensor([0, 1, 2, 3, 0, 1, 3]),
-        torch.randn(ROWS),
-        torch.rand(ROWS),
-    )
-    sync = GradientSync(network, torch.optim.SGD(network.parameters()))
-    batch = Batch(inputs=(x,), labels=(y, z), weight=w)
-    divisor = global_weights(recipe, batch, ROWS, LocalCollective())
-    parts = batch.split(3)
-    seen = [forward_backward(recipe, sync, part, divisor, keeps_outputs=False) for part in parts]
-
+    network, y = Adds(), torch.tensor([0, 1, 2, 3, 0, 1, 3])
+    x, z, w = torch.randn(ROWS, 3), torch.randn(ROWS), torch.rand(ROWS)
+    seen = _run(TWO_HEADS, network, Batch(inputs=(x,), labels=(y, z), weight=w))
     hidden, value = network(x)
-    weights = torch.stack([w * torch.tensor([1.0, 2, 3, 0.5])[y] * (y != 3), w], 1)
+    weights = torch.stack([w * CLASSES.weight[y] * (y != 3), w], 1)
     rows = torch.stack(
         [nn.functional.cross_entropy(hidden, y, reduction="none"), (value[:, 0] - z).square()], 1
     )
@@ -119,19 +104,14 @@ def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_
     means = (weights * rows).sum(0) / weights.sum(0)
     added_means = (weights * added[:, None]).sum(0) / weights.sum(0)
     factors = torch.tensor([2.0, 0.5])
-    loss = (factors * means).sum() + (factors * added_means).sum() / factors.sum()
-    expected = torch.autograd.grad(loss, list(network.parameters()))
-    for parameter, gradient in zip(network.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    _assert_gradients_of((factors * means).sum() + (factors * added_means).sum() / factors.sum(), network)
     # The history shows only the losses of the outputs.
     torch.testing.assert_close(torch.stack([part.losses for part in seen]).sum(0), (weights * rows).sum(0))
 
 
 def test_a_layers_loss_that_is_no_value_per_row_is_refused() -> None:
-    network = Adds(size=1)
-    sync = GradientSync(network, torch.optim.SGD(network.parameters()))
-    batch = Batch(inputs=(torch.randn(4, 3),), labels=(torch.zeros(4), torch.zeros(4)), weight=None)
-    with pytest.raises(
-        ValueError, match=r"a loss of shape \(4,\), one value per row, got \(1,\); give add_loss"
-    ):
-        forward_backward(_two_heads(), sync, batch, 4.0, keeps_outputs=False)
+    labels = torch.zeros(12).long(), torch.zeros(12)
+    batch = Batch(inputs=(torch.randn(12, 3),), labels=labels, weight=None)
+    message = r"a loss of shape \(4,\), one value per row, got \(1,\); give add_loss"
+    with pytest.raises(ValueError, match=message):
+        _run(TWO_HEADS, Adds(size=1), batch)
