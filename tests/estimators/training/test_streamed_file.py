@@ -1,12 +1,12 @@
-"""Reading a safetensors file tensor by tensor equals reading all of it."""
+"""Reading a safetensors file tensor by tensor equals reading all of it, and both refuse damaged files."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,38 +96,55 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         stream_checkpoint(str(tmp_path), copy_to_meta(nn.Linear(4, 3)), expected_id="other")
 
 
-def changed(header: dict[str, Any], **tensor: Any) -> dict[str, Any]:
-    return header | {"b": header["b"] | tensor}
+GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda h: changed(h, data_offsets=[12, 24]), "begins at byte"),
-        (lambda h: changed(h, data_offsets=[8, 28]), "has 20 bytes"),
-        (lambda h: changed(h, shape=[2]), "has 12 bytes"),
-        (lambda h: changed(h, shape=[-1, -3]), "no number of bytes"),
-        (lambda h: changed(h, shape=[3.0]), "no number of bytes"),
-        (lambda h: changed(h, dtype="I9"), "I9"),
-        (lambda h: {"a": h["a"]}, "end at byte"),
-        (lambda h: [h], "list"),
-    ],
-)
-def test_a_damaged_header_is_refused(tmp_path: Path, change: Any, told: str) -> None:
-    file = io.BytesIO()
-    tensor_file.write({"a": torch.ones(4), "b": torch.ones(3)}, file)
-    data = file.getvalue()
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps(change(json.loads(data[8 : 8 + length]))).encode()
-    text += b" " * (-(8 + len(text)) % 64)
+def hostile(header: object, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def of_one(**changes: Any) -> bytes:
+    return hostile({"a": GOOD | changes})
+
+
+# Content, and what reading by tensor says about it.
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", ""),
+    "short": (b"\0" * 7, ""),
+    "header length of all bits": (b"\xff" * 16, ""),
+    "huge header length": (hostile({"a": GOOD}, length=2**63), ""),
+    "header length past the end": (hostile({"a": GOOD}, length=10_000), ""),
+    "out of the file": (of_one(shape=[2**40], data_offsets=[0, 2**42]), ""),
+    "overlapping": (hostile({"a": GOOD, "b": GOOD}), "begins at byte"),
+    "gap": (hostile({"a": GOOD, "b": GOOD | {"data_offsets": [9, 17]}}, b"\0" * 17), "begins at byte"),
+    "more bytes": (hostile({"a": GOOD | {"data_offsets": [0, 12]}}, b"\0" * 12), "has 12 bytes"),
+    "backwards": (of_one(data_offsets=[8, 0]), ""),
+    "negative": (of_one(shape=[-2]), ""),
+    "negative twice": (of_one(shape=[-1, -2]), "no number of bytes"),
+    "fraction": (of_one(shape=[2.0]), "no number of bytes"),
+    "overflowing shape": (of_one(shape=[2**62, 2**62]), ""),
+    "shape against offsets": (of_one(shape=[1]), "has 8 bytes"),
+    "unknown dtype": (of_one(dtype="F99"), "F99"),
+    "dtype of another type": (of_one(dtype=7), ""),
+    "no object": (hostile([1, 2]), "list"),
+    "not a number": (hostile(b'{"a": NaN}'), ""),
+    "deep": (hostile(b'{"a":' * 50_000), ""),
+    "data behind": (hostile({"a": GOOD}, b"\0" * 64), "end at byte"),
+    "data behind nothing": (hostile({}, b"!"), ""),
+}
+
+
+@pytest.mark.parametrize("read", [tensor_file.read, StreamedFile])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_and_takes_no_memory(
+    tmp_path: Path, name: str, read: Callable[[str], object]
+) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(ValueError, match=f"is no readable safetensors file .*({told})"):
-        StreamedFile(str(path))
-
-
-@pytest.mark.parametrize("data", [b"", b"\x00" * 7, b"\xff" * 16, b"\x02\x00\x00\x00\x00\x00\x00\x00{}!"])
-def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "x").write_bytes(data)
-    with pytest.raises(ValueError, match="is no readable safetensors file"):
-        StreamedFile(str(tmp_path / "x"))
+    content, told = HOSTILE[name]
+    path.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    words = rf"is no readable safetensors file \(.*{told if read is StreamedFile else ''}"
+    with pytest.raises(ValueError, match=words):
+        read(str(path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
