@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from peak_memory import memory_use
 from ranks import run_ranks
 from refusing_disk import RefusingDisk
-from small_training import config_of
+from small_training import Runs
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec
-from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.checkpoint.folders import (
     copy_checkpoint,
     find_newest_good,
@@ -44,7 +42,6 @@ from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import train_worker
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 SPREAD = CheckpointShards(ShardSpec("tensor", 0), (5, 4), (0, 1))
@@ -56,29 +53,29 @@ FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"]
 
 def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
     """Returns two snapshots: a split matrix, a bias in the first shard, and one in the second."""
-    record = Record(
-        position=Position(epoch=1, step=step), num_parts=2, spreads={"model.safetensors": {"w": SPREAD}}
-    )
-    pieces: list[dict[str, torch.Tensor]] = [
-        {"w": WHOLE[:3] + step, "a": torch.ones(2)},
-        {"w": WHOLE[3:] + step, "b": torch.ones(3)},
-    ]
+    position, spreads = Position(epoch=1, step=step), {"model.safetensors": {"w": SPREAD}}
+    record = Record(position=position, num_parts=2, spreads=spreads)
     return [
         Snapshot(
-            contents={
-                WEIGHTS: own,
-                OPTIMIZER: {f"{name}/m": tensor for name, tensor in own.items() if name != "w"},
-            },
+            contents={WEIGHTS: {"w": half + step, name: own}, OPTIMIZER: {f"{name}/m": own}},
             ranks=GatheredRanks(),
             record=record,
             num_tensors=3,
             shard=CheckpointShard(number, 2, "abc", seconds),
         )
-        for number, own in enumerate(pieces)
+        for number, (half, name, own) in enumerate(
+            [(WHOLE[:3], "a", torch.ones(2)), (WHOLE[3:], "b", torch.ones(3))]
+        )
     ]
 
 
-def _write(root: Path, snapshots: list[Snapshot], keep: int = 2) -> list[list[str]]:
+def _newest(root: Path) -> int | None:
+    """Returns the step of the newest good checkpoint."""
+    found = find_newest_good(str(root))
+    return found[0] if found is not None else None
+
+
+def _write(root: Path | str, snapshots: list[Snapshot], keep: int = 2) -> list[list[str]]:
     """Writes each shard with a separate writer; returns their errors."""
     writers = [BackgroundWriter(str(root), keep) for _ in snapshots]
     assert writers[0].clear(snapshots[0].record.position.step) == ""
@@ -123,10 +120,6 @@ def _flip(folder: Path) -> None:
     file.write_bytes(content)
 
 
-def _missing(folder: Path) -> None:
-    (folder / NAMES[3]).unlink()
-
-
 def _signed(change: Callable[[dict[str, Any]], None], folder: Path) -> None:
     """Changes the record and updates its digest."""
     record = json.loads((folder / "training.json").read_text())
@@ -143,7 +136,7 @@ def _cut(**changes: Any) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "digest": (_flip, "another SHA-256"),
-    "missing": (_missing, f"holds no {NAMES[3]};"),
+    "missing": (lambda folder: (folder / NAMES[3]).unlink(), f"holds no {NAMES[3]};"),
     "more parts": (partial(_signed, lambda r: r.update(num_parts=3)), "file of none of its 3 shards"),
     "countless parts": (
         partial(_signed, lambda r: r.update(num_parts=10**12)),
@@ -155,10 +148,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "hole": (_cut(shape=[6, 4]), "do not make up"),
     "order": (_cut(parts=[1, 0]), "do not make up"),
     "other parts": (_cut(parts=[0]), "but must be in shards .0."),
-    "other dimension": (_cut(cut={"axis": "tensor", "dim": 1, "blocks": 1, "grid": None}), "do not make up"),
-    "no dimension": (_cut(cut={"axis": "tensor", "dim": 7, "blocks": 1, "grid": None}), "do not make up"),
-    "no blocks": (_cut(cut={"axis": "tensor", "dim": 0, "blocks": 0, "grid": None}), "do not make up"),
-    "grid": (_cut(cut={"axis": "tensor", "dim": 0, "blocks": 1, "grid": [-1, -2]}), "do not make up"),
+    **{
+        name: (_cut(cut={"axis": "tensor", "dim": dim, "blocks": blocks, "grid": grid}), "do not make up")
+        for name, dim, blocks, grid in (
+            ("other dimension", 1, 1, None),
+            ("no dimension", 7, 1, None),
+            ("no blocks", 0, 0, None),
+            ("grid", 0, 1, [-1, -2]),
+        )
+    },
 }
 
 
@@ -173,9 +171,7 @@ def test_parts_that_make_up_no_whole_are_passed_over(
     change(folder)
     with pytest.raises(ValueError, match=words):
         verify(str(folder))
-    found = find_newest_good(str(tmp_path))
-    assert found is not None
-    assert found[0] == 1
+    assert _newest(tmp_path) == 1
     assert "the checkpoint of step 2 is skipped" in caplog.text
 
 
@@ -195,7 +191,7 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
     errors = _write(tmp_path, snapshots)
     assert "the checkpoint of step 2 was not written (" in errors[0][0]
     assert "complex128" in errors[0][0]
-    assert find_newest_good(str(tmp_path)) is not None
+    assert _newest(tmp_path) == 1
     # The other shard may have created the folder again. It is no checkpoint; the next write removes it.
     assert not (Path(step_uri(str(tmp_path), 2)) / "checkpoint.json").exists()
     assert _write(tmp_path, _snapshots(3)) == [[], []]
@@ -220,9 +216,7 @@ def test_a_part_of_an_attempt_before_that_comes_late_takes_no_place(tmp_path: Pa
         writer.start(snapshot)
         assert writer.wait(60)
         assert writer.errors == []
-    found = find_newest_good(str(tmp_path))
-    assert found is not None
-    assert found[0] == 2
+    assert _newest(tmp_path) == 2
 
 
 class HeldDisk(LocalFileSystem):
@@ -265,14 +259,8 @@ def test_a_store_that_lets_nothing_be_removed_takes_checkpoints(tmp_path: Path) 
     """The store keeps all checkpoints and the shard reports, which are never read again."""
     fsspec.register_implementation("keeping", KeepingDisk, clobber=True)
     for step in (1, 2):
-        writers = [BackgroundWriter(f"keeping://{tmp_path}", 1) for _ in range(2)]
-        assert writers[0].clear(step) == ""
-        for writer, snapshot in zip(writers, _snapshots(step), strict=True):
-            writer.start(snapshot)
-        assert all(writer.wait(60) and not writer.errors for writer in writers)
-    found = find_newest_good(str(tmp_path))
-    assert found is not None
-    assert found[0] == 2
+        assert _write(f"keeping://{tmp_path}", _snapshots(step), keep=1) == [[], []]
+    assert _newest(tmp_path) == 2
     assert list_steps(str(tmp_path)) == [1, 2]
 
 
@@ -290,30 +278,23 @@ def _refused(config: TrainConfig, collective: Collective) -> Any:
 
 @pytest.mark.extras
 @pytest.mark.distributed
-def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(
-    make_shards: Callable[..., ShardManifest], tmp_path: Path
-) -> None:
-    features = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    manifest = make_shards({"x": features, "y": features.sum(1)})
-    spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1})
-    config = config_of(
-        manifest,
-        tmp_path,
-        model=spec.to_json(),
+def test_nobody_waits_for_a_part_whose_rank_can_write_nothing(runs: Runs) -> None:
+    config = runs.check(
+        64,
+        model=ModelSpec("mlp", {"in_features": 4, "hidden": [8, 8], "out_features": 1}),
         batch_size=16,
         num_workers=2,
         parallelism={"tensor": 2},
         collective="torch",
         checkpoint_every_steps=3,
     )
-    config = check_training(config, UserObjects(), manifest).config
-    config = replace(config, run_uri=f"refusing://{tmp_path}/run")
+    config = replace(config, run_uri=f"refusing://{runs.folder}/run")
     errors = run_ranks(2, "torch", partial(_refused, config))[0]
     assert [error.split(" (")[0] for error in errors] == [
         f"the checkpoint of step {step} was not written" for step in (3, 6)
     ]
     assert all("rank 1 could neither write its shard nor report why" in error for error in errors)
-    assert list_steps(f"{tmp_path}/run/checkpoints") == []
+    assert list_steps(f"{runs.folder}/run/checkpoints") == []
 
 
 # Six matrices including the head: the mesh shards them in pairs and replicates an odd one.

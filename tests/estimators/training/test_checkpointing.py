@@ -2,70 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from ranks import GANGS
-from small_training import train_gang
+from hugging_face_families import FAMILIES, make_config
+from parity import assert_equal_states
+from small_training import Runs
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
-from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
-from ringspark.pipelines import ShardManifest
 
 VOCAB, SEQ = 12, 6
-SPEC = ModelSpec(
-    "transformer_lm",
-    {
-        "vocab_size": VOCAB,
-        "max_seq_len": SEQ,
-        "dim": 8,
-        "depth": 5,
-        "num_heads": 2,
-        "dropout": 0.2,
-        "attention_dropout": 0.1,
-    },
-)
-MakeShards = Callable[..., ShardManifest]
+TEXT = {"vocab_size": VOCAB, "max_seq_len": SEQ, "dim": 8, "depth": 5, "num_heads": 2}
+SETTINGS = {
+    "model": ModelSpec("transformer_lm", {**TEXT, "dropout": 0.2, "attention_dropout": 0.1}),
+    "task": "any",
+    "losses": ("cross_entropy",),
+    "batch_size": 16,
+    "learning_rate": 0.02,
+    "gradient_accumulation": 2,
+}
 
 
-@pytest.fixture
-def config(make_shards: MakeShards, tmp_path: Path) -> TrainConfig:
-    """Returns 20 steps of a language model; each token follows from the previous one."""
+def _assert_same_training(train: Any, policy: Any, **changes: Any) -> None:
+    """Takes 20 steps of a language model, in which each token follows from the previous one."""
     start = np.random.default_rng(0).integers(0, VOCAB, size=(160, 1))
     tokens = (start + 5 * np.arange(SEQ + 1)) % VOCAB
-    manifest = make_shards({"ids": tokens[:, :-1], "next": tokens[:, 1:]})
-    return TrainConfig(
-        shards_uri=manifest.uri,
-        run_uri=str(tmp_path / "plain"),
-        model=SPEC.to_json(),
-        losses=("cross_entropy",),
-        input_columns=("ids",),
-        label_columns=("next",),
-        batch_size=16,
-        learning_rate=0.02,
-        epochs=2,
-        reader="arrow",
-        gradient_accumulation=2,
-    )
-
-
-def _assert_same_training(first: TrainResult, second: TrainResult) -> None:
+    columns = {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+    first, second = (train(columns, gradient_checkpointing=p, **changes) for p in ("none", policy))
     assert first.steps == second.steps == 20
-    assert [r.train_loss for r in first.history] == [r.train_loss for r in second.history]
+    losses = [record.train_loss for record in first.history]
+    assert [record.train_loss for record in second.history] == losses
     # The loss fell, so the comparison below means something.
-    assert first.history[-1].train_loss < first.history[0].train_loss
-    nets = SPEC.build(), SPEC.build()
-    for net, result in zip(nets, (first, second), strict=True):
-        load_checkpoint(result.checkpoint_uri, net)
-    for (name, a), b in zip(nets[0].state_dict().items(), nets[1].state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+    assert losses[-1] < losses[0]
+    assert_equal_states(first, second)
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -77,18 +49,21 @@ def _assert_same_training(first: TrainResult, second: TrainResult) -> None:
     ],
     ids=str,
 )
-def test_one_worker_ends_with_the_same_weights(
-    config: TrainConfig, tmp_path: Path, policy: str | tuple[str, ...], precision: str
-) -> None:
-    config = replace(config, precision=precision)  # type: ignore[arg-type]
-    recomputed = replace(config, run_uri=str(tmp_path / "recomputed"), gradient_checkpointing=policy)
-    _assert_same_training(train_here(config), train_here(recomputed))
+def test_one_worker_ends_with_the_same_weights(runs: Runs, policy: Any, precision: str) -> None:
+    _assert_same_training(runs.here, policy, precision=precision)
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
-def test_two_workers_end_with_the_same_weights(config: TrainConfig, tmp_path: Path, collective: str) -> None:
-    config = replace(config, num_workers=2, collective=collective)
-    recomputed = replace(config, run_uri=str(tmp_path / "recomputed"), gradient_checkpointing="sqrt")
-    _assert_same_training(train_gang(config), train_gang(recomputed))
+def test_two_workers_end_with_the_same_weights(runs: Runs, collective: str) -> None:
+    _assert_same_training(runs.gang, "sqrt", collective=collective)
+
+
+def test_decoders_that_keep_keys_and_values_recompute_and_the_users_config_stays(tmp_path: Path) -> None:
+    """A recomputed block would append its keys and values again."""
+    pytest.importorskip("transformers")
+    family, results = FAMILIES["Llama"], []
+    for policy in ("none", "all"):
+        config = make_config(family, tmp_path / policy, gradient_checkpointing=policy)
+        results.append(train_here(config, objects := family.objects()))
+        assert objects.module.config.use_cache
+    assert_equal_states(*results)

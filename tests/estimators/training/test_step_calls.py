@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import GANGS
 from small_training import Runs
 from step_calls import StepCalls, calls_of, operations_of, waiting_operations
 from torch.nn import functional
@@ -47,9 +46,7 @@ def test_a_step_of_one_rank_waits_for_no_device(runs: Runs, tmp_path: Path) -> N
     check(tmp_path / "calls", 18)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", GANGS)
 def test_a_step_of_a_gang_waits_for_no_device(runs: Runs, tmp_path: Path, collective: str) -> None:
     runs.gang(320, UserObjects(callbacks=(StepCalls(tmp_path / "calls"),)), collective=collective)
     check(tmp_path / "calls", 28)

@@ -46,11 +46,12 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Sequential(*blocks), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
 
-def _prepare(collective: Collective, sharding: str, optimizer: str) -> GradientSync:
+def _prepare(
+    collective: Collective, sharding: str, optimizer: str, module: nn.Module | None = None
+) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    return STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
-        _net(), make, RankMesh.of(collective), SyncSettings()
-    )
+    strategy = STRATEGIES[sync_of(sharding=sharding).strategy]()
+    return strategy.prepare(module or _net(), make, RankMesh.of(collective), SyncSettings())
 
 
 def _steps(sync: GradientSync, collective: Collective, first: int, last: int) -> None:
@@ -100,12 +101,7 @@ def _resume(sharding: str, optimizer: str, uri: str, target: str, collective: Co
 
 
 def _both(
-    sharding: str,
-    optimizer: str,
-    saved_to: str,
-    resumed_from: str,
-    target: str,
-    collective: Collective,
+    sharding: str, optimizer: str, saved_to: str, resumed_from: str, target: str, collective: Collective
 ) -> Any:
     """Trains and saves ten steps, then resumes another training for the last ten."""
     _save(sharding, optimizer, saved_to, collective)
@@ -149,10 +145,7 @@ WIDTH, DEPTH = 256, 12
 def _gather(sharding: str, collective: Collective) -> Any:
     """Returns the peak memory of a snapshot on this rank, the bytes kept, and the bytes sent."""
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    make = partial(build_optimizer, "adamw", groups=None, learning_rate=0.01, weight_decay=0.1)
-    sync = STRATEGIES[sync_of(sharding=sharding).strategy]().prepare(
-        module, make, RankMesh.of(collective), SyncSettings()
-    )
+    sync = _prepare(collective, sharding, "adamw", module)
     with sync.micro_batch(last=True):
         sync.module(torch.ones(1, WIDTH)).sum().backward()
     sync.reduce()
@@ -191,8 +184,7 @@ LAYERS = 8
 def _load(folder: str, collective: Collective) -> int:
     """Returns the peak memory of loading this rank's share of weights from two shards."""
     module = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(LAYERS)))
-    make = partial(build_optimizer, "sgd", groups=None, learning_rate=0.01, weight_decay=0.0)
-    sync = STRATEGIES["zero3"]().prepare(module, make, RankMesh.of(collective), SyncSettings())
+    sync = _prepare(collective, "parameters", "sgd", module)
     spread = CheckpointShards(ShardSpec("tensor", 0), (512, 256), (0, 1))
     joined = map_shards([f"{folder}/{part}" for part in (0, 1)], dict.fromkeys(module.state_dict(), spread))
     return memory_use(lambda: load_state(folder, sync.network, joined)).peak
@@ -217,18 +209,12 @@ def test_what_is_not_there_or_is_of_another_network_is_refused(tmp_path: Path) -
         load_training_state(str(tmp_path), sync)
     _steps(sync, local, 0, 1)
     _write(str(tmp_path), sync, 1)
-    other: Any = STRATEGIES["data_parallel"]().prepare(
-        nn.Linear(3, 1), lambda m: torch.optim.Adam(m.parameters()), RankMesh.of(local), SyncSettings()
-    )
-    with pytest.raises(
-        ValueError, match=r"with optimizer AdamW in 1 parameter groups, this one has Adam in 1"
+    for optimizer, words in (
+        ("adam", "with optimizer AdamW in 1 parameter groups, this one has Adam in 1"),
+        ("adamw", "another network: it has '0.bias', which this one lacks"),
     ):
-        load_training_state(str(tmp_path), other)
-    other = STRATEGIES["data_parallel"]().prepare(
-        nn.Linear(3, 1), lambda m: torch.optim.AdamW(m.parameters()), RankMesh.of(local), SyncSettings()
-    )
-    with pytest.raises(ValueError, match=r"another network: it has '0.bias', which this one lacks"):
-        load_training_state(str(tmp_path), other)
+        with pytest.raises(ValueError, match=words):
+            load_training_state(str(tmp_path), _prepare(local, "none", optimizer, nn.Linear(3, 1)))
     with open(tmp_path / "optimizer.safetensors", "ab") as file:
         file.write(b"x")
     with pytest.raises(ValueError, match="the file is damaged, use another checkpoint"):
