@@ -15,58 +15,38 @@ from ringspark.models import MODELS, ModelSpec, apply_activation_checkpoint
 # Mixtures of experts are in extras, which may be absent.
 ROUTERS = list(import_module("ringspark.extras.experts.routing").ROUTERS) if has_extras() else []
 _TRANSFORMER = {"vocab_size": 9, "max_seq_len": 4, "dim": 8, "depth": 2, "num_heads": 2, "dropout": 0.1}
+_CLASSIFIER = {**_TRANSFORMER, "out_features": 2, "padding_id": 0}
+# 2 tokens, as the other networks have 2 outputs, so that an output is (batch, 2, ...).
+_LM = {**_TRANSFORMER, "vocab_size": 2}
+_BINS = {"edges": [[-1.0, 0.0, 2.0], [-1.0, 1.0]], "cardinalities": [4, 50], "out_features": 2}
+_TABLE = {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2}
+_IDS = {"vocab_size": 9, "out_features": 2}
 EXAMPLES: dict[str, dict[str, object]] = {
-    "embedding_mean": {"vocab_size": 9, "dim": 8, "out_features": 2, "dropout": 0.1},
+    "embedding_mean": {**_IDS, "dim": 8, "dropout": 0.1},
     "linear": {"in_features": 5, "out_features": 2},
     "mlp": {"in_features": 5, "hidden": [8, 7], "out_features": 2, "dropout": 0.2, "norm": "batch"},
     "recurrent": {"in_features": 5, "hidden": 6, "depth": 2, "out_features": 2, "dropout": 0.1},
     "recurrent lstm of ids": {
-        "vocab_size": 9,
+        **_IDS,
         "hidden": 6,
         "depth": 3,
-        "out_features": 2,
         "kind": "lstm",
         "pool": "mean",
         "padding_id": 0,
     },
     "resnet": {"in_channels": 3, "out_features": 2, "depths": [1, 2], "width": 4, "norm": "group"},
-    "tabm": {"edges": [[-1.0, 0.0, 2.0], [-1.0, 1.0]], "cardinalities": [4, 50], "out_features": 2},
-    "tabpack": {
-        "edges": [[-1.0, 0.0, 2.0], [-1.0, 1.0]],
-        "cardinalities": [4, 50],
-        "out_features": 2,
-        "dropouts": [0.0, 0.5],
-        "rates": [1.0, 0.5],
-    },
-    "tabular": {"cardinalities": [4, 30], "num_numeric": 3, "hidden": [8, 7], "out_features": 2},
-    "tabular_ensemble": {
-        "members": 3,
-        "cardinalities": [4, 30],
-        "num_numeric": 3,
-        "hidden": [8, 7],
-        "out_features": 2,
-    },
-    "transformer_classifier": {**_TRANSFORMER, "out_features": 2, "padding_id": 0},
-    # 2 tokens, as the other networks have 2 outputs, so that an output is (batch, 2, ...).
-    "transformer_lm": {**_TRANSFORMER, "vocab_size": 2},
-    **{
-        f"transformer_lm {router}": {
-            **_TRANSFORMER,
-            "vocab_size": 2,
-            "experts": {"num_experts": 2, "router": router},
-        }
-        for router in ROUTERS[:1]
-    },
-    **{
-        f"transformer_classifier {router}": {
-            **_TRANSFORMER,
-            "out_features": 2,
-            "padding_id": 0,
-            "experts": {"num_experts": 2, "router": router, "every": 1},
-        }
-        for router in ROUTERS
-    },
+    "tabm": _BINS,
+    "tabpack": {**_BINS, "dropouts": [0.0, 0.5], "rates": [1.0, 0.5]},
+    "tabular": _TABLE,
+    "tabular_ensemble": {**_TABLE, "members": 3},
+    "transformer_classifier": _CLASSIFIER,
+    "transformer_lm": _LM,
 }
+for _router in ROUTERS:
+    _experts = {"num_experts": 2, "router": _router}
+    EXAMPLES[f"transformer_classifier {_router}"] = {**_CLASSIFIER, "experts": {**_experts, "every": 1}}
+if ROUTERS:
+    EXAMPLES[f"transformer_lm {ROUTERS[0]}"] = {**_LM, "experts": {"num_experts": 2, "router": ROUTERS[0]}}
 # Dimensions after (batch, 2).
 MORE_DIMS = dict.fromkeys(["transformer_lm", *(f"transformer_lm {router}" for router in ROUTERS[:1])], (4,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,53 +32,48 @@ def _frozen() -> nn.Module:
     return module
 
 
-# Name -> (network, input shape).
-NETWORKS: dict[str, tuple[Make, tuple[int, ...]]] = {
-    "mlp": (
-        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.Dropout(0.2), nn.Linear(8, 2)),
-        (3, 4),
-    ),
-    "one layer": (lambda: nn.Linear(4, 2, bias=False), (3, 4)),
-    "normed": (lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=0.3), nn.LayerNorm(4, eps=1e-3)), (3, 4)),
-    "convolutions": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"),
-            nn.MaxPool2d(2),
-            nn.Conv2d(4, 8, (3, 1), stride=2, groups=2, bias=False),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.PReLU(8),
-        ),
-        (2, 3, 8, 8),
-    ),
-    "attention": (
-        lambda: nn.Sequential(
-            nn.TransformerEncoderLayer(8, 2, 16, 0.1, "gelu", batch_first=True, norm_first=True, bias=False),
-            nn.Flatten(1, -1),
-        ),
-        (3, 5, 8),
-    ),
-    "tied": (_tied, (3, 4)),
-    "twice": (_twice, (3, 4)),
-    "frozen": (_frozen, (3, 4)),
-    "unflatten": (
-        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Softmax(-1), nn.Sequential(), nn.Flatten()),
-        (3, 4),
+def _images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 8, (3, 1), stride=2, groups=2, bias=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.PReLU(8),
+    )
+
+
+def _attention() -> nn.Module:
+    settings = {"activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.1, **settings), nn.Flatten(1, -1))
+
+
+# Networks of (3, 4) rows, except for SHAPES.
+NETWORKS: dict[str, Make] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.Dropout(0.2), nn.Linear(8, 2)),
+    "one layer": lambda: nn.Linear(4, 2, bias=False),
+    "normed": lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=0.3), nn.LayerNorm(4, eps=1e-3)),
+    "convolutions": _images,
+    "attention": _attention,
+    "tied": _tied,
+    "twice": _twice,
+    "frozen": _frozen,
+    "unflatten": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.Softmax(-1), nn.Sequential(), nn.Flatten()
     ),
 }
+SHAPES = {"convolutions": (2, 3, 8, 8), "attention": (3, 5, 8)}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_of_torchs_layers_is_built_from_text(name: str) -> None:
-    make, shape = NETWORKS[name]
-    torch.manual_seed(0)
-    module = make().eval()
+    module = NETWORKS[name]().eval()
     before = torch.random.get_rng_state()
     description = describe(module)
     assert torch.random.get_rng_state().equal(before)
     again = build(json.loads(json.dumps(description))).eval()
     again.load_state_dict(module.state_dict())
-    rows = torch.randn(shape, dtype=next(iter(module.parameters()), torch.zeros(1)).dtype)
+    rows = torch.randn(SHAPES.get(name, (3, 4)), dtype=next(iter(module.parameters()), torch.zeros(1)).dtype)
     assert again(rows).equal(module(rows))
     assert str(again) == str(module)
     names = [[n for n, p in m.named_parameters() if p.requires_grad] for m in (module, again)]
@@ -99,37 +95,21 @@ class Own(nn.Linear):
     pass
 
 
-def _hooked() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.register_forward_hook(lambda *_: None)
+def _changed(change: Callable[[Any], object]) -> nn.Module:
+    change(module := nn.Linear(2, 2))
     return module
-
-
-def _changed() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.forward = lambda rows: rows  # type: ignore[method-assign]
-    return module
-
-
-def _halves() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
 
 
 OTHERS: dict[str, Make] = {
     "a user's class": lambda: nn.Sequential(Own(2, 2)),
-    "a hook": _hooked,
-    "a replaced forward": _changed,
-    "two dtypes": _halves,
+    "a hook": lambda: _changed(lambda module: module.register_forward_hook(lambda *_: None)),
+    "a replaced forward": lambda: _changed(lambda module: setattr(module, "forward", lambda rows: rows)),
+    "two dtypes": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
     "a lazy layer": lambda: nn.LazyLinear(2),
     "a user's activation": lambda: nn.TransformerEncoderLayer(8, 2, activation=torch.sin),
     "a parametrization": lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-    "a buffer added": lambda: _with_buffer(nn.Linear(2, 2)),
+    "a buffer added": lambda: _changed(lambda module: module.register_buffer("more", torch.ones(2))),
 }
-
-
-def _with_buffer(module: nn.Module) -> nn.Module:
-    module.register_buffer("more", torch.ones(2))
-    return module
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -124,41 +126,35 @@ class _Masked(nn.Linear):
         return nn.functional.linear(x, self.weight * (self.weight > 0), self.bias)
 
 
-def _named_alike() -> nn.Module:
-    layer = nn.Linear(2, 1)
-    layer.lora_A = nn.Parameter(torch.zeros(1))
+def _in_chain(change: Callable[[Any], object]) -> nn.Module:
+    change(layer := nn.Linear(2, 1))
     return nn.Sequential(layer)
 
 
-def _hooked() -> nn.Module:
-    layer = nn.Linear(2, 1)
-    layer.register_forward_hook(lambda _, inputs, output: output * 2)
-    return nn.Sequential(layer)
+def _tied() -> nn.Module:
+    module = nn.ModuleDict({"tokens": nn.Embedding(7, 4), "head": nn.Linear(4, 7)})
+    module["head"].weight = module["tokens"].weight
+    return module
 
 
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-        self.head.weight = self.tokens.weight
+NAMED_ALIKE = _in_chain(lambda layer: setattr(layer, "lora_A", nn.Parameter(torch.zeros(1))))
+HOOKED = _in_chain(lambda layer: layer.register_forward_hook(lambda _, inputs, output: output * 2))
 
 
 @pytest.mark.parametrize(
     ("module", "targets", "words"),
     [
         (nn.Sequential(nn.Linear(2, 1)), ["head"], r"'head' matches no linear layer; the layers are \['0'\]"),
-        (_Tied(), ["head"], "'head' shares its weight with another layer"),
+        (_tied(), ["head"], "'head' shares its weight with another layer"),
         (nn.Sequential(nn.LazyLinear(3)), ["0"], "'0' is lazy"),
         (nn.Sequential(_Masked(2, 1)), ["0"], "'0' computes more than W x . b"),
-        (_hooked(), ["0"], "'0' computes more than W x . b"),
+        (HOOKED, ["0"], "'0' computes more than W x . b"),
         (nn.Sequential(weight_norm(nn.Linear(2, 1))), ["0"], "'0' computes more than W x . b"),
-        (_named_alike(), ["0"], "'0' already has 'lora_A'"),
+        (NAMED_ALIKE, ["0"], "'0' already has 'lora_A'"),
         (nn.MultiheadAttention(4, 2), ["out_proj"], "matches no linear layer"),
     ],
 )
-def test_a_layer_that_cannot_have_an_adapter_is_refused(
-    module: nn.Module, targets: list[str], words: str
-) -> None:
+def test_a_layer_that_cannot_have_an_adapter_is_refused(module: Any, targets: Any, words: str) -> None:
     before = list(module.state_dict())
     with pytest.raises(ValueError, match=words):
         add_lora(module, rank=1, alpha=1, targets=targets)

@@ -1,9 +1,10 @@
-"""Recomputed segments of blocks: the same results, less memory, at most one more forward pass."""
+"""Activation checkpointing: the same results, keys and types, less memory, at most one more forward pass."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -19,18 +20,12 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringspark.models import ModelSpec, apply_activation_checkpoint
+from ringspark.models import MLP, ModelSpec, apply_activation_checkpoint
+from ringspark.models.activation_checkpoint import compile_segments, segment_bounds
 
 DIM = 16
-_TRANSFORMER = {
-    "vocab_size": 20,
-    "max_seq_len": 6,
-    "dim": DIM,
-    "depth": 9,
-    "num_heads": 2,
-    "dropout": 0.2,
-    "attention_dropout": 0.1,
-}
+_TEXT = {"vocab_size": 20, "max_seq_len": 6, "dim": DIM, "depth": 9, "num_heads": 2}
+_TRANSFORMER = {**_TEXT, "dropout": 0.2, "attention_dropout": 0.1}
 
 
 class Layer(nn.Module):
@@ -105,16 +100,23 @@ def bert() -> nn.Module:
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    "transformer_classifier": ModelSpec(
-        "transformer_classifier", {**_TRANSFORMER, "out_features": 2, "padding_id": 0}
-    ).build,
-    "transformer_lm": ModelSpec("transformer_lm", _TRANSFORMER).build,
-    "resnet": ModelSpec(
-        "resnet", {"in_channels": 2, "out_features": 2, "depths": [2, 2, 2], "width": 4}
-    ).build,
-    "mlp": ModelSpec(
-        "mlp", {"in_features": DIM, "hidden": [DIM] * 9, "out_features": 2, "dropout": 0.2, "norm": "batch"}
-    ).build,
+    name: ModelSpec(name, arguments).build
+    for name, arguments in {
+        "transformer_classifier": {**_TRANSFORMER, "out_features": 2, "padding_id": 0},
+        "transformer_lm": _TRANSFORMER,
+        "resnet": {"in_channels": 2, "out_features": 2, "depths": [2, 2, 2], "width": 4},
+        "mlp": {"in_features": DIM, "hidden": [DIM] * 9, "out_features": 2, "dropout": 0.2, "norm": "batch"},
+        "tabular": {
+            "cardinalities": [5, 7],
+            "num_numeric": 3,
+            "hidden": [DIM] * 4,
+            "out_features": 2,
+            "dropout": 0.2,
+            "embedding_dropout": 0.2,
+        },
+    }.items()
+}
+NETS |= {
     "looped": Looped,
     "normed": lambda: nn.Sequential(*(Normed() for _ in range(6)), nn.Linear(DIM, 2)),
     "bert": bert,
@@ -135,6 +137,9 @@ def inputs(name: str, step: int = 0, rows: int = 8) -> tuple[torch.Tensor, ...]:
         return (torch.randn(rows, 2, 8, 8, generator=generator),)
     if name in ("mlp", "looped", "normed"):
         return (torch.randn(rows, DIM, generator=generator),)
+    if name == "tabular":
+        categories = torch.randint(0, 5, (rows, 2), generator=generator)
+        return categories, torch.randn(rows, 3, generator=generator)
     ids = torch.randint(0, 20, (rows, 6), generator=generator)
     return (ids, (ids > 4).long()) if name == "bert" else (ids,)
 
@@ -225,21 +230,23 @@ def test_fewer_bytes_are_alive_between_forward_and_backward(
     assert kept(apply_activation_checkpoint(build(name), policy)) < 0.8 * kept(build(name))
 
 
+class Around(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def test_sqrt_keeps_the_inputs_of_the_segments_and_the_last_one(count_bytes: Any) -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(9))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
+    net = Around(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(9)))
     x = torch.randn(1024, DIM)
     row_bytes = 1024 * DIM * 4
-    plain, _ = count_bytes(lambda: Chain()(x))
-    net = apply_activation_checkpoint(Chain(), "sqrt")
+    plain, _ = count_bytes(lambda: net(x))
+    apply_activation_checkpoint(net, "sqrt")
     kept, _ = count_bytes(lambda: net(x))
     assert plain // row_bytes == 9
     # The inputs of the second and third segment (x is the input of the first), and three activations of the
@@ -274,17 +281,6 @@ def test_passes_over_several_or_the_same_graph(run: Callable[[nn.Module], None])
         run(net)
         grads.append([p.grad for p in net.parameters() if p.grad is not None])
     assert_same(*grads)
-
-
-class Around(nn.Module):
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class CheckpointsItself(nn.Module):
@@ -453,4 +449,129 @@ def test_blocks_called_from_outside_of_the_network_are_recomputed_too(count_byte
 
 def test_a_bare_list_has_no_pass_to_cut() -> None:
     with pytest.raises(ValueError, match="needs a network with a forward pass"):
-        apply_activation_checkpoint(Around(*(CheckpointsItself() for _ in range(4))).blocks, "sqrt")
+        apply_activation_checkpoint(nn.ModuleList(CheckpointsItself() for _ in range(4)), "sqrt")
+
+
+NAMED_POLICIES: list[Any] = ["all", "sqrt", 2, 6, ["trunk.1", "trunk.4"], ["trunk"]]
+
+
+def deep_net(norm: str = "batch") -> MLP:
+    torch.manual_seed(3)
+    return MLP(DIM, [32] * 6, 2, activation="gelu", dropout=0.3, norm=norm)
+
+
+@pytest.mark.parametrize("policy", NAMED_POLICIES, ids=str)
+@pytest.mark.parametrize("norm", ["none", "batch", "layer"])
+def test_results_are_bitwise_equal_and_keys_and_types_stay(policy: Any, norm: str) -> None:
+    plain, net = deep_net(norm), apply_activation_checkpoint(deep_net(norm), policy)
+    assert type(net) is MLP
+    assert not any("forward" in vars(module) for module in net.modules())
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert_same(train(plain, "mlp", 2), train(net, "mlp", 2))
+
+
+@pytest.mark.parametrize("policy", NAMED_POLICIES, ids=str)
+def test_copies_and_pickles_recompute_on_their_own_weights(policy: Any, count_bytes: Any) -> None:
+    net = apply_activation_checkpoint(deep_net("none"), policy)
+    others = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    for p in net.parameters():
+        p.data.zero_()
+    (x,) = inputs("mlp", rows=1024)
+    plain = deep_net("none")
+    for other in others:
+        assert count_bytes(lambda net=other: net(x))[0] < count_bytes(lambda: plain(x))[0]
+        assert_same(train(deep_net("none"), "mlp", 1), train(other, "mlp", 1))
+
+
+@pytest.mark.parametrize("policy", NAMED_POLICIES, ids=str)
+def test_nothing_is_recomputed_in_evaluation_or_without_gradients(policy: Any) -> None:
+    net = apply_activation_checkpoint(deep_net(), policy)
+    calls: list[None] = []
+    net.trunk[0].register_forward_hook(lambda *_: calls.append(None))
+    x = torch.randn(16, DIM)
+    with torch.no_grad():
+        net(x)
+    net.eval()(x).sum().backward()
+    assert len(calls) == 2
+    net.train()(x).sum().backward()
+    assert len(calls) in (3, 4)  # Four if the first block is recomputed.
+
+
+def test_gradient_hooks_fire_once_per_parameter() -> None:
+    # DDP and Horovod start all-reduces in these hooks; a second call would give a wrong result.
+    net = apply_activation_checkpoint(deep_net("none"), "all")
+    fired: list[str] = []
+    for name, p in net.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    net(torch.randn(4, DIM)).sum().backward()
+    assert sorted(fired) == sorted(name for name, _ in net.named_parameters())
+
+
+def test_none_leaves_the_network_alone() -> None:
+    net = deep_net()
+    before = [set(vars(module)) for module in net.modules()]
+    assert apply_activation_checkpoint(net, "none") is net
+    assert [set(vars(module)) for module in net.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("sqr", "gradientCheckpointing='sqr' is unknown; give 'none', 'all', 'sqrt'"),
+        (True, "gradientCheckpointing=True is unknown"),
+        (1, "must be from 2 to 6, the number of blocks in MLP.trunk"),
+        (7, "must be from 2 to 6"),
+        ([], "names no submodule"),
+        (["trunk.9"], "names 'trunk.9', which MLP does not have; did you mean 'trunk"),
+    ],
+)
+def test_policies_that_fit_nothing_are_refused(policy: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply_activation_checkpoint(deep_net(), policy)
+
+
+@pytest.mark.extras
+def test_containers_without_a_forward_and_second_calls_are_refused() -> None:
+    from ringspark.models import TabularNet
+
+    net = TabularNet([5], 3, [4, 4], 2)
+    with pytest.raises(ValueError, match="names 'embeddings', a container without a forward"):
+        apply_activation_checkpoint(net, ["embeddings"])
+    apply_activation_checkpoint(net, "all")
+    with pytest.raises(ValueError, match="checkpointed already"):
+        apply_activation_checkpoint(net, "sqrt")
+
+
+@pytest.mark.parametrize(("blocks", "segments"), [(9, 3), (10, 3), (5, 5), (7, 2)])
+def test_segments_cover_the_chain_evenly(blocks: int, segments: int) -> None:
+    bounds = segment_bounds(blocks, segments)
+    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(blocks))
+    lengths = [stop - start for start, stop in bounds]
+    assert max(lengths) - min(lengths) <= 1
+
+
+class _Drawing(nn.Linear):
+    """Draws one normal number from NumPy, which makes pairs and caches the second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * np.random.normal())
+
+
+def test_a_block_that_draws_an_odd_number_of_normals_draws_them_again() -> None:
+    plain = nn.Sequential(*(_Drawing(3, 3) for _ in range(5)))
+    x, gradients = torch.randn(4, 3), []
+    for network in (plain, apply_activation_checkpoint(copy.deepcopy(plain), "all")):
+        np.random.seed(0)
+        network(x).sum().backward()
+        gradients.append([p.grad for p in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# torch warns about its own modules when it imports its compiler.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_only_innermost_recomputed_modules_are_compiled_by_themselves() -> None:
+    assert not compile_segments(deep_net(), None)
+    net = apply_activation_checkpoint(deep_net(), ["trunk", "trunk.0"])
+    assert compile_segments(net, None)
+    stand_ins: list[Any] = [vars(module)["_call_impl"] for module in (net.trunk, net.trunk[0])]
+    assert [stand_in.compiled is not None for stand_in in stand_ins] == [False, True]
