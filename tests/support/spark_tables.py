@@ -40,7 +40,7 @@ def points(spark: Any, rows: int, width: int = 3, partitions: int = 3) -> Any:
     x = np.random.default_rng(3).normal(size=(rows, width))
     values = [(i, row.tolist(), float(row.sum())) for i, row in enumerate(x)]
     schema = "id long, features array<double>, label double"
-    return spark.createDataFrame(values, schema).repartition(partitions, "id").cache()
+    return spark.createDataFrame(values, schema).repartition(partitions).cache()
 
 
 def waves(spark: Any, rows: int = 96) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
@@ -17,11 +16,12 @@ from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import prepare_inputs, try_transform
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.check.probe import PROBE_ROWS, random_samples
+from ringspark.estimators.training.check.untouched import untouched
 from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.generators import keep_shared_generators, seed_constructor
 from ringspark.models.meta_device import fill, find_changed_buffers, unsaved_buffers
-from ringspark.models.network_copy import HOOKS, restore
+from ringspark.models.network_copy import HOOKS
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import fork_generators, ignore_warnings
 from ringspark.pipelines import ShardManifest
@@ -96,7 +96,7 @@ def check_prediction(
     if _is_lazy(module) or _is_lazy(skeleton):
         return
     name, shapes, kept = f"model {type(module).__name__}", _shapes(module), unsaved_buffers(module)
-    with _untouched(module):
+    with untouched(module):
         made = _try_rows(config, objects, manifest, lambda rows: _forward(module.train(), rows))
         if made is None:
             return
@@ -109,7 +109,7 @@ def check_prediction(
             )
         try:
             if (prepare := objects.transform_in_prediction) is not None:
-                with _untouched(prepare) if isinstance(prepare, nn.Module) else nullcontext():
+                with untouched(prepare) if isinstance(prepare, nn.Module) else nullcontext():
                     if isinstance(prepare, nn.Module):
                         prepare.eval()
                     rows = prepare_inputs(prepare, rows)
@@ -174,7 +174,7 @@ def _forward(module: nn.Module, rows: Sequence[torch.Tensor]) -> Pass:
 
 def _train(module: nn.Module, rows: Rows, twin: nn.Module) -> Pass:
     """Runs a training pass and undoes its changes; `twin` is an equal network with the original weights."""
-    with _untouched(module, twin):
+    with untouched(module, twin):
         found = _forward(module.train(), rows)
         generator = torch.Generator().manual_seed(0)
         sums = [
@@ -201,45 +201,6 @@ def _unhooked(module: nn.Module) -> Iterator[None]:
             else:
                 hooks.clear()
                 hooks.update(content or {})
-
-
-@contextmanager
-def _untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
-    """Restores the network after the block: modes, gradients, buffers, attributes and own generators.
-
-    Copies weights that the forward pass changed back from `twin`; a second copy could need too much memory.
-    """
-    kinds = (list, dict, set, OrderedDict)
-    layers = [
-        (vars(layer), {n: (v, v.copy() if type(v) in kinds else None) for n, v in vars(layer).items()})
-        for layer in module.modules()
-    ]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    own = [v for attributes, _ in layers for v in attributes.values() if isinstance(v, torch.Generator)]
-    generators = [(generator, generator.get_state()) for generator in own]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for attributes, state in layers:
-            attributes.clear()
-            for name, (value, content) in state.items():
-                attributes[name] = value
-                if content is not None:
-                    value.clear()
-                    value.extend(content) if isinstance(value, list) else value.update(content)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, start in values:
-                restore(buffer, start)
-            pairs = () if twin is None else zip(module.parameters(), twin.parameters(), strict=True)
-            for parameter, kept in pairs:
-                restore(parameter, kept)
-        for generator, drawn in generators:
-            generator.set_state(drawn)
 
 
 def _compare(expected: Pass, run: Callable[[], Pass]) -> str:

@@ -1,0 +1,92 @@
+"""Restores a user's network after a pass on the driver: the workers get it as the user made it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringspark.models.network_copy import restore
+
+
+@contextmanager
+def untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
+    """Restores the network after the block: modes, gradients, buffers, and all that its attributes hold.
+
+    Copies weights that the forward pass changed back from `twin`; a second copy could need too much memory.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    undos = list(_undos(module, {}))
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for undo in undos:
+                undo()
+            pairs = () if twin is None else zip(module.parameters(), twin.parameters(), strict=True)
+            for parameter, kept in pairs:
+                restore(parameter, kept)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _undos(value: Any, seen: dict[int, object]) -> Iterator[Callable[[], object]]:
+    """Yields functions that restore `value` and the objects in it, the outer ones first."""
+    if id(value) in seen or isinstance(value, nn.Parameter):
+        return
+    seen[id(value)] = value  # keeps it alive, so that no other object gets its id
+    if isinstance(value, torch.Tensor):
+        if not value.requires_grad and not value.is_meta:
+            yield _bind(restore, value, value.detach().clone())
+    elif isinstance(value, np.ndarray):
+        yield _bind(np.copyto, value, value.copy())
+    elif isinstance(value, torch.Generator):
+        yield _bind(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        yield _bind(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        yield _bind(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState):
+        yield _bind(value.set_state, value.get_state())
+    elif isinstance(value, (list, deque)):
+        items = list(value)
+        yield lambda: (value.clear(), value.extend(items))
+        for item in items:
+            yield from _undos(item, seen)
+    elif isinstance(value, (dict, set)):
+        content = value.copy()
+        yield lambda: (value.clear(), value.update(content))
+        for item in content.values() if isinstance(content, dict) else ():
+            yield from _undos(item, seen)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _undos(item, seen)
+    elif _is_plain(value):
+        yield from _undos(vars(value), seen)
+
+
+def _bind(function: Callable[..., object], *arguments: Any) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether all state of an object is in its `__dict__`; others, such as connections, are left alone."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return True
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not isinstance(value, (type, ModuleType, FunctionType, MethodType))
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) in (None, getattr(object, "__getstate__", None))
+    )
