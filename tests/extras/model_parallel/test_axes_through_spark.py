@@ -13,7 +13,6 @@ import torch
 from parity import assert_predicts_the_same
 from pyspark.sql import functions as F
 from small_training import workers_of
-from spark_tables import points
 
 from ringspark.estimators import (
     AllReduce,
@@ -183,7 +182,12 @@ MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_over_replicas_of_sharded_layers(spark: Any, tmp_path: Path, name: str) -> None:
     """The settings change what the workers send or train."""
-    table, (changes, is_equal) = points(spark, 200), FITS[name]
+    x = np.random.default_rng(3).normal(size=(200, 3))
+    rows = [(i, [float(v) for v in row], float(row.sum())) for i, row in enumerate(x)]
+    table = (
+        spark.createDataFrame(rows, "id long, features array<double>, label double").repartition(3).cache()
+    )
+    changes, is_equal = FITS[name]
     common: dict[str, Any] = {"model": MLP, "optimizer": "momentum", "learningRate": 0.02, "epochs": 4}
     common |= {"batchSize": 32, "collective": "torch", "storageUri": str(tmp_path), "showProgress": False}
     many = TorchRegressor(**common, **changes, numWorkers=4, parallelism=Mesh(data=2, tensor=2)).fit(table)
