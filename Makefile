@@ -92,7 +92,7 @@ faults: setup ## Break trainings at random moments, and print what they survive;
 mutants: setup ## Put small bugs into a copy, print those that no test notices; options in ARGS="..."
 	@$(VENV_PYTHON) scripts/run_mutants.py $(ARGS)
 
-package: setup ## Build the wheel, the source distribution and the .zip for spark-submit, into dist/
+package: setup ## Build the wheel, the source distribution, the .zip for spark-submit and the SBOM, into dist/
 	@$(VENV_PYTHON) scripts/build_package.py
 
 clean: ## Remove what builds, tests and checks left (keeps every .venv and the Horovod cache)

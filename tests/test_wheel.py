@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
 import zipfile
 from email.parser import Parser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,20 @@ def test_its_metadata_is_valid(wheel: Path) -> None:
     assert "ringspark/py.typed" in archive.namelist()
     # Horovod as published does not compile; `ringspark build-horovod` builds it.
     assert "horovod" not in (metadata.provides_extra or [])
+
+
+@pytest.mark.extras
+def test_its_bill_of_materials_names_the_required_packages(wheel: Path) -> None:
+    (path,) = wheel.parent.glob("*.cdx.json")
+    bill = json.loads(path.read_text())
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    assert bill["metadata"]["component"]["hashes"] == [{"alg": "SHA-256", "content": digest}]
+    (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    required = Metadata.from_email(zipfile.ZipFile(wheel).read(name)).requires_dist or []
+    here = {one.name: version(one.name) for one in required if one.marker is None}
+    assert {part["name"]: part["version"].partition("+")[0] for part in bill["components"]} == {
+        name: found.partition("+")[0] for name, found in here.items()
+    }
 
 
 @pytest.mark.slow
