@@ -1,7 +1,10 @@
-"""An Airflow DAG: trains a job file every day, then predicts new rows.
+"""An Airflow DAG: trains from a job file every day, then predicts new rows.
 
-Copy this file into the folder of DAGs, and set the Airflow variables that it names. Airflow's workers need
-the command `ringspark`; on a cluster, SparkSubmitOperator runs `jobs/command.py` with the same arguments.
+Copy this file into the DAG folder, and set four Airflow variables: `ringspark_job` (the job file),
+`ringspark_model` (its `save.model`), `ringspark_rows` (a Parquet folder) and `ringspark_predictions` (the
+output folder). The job file must set `params.runUri`, so that a retry resumes, and `save.overwrite: true`,
+so that the next day replaces the model. Airflow's workers need the command `ringspark`. To train on a
+cluster, use SparkSubmitOperator with `jobs/command.py` and the same arguments.
 
 Run: tests/deploy/test_orchestrators.py runs both tasks with `dag.test()`.
 """
@@ -12,7 +15,7 @@ from airflow.sdk import DAG
 with DAG("ringspark", schedule="@daily", catchup=False) as dag:
     train = BashOperator(
         task_id="train",
-        retries=2,  # a run that was interrupted resumes from its last checkpoint
+        retries=2,  # a retry resumes an interrupted run from its last checkpoint
         bash_command="ringspark train {{ var.value.ringspark_job }}",
     )
     score = BashOperator(

@@ -1,9 +1,10 @@
-"""Two Dagster assets: a trained model, and predictions that are made again when the model changes.
+"""Two Dagster assets: a trained model, and predictions that depend on the model.
 
     dagster dev -f assets.py
 
-The paths come from the environment: RINGSPARK_JOB (the job file), RINGSPARK_MODEL (its save.model),
-RINGSPARK_ROWS (Parquet) and RINGSPARK_PREDICTIONS.
+Set four environment variables: RINGSPARK_JOB (the job file), RINGSPARK_MODEL (its `save.model`),
+RINGSPARK_ROWS (a Parquet folder) and RINGSPARK_PREDICTIONS (the output folder). The job file must set
+`save.overwrite: true`, so that a second materialization replaces the model.
 
 Run: tests/deploy/test_orchestrators.py materializes both assets.
 """
@@ -15,7 +16,7 @@ from dagster import AssetExecutionContext, Definitions, MaterializeResult, asset
 
 
 def ringspark(context: AssetExecutionContext, *arguments: str) -> None:
-    # A process of its own: Spark's session ends with it, and the log keeps its output.
+    # The command runs in a separate process, so that its Spark session ends with it.
     done = subprocess.run(["ringspark", *arguments], capture_output=True, text=True, check=False)
     context.log.info(done.stdout + done.stderr)
     done.check_returncode()

@@ -1,8 +1,10 @@
-"""A Kubeflow pipeline: one component trains a job file, the next one predicts rows.
+"""A Kubeflow pipeline: one component trains from a job file, the next component predicts rows.
 
     python pipeline.py        # writes pipeline.yaml for `kfp pipeline create`
 
-IMAGE is an image with ringspark, such as that of deploy/docker. Every pod must reach the paths.
+Set IMAGE to an image with ringspark, such as the image of deploy/docker. All paths must be on storage that
+every pod reaches. The job file must set `params.runUri`, so that a retry resumes, and `save.overwrite: true`,
+so that the next run replaces the model.
 
 Run: tests/deploy/test_orchestrators.py compiles the pipeline, and runs it by Kubeflow's SubprocessRunner.
 """
@@ -32,7 +34,7 @@ def score(model: str, rows: str, predictions: str) -> str:
 @dsl.pipeline(name="ringspark")
 def train_and_score(job: str, model: str, rows: str, predictions: str) -> str:
     trained = train(job=job, model=model)
-    trained.set_retry(2)  # a run that was interrupted resumes from its last checkpoint
+    trained.set_retry(2)  # a retry resumes an interrupted run from its last checkpoint
     return score(model=trained.output, rows=rows, predictions=predictions).output
 
 
