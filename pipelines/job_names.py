@@ -1,4 +1,4 @@
-"""Names of Spark jobs in Spark's UI."""
+"""Sets the names of Spark jobs in Spark's UI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DESCRIPTION = "spark.job.description"
 
 @contextmanager
 def name_jobs(spark: SparkSession, name: str) -> Iterator[None]:
-    """Names the jobs of this thread "ringspark: <name>". Spark Connect has no names of jobs."""
+    """Names the Spark jobs of this thread "ringspark: <name>". Does nothing on Spark Connect."""
     if is_remote(spark):
         yield
         return

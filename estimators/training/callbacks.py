@@ -30,10 +30,11 @@ class TrainingState:
             sync=Zero(stage=3) the parameters are DTensors; `parameter.full_tensor()`, called on every rank,
             returns a whole tensor. With parallelism 'pipeline' the module holds this rank's stages and cannot
             be called. Each step overwrites the gradients, so clone a gradient to keep it.
-        optimizer: This rank's optimizer (with sharding, of its shard); its groups hold the present rates.
-        epoch: Present epoch, from 1.
-        step: Optimizer steps taken, at most `num_steps`.
-        history: One record per finished epoch; in `on_epoch_end` the last one is the present epoch.
+        optimizer: This rank's optimizer; with sharding, of its shard. Its groups hold the learning rates.
+        num_steps: Number of optimizer steps of the whole training.
+        epoch: Current epoch, from 1.
+        step: Number of optimizer steps taken, at most `num_steps`.
+        history: One record per finished epoch; in `on_epoch_end` the last record is of the current epoch.
         stop_reason: Why the training will end after this epoch; None if it continues.
         averaged: Returns a context in which `module` holds the weights that are validated and saved; with
             `emaDecay`, these are the averaged weights. Every rank must enter the context.
@@ -52,23 +53,23 @@ class TrainingState:
     _logged: dict[str, list[float]] = field(default_factory=dict)
 
     def log(self, name: str, value: float) -> None:
-        """Notes a value of this rank. Raises ValueError if it is not finite.
+        """Logs a value of this rank. Raises ValueError if it is not finite.
 
         The mean of the epoch's values is the metric `<name>_rank<rank>` of the epoch, in the history and in
-        every tracker. Values noted in `on_epoch_end` belong to the next epoch.
+        every tracker. Values logged in `on_epoch_end` belong to the next epoch.
         """
         if not math.isfinite(value):
             raise ValueError(f"a callback logged {name}={value}; log finite numbers only")
         self._logged.setdefault(name, []).append(float(value))
 
     def take_logged(self) -> dict[str, float]:
-        """Returns the means of the values noted since the last call."""
+        """Returns the means of the values logged since the last call."""
         means = {f"{name}_rank{self.rank}": fmean(values) for name, values in self._logged.items()}
         self._logged.clear()
         return means
 
     def stop(self, reason: str) -> None:
-        """Ends the training on all ranks after the present epoch; one rank's call is enough."""
+        """Ends the training on all ranks after the current epoch. It is enough that one rank calls it."""
         self.stop_reason = self.stop_reason or reason
 
 
@@ -76,13 +77,14 @@ class Callback:
     """The base class of callbacks: override what you need. Instances must be picklable."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the JSON values that a checkpoint keeps of this callback on this rank."""
+        """Returns the state of this callback on this rank, as JSON values, for the checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores this rank's result of `state_dict`, or rank 0's if the number of ranks has changed.
+        """Restores the state that `state_dict` returned on this rank.
 
-        Called after `on_train_start`. JSON has turned tuples into lists.
+        If the number of ranks has changed, it is the state of rank 0. Called after `on_train_start`. JSON has
+        turned tuples into lists.
         """
 
     def on_train_start(self, state: TrainingState) -> None:
@@ -99,7 +101,7 @@ class Callback:
 
 
 class Callbacks:
-    """Calls `callbacks` in order, then the callback `stateless`, whose state no checkpoint keeps."""
+    """Calls `callbacks` in order, then the callback `stateless`. Checkpoints do not keep its state."""
 
     def __init__(self, callbacks: Sequence[Callback], stateless: Callback | None = None) -> None:
         self._callbacks = list(callbacks)

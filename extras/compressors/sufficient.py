@@ -1,8 +1,8 @@
 """Sufficient factors: gradients of wide layers as products of thin matrices (Xie et al. 2014; Poseidon 2017).
 
 The gradient of a linear layer is a sum of outer products, one per row, so its rank is at most the number of
-rows. Every rank sends Q and Q^T M of its gradient M (a, b), where the columns of Q (a, r) are an orthonormal
-basis of the columns of M. The product is M, up to rounding, if M has at most rank r.
+rows. For its gradient M (a, b), every rank sends two factors: Q (a, r), whose orthonormal columns span the
+columns of M, and Q^T M (r, b). If the rank of M is at most r, their product Q Q^T M equals M, up to rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringspark.extras.compressors.base import Compressor, Sent, generator_for
 
 
 class SufficientFactorCompressor(Compressor):
-    """Gathers the two factors of every rank's gradient. Error feedback keeps what a smaller r leaves out."""
+    """Gathers the two factors of every rank's gradient. Error feedback keeps the error if r is too small."""
 
     @classmethod
     def helps(cls, shape: torch.Size, options: SufficientFactors) -> bool:
@@ -30,7 +30,7 @@ class SufficientFactorCompressor(Compressor):
             drawn = torch.randn(
                 matrix.shape[1], rank, generator=random, dtype=vector.dtype, device=vector.device
             )
-            # Products with random vectors span the columns of a matrix of this rank (Halko et al. 2011).
+            # Products of a matrix of this rank with random vectors span its columns (Halko et al. 2011).
             basis = torch.linalg.qr(matrix @ drawn).Q
             pairs.append((basis, basis.T @ matrix))
             error.append((matrix - basis @ pairs[-1][1]).view(-1))

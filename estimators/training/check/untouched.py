@@ -1,4 +1,4 @@
-"""Restores a user's network after a pass on the driver: the workers get it as the user made it."""
+"""Restores a user's network after the driver has run it, so that the workers get the original state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ringspark.models.network_copy import restore
 
 @contextmanager
 def untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
-    """Restores the network after the block: modes, gradients, buffers, and all that its attributes hold.
+    """Restores the network after the block: modes, gradients, buffers, and the objects in its attributes.
 
-    Copies weights that the forward pass changed back from `twin`; a second copy could need too much memory.
+    Restores the weights only if `twin`, a copy of the network, is given. The function makes no copy of the
+    weights itself, because a second copy could need too much memory.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     undos = list(_undos(module, {}))
@@ -40,7 +41,7 @@ def untouched(module: nn.Module, twin: nn.Module | None = None) -> Iterator[None
 
 
 def _undos(value: Any, seen: dict[int, object]) -> Iterator[Callable[[], object]]:
-    """Yields functions that restore `value` and the objects in it, the outer ones first."""
+    """Yields functions that restore `value` and the objects in it, outer objects first."""
     if id(value) in seen or isinstance(value, nn.Parameter):
         return
     seen[id(value)] = value  # keeps it alive, so that no other object gets its id
@@ -79,7 +80,7 @@ def _bind(function: Callable[..., object], *arguments: Any) -> Callable[[], obje
 
 
 def _is_plain(value: object) -> bool:
-    """Whether all state of an object is in its `__dict__`; others, such as connections, are left alone."""
+    """Returns whether all state of an object is in its `__dict__`, unlike a connection's state."""
     kind = type(value)
     if isinstance(value, nn.Module):
         return True
