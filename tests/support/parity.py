@@ -1,7 +1,7 @@
-"""Trainings that must agree: of one worker and several, undisturbed and resumed, saved and loaded.
+"""Compares trainings that must agree: one worker and several, undisturbed and resumed, saved and loaded.
 
-Each function trains, compares, and returns the results for further comparisons. `config` describes the
-training; its `run_uri` is one of the runs, and the others are next to it.
+The functions `equal_to_...` train, compare, and return both results for further comparisons. `config`
+describes the training. The runs are in `config.run_uri`, and in folders next to it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.models import ModelSpec
 
-# Settings of several workers.
+# Settings that distribute a training over workers.
 SPREADING = ("parallelism", "num_workers", "sync", "collective")
 Train = Callable[[TrainConfig, UserObjects | None], TrainResult]
-# What the trainings returned: the first training and the one to compare with it.
+# Results of the reference training and of the training to compare with it.
 Pair = tuple[TrainResult, TrainResult]
 
 
@@ -33,7 +33,7 @@ def difference(first: TrainResult, second: TrainResult, network: nn.Module | Tra
     """Returns the largest absolute difference of the weights.
 
     Args:
-        network: A module of the trained kind, or the config that names it.
+        network: A module with the architecture of the trained network, or a config with its ModelSpec.
     """
     spec = network.model if isinstance(network, TrainConfig) else None
     is_module = isinstance(network, nn.Module)
@@ -42,7 +42,7 @@ def difference(first: TrainResult, second: TrainResult, network: nn.Module | Tra
 
 
 def assert_equal_states(first: TrainResult, second: TrainResult, bound: float = 0.0) -> None:
-    """Compares all tensors of the networks, buffers too."""
+    """Asserts that all parameters and buffers differ by at most `bound`."""
     one, other = state_of(first), state_of(second)
     assert one.keys() == other.keys()
     off = {
@@ -57,7 +57,7 @@ def records_of(result: TrainResult) -> list[dict[str, Any]]:
 
 
 def assert_equal_histories(first: TrainResult, second: TrainResult, bound: float = 1e-5) -> None:
-    """Compares rows exactly, and losses and metrics within the relative `bound`, epoch by epoch."""
+    """Asserts that all epochs have equal rows, and losses and metrics within the relative `bound`."""
     for one, other in zip(first.history, second.history, strict=True):
         assert other.rows == one.rows
         assert other.train_loss == pytest.approx(one.train_loss, rel=bound)
@@ -75,11 +75,11 @@ def equal_to_one_worker(
 ) -> Pair:
     """Trains `config` on one worker and with the settings `spread`, and compares weights and histories.
 
-    The one worker has those of `spread` that do not spread a training, such as `gradient_accumulation`.
-    `num_workers` follows from `parallelism` if `spread` has only this.
+    The training on one worker also has the settings in `spread` that need no second worker, such as
+    `gradient_accumulation`. If `spread` has `parallelism` but not `num_workers`, the mesh sets `num_workers`.
 
     Args:
-        alone: Trains the one worker, such as `train_here`.
+        alone: Function that trains on one worker, such as `train_here`.
     """
     if "parallelism" in spread:
         spread = {"num_workers": workers_of(spread["parallelism"]), **spread}
@@ -102,13 +102,15 @@ def equal_to_undisturbed(
     bound: float = 0.0,
     train: Train = train_gang,
 ) -> Pair:
-    """Trains without and with a failure after `step`; resumes, and compares weights and rows per epoch.
+    """Trains once without a failure, and once with a failure after `step` and a resume; compares both.
+
+    Compares the weights, and the rows per epoch.
 
     Args:
         first: Settings until the failure, and of the undisturbed training.
-        then: Settings of the resumed training; the same if None.
+        then: Settings of the resumed training; None means `first`.
         bound: Largest difference of the weights; 0 for equal bits.
-        train: Trains, such as `train_here`.
+        train: Function that trains, such as `train_here`.
     """
     first = first or {}
     objects = objects or UserObjects()
@@ -127,14 +129,14 @@ def equal_to_undisturbed(
 
 
 def assert_predicts_the_same(first: Any, second: Any, table: Any, key: str = "id") -> None:
-    """Compares the predictions of two fitted models on a DataFrame, bit for bit, by the column `key`."""
+    """Asserts that two fitted models predict bitwise the same; `key` is the column that identifies a row."""
     columns = [key, first.getPredictionCol()]
     one, other = (sorted(m.transform(table).select(*columns).collect()) for m in (first, second))
     assert one == other
 
 
 def assert_equal_weights(first: Any, second: Any, bound: float = 0.0) -> None:
-    """Compares the weights of two fitted models; `bound` is the largest absolute difference."""
+    """Asserts that the weights of two fitted models differ by at most `bound`, absolutely."""
     states = first.module().state_dict(), second.module().state_dict()
     torch.testing.assert_close(*states, rtol=0, atol=bound)
 

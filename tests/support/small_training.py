@@ -1,4 +1,4 @@
-"""Trains a small regression on shards by spawned ranks, and reads its weights."""
+"""Trains a small regression on shards with spawned ranks, and reads its weights."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def columns_of(rows: int, width: int = 4) -> dict[str, np.ndarray]:
 
 
 def config_of(manifest: ShardManifest, run_uri: Path, **changes: Any) -> TrainConfig:
-    """Returns settings without a model: two epochs, 32 rows per step, input `x`, label `y`.
+    """Returns settings of a regression: two epochs, 32 rows per step, input `x`, label `y`.
 
-    `model` may be a `ModelSpec`.
+    `changes` override or add settings; their `model` may be a `ModelSpec`.
     """
     if isinstance(spec := changes.get("model"), ModelSpec):
         changes["model"] = spec.to_json()
@@ -72,7 +72,7 @@ def epoch_record(epoch: int = 1, **changes: Any) -> EpochRecord:
 
 
 def workers_of(mesh: Any) -> int:
-    """Returns the number of workers of a value of the setting `parallelism`."""
+    """Returns the number of workers in `mesh`, a value of the setting `parallelism`."""
     return math.prod(Mesh.of(mesh).size(axis) for axis in AXES)
 
 
@@ -95,7 +95,7 @@ def train_in_turn(
 ) -> dict[str, TrainResult]:
     """Checks all trainings and runs them on one gang; returns the results of rank 0.
 
-    Starting a gang takes longer than a small training. `objects` may be one per training.
+    Starting a gang takes longer than a small training. `objects` may be a dict with one value per training.
     """
     each = objects if isinstance(objects, dict) else dict.fromkeys(configs, objects or UserObjects())
     given = {name: (config, each[name]) for name, config in configs.items()}
@@ -105,10 +105,10 @@ def train_in_turn(
 def train_on_one_gang(
     trainings: Mapping[str, tuple[TrainConfig, UserObjects]], *, catches: bool = True
 ) -> list[dict[str, Any]]:
-    """Checks all trainings and runs them in order; returns results, or texts of errors, by rank.
+    """Checks all trainings and runs them in order; returns one dict per rank, of results or error texts.
 
     Args:
-        catches: Continue after an error; all ranks must fail alike.
+        catches: Whether to continue after an error. All ranks must fail in the same way.
     """
     checked = {
         name: (check_training(config, objects, ShardManifest.load(config.shards_uri)).config, objects)
@@ -124,7 +124,7 @@ def train_on_one_gang(
 
 
 def train_in_threads(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
-    """Checks and trains on `config.num_workers` threads in turns; returns the result of rank 0."""
+    """Checks and trains on `config.num_workers` threads that take turns; returns the result of rank 0."""
     pickled = user_code.dumps(objects or UserObjects())
     manifest = ShardManifest.load(config.shards_uri)
     config = check_training(config, user_code.loads(pickled), manifest).config
@@ -134,10 +134,10 @@ def train_in_threads(config: TrainConfig, objects: UserObjects | None = None) ->
 
 
 class Runs:
-    """Trainings below one folder, each in a run folder of its own.
+    """Trainings below one folder, each in its own run folder.
 
-    `data` is a manifest, columns, or a number of rows of `columns_of`; the same `data` are the same shards.
-    `settings` are the defaults of all configs; a module of `objects` replaces their `model`.
+    `data` is a manifest, columns, or a number of rows for `columns_of`. Equal `data` share their shards.
+    `settings` are the defaults of all configs. If `objects` has a module, it replaces the `model`.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class Runs:
         self._numbers = count()
 
     def shards(self, data: Any, **options: Any) -> ShardManifest:
-        """Writes columns, or a number of rows of `columns_of`, with the options of `make_shards`."""
+        """Writes columns, or a number of rows from `columns_of`; `options` go to `make_shards`."""
         columns = columns_of(data) if isinstance(data, int) else data
         return self._make_shards(columns, name=f"shards-{next(self._numbers)}", **options)
 
     def manifest(self, data: Any) -> ShardManifest:
-        """Returns the shards of `data`."""
+        """Returns the manifest of `data`; writes the shards at the first call."""
         if isinstance(data, ShardManifest):
             return data
         # Keeps the columns too, so that no other columns get their id.
@@ -176,11 +176,11 @@ class Runs:
         return check_training(config, objects or UserObjects(), manifest).config
 
     def here(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
-        """Trains one worker in this process."""
+        """Trains with one worker in this process."""
         return train_here(self.config(data, objects, **changes), objects)
 
     def gang(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
-        """Trains on spawned ranks: two over torch, if `changes` do not say otherwise."""
+        """Trains on spawned ranks; the default is two ranks with torch."""
         gang = {"num_workers": 2, "collective": "torch", **changes}
         return train_gang(self.config(data, objects, **gang), objects)
 
@@ -201,7 +201,7 @@ def _train_each(
 
 
 def state_of(result: TrainResult) -> dict[str, torch.Tensor]:
-    """Reads all tensors of the trained network, buffers too."""
+    """Reads all parameters and buffers of the trained network."""
     return load_file(f"{result.checkpoint_uri}/{WEIGHTS}")
 
 
