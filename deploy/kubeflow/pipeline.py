@@ -3,8 +3,9 @@
     python pipeline.py        # writes pipeline.yaml for `kfp pipeline create`
 
 Set IMAGE to an image with ringspark, such as the image of deploy/docker. All paths must be on storage that
-every pod reaches. The job file must set `params.runUri`, so that a retry resumes, and `save.overwrite: true`,
-so that the next run replaces the model.
+every pod reaches. The job file must set `save.overwrite: true`, so that the next run replaces the model.
+Without `params.runUri` a retry trains again from the start; to resume, a retry needs the option `--resume` of
+`ringspark train`, and every run of the pipeline its own `params.runUri`.
 
 Run: tests/deploy/test_orchestrators.py compiles the pipeline, and runs it by Kubeflow's SubprocessRunner.
 """
@@ -34,7 +35,7 @@ def score(model: str, rows: str, predictions: str) -> str:
 @dsl.pipeline(name="ringspark")
 def train_and_score(job: str, model: str, rows: str, predictions: str) -> str:
     trained = train(job=job, model=model)
-    trained.set_retry(2)  # a retry resumes an interrupted run from its last checkpoint
+    trained.set_retry(2)
     return score(model=trained.output, rows=rows, predictions=predictions).output
 
 
