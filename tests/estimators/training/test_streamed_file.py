@@ -101,6 +101,7 @@ GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 def hostile(header: object, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # tensors begin at a multiple of their numbers' width
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
@@ -117,7 +118,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "header length past the end": (hostile({"a": GOOD}, length=10_000), ""),
     "out of the file": (of_one(shape=[2**40], data_offsets=[0, 2**42]), ""),
     "overlapping": (hostile({"a": GOOD, "b": GOOD}), "begins at byte"),
-    "gap": (hostile({"a": GOOD, "b": GOOD | {"data_offsets": [9, 17]}}, b"\0" * 17), "begins at byte"),
+    "gap": (hostile({"a": GOOD, "b": GOOD | {"data_offsets": [12, 20]}}, b"\0" * 20), "begins at byte"),
     "more bytes": (hostile({"a": GOOD | {"data_offsets": [0, 12]}}, b"\0" * 12), "has 12 bytes"),
     "backwards": (of_one(data_offsets=[8, 0]), ""),
     "negative": (of_one(shape=[-2]), ""),
