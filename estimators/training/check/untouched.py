@@ -49,7 +49,8 @@ def _undos(value: Any, seen: dict[int, object]) -> Iterator[Callable[[], object]
         if not value.requires_grad and not value.is_meta:
             yield _bind(restore, value, value.detach().clone())
     elif isinstance(value, np.ndarray):
-        yield _bind(np.copyto, value, value.copy())
+        if value.flags.writeable:
+            yield _bind(np.copyto, value, value.copy())
     elif isinstance(value, torch.Generator):
         yield _bind(value.set_state, value.get_state())
     elif isinstance(value, random.Random):
@@ -58,18 +59,11 @@ def _undos(value: Any, seen: dict[int, object]) -> Iterator[Callable[[], object]
         yield _bind(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif isinstance(value, np.random.RandomState):
         yield _bind(value.set_state, value.get_state())
-    elif isinstance(value, (list, deque)):
-        items = list(value)
-        yield lambda: (value.clear(), value.extend(items))
+    elif isinstance(value, (list, deque, dict, set, tuple)):
+        items = _items(value)
+        if not isinstance(value, tuple):
+            yield _bind(_refill, value, items)
         for item in items:
-            yield from _undos(item, seen)
-    elif isinstance(value, (dict, set)):
-        content = value.copy()
-        yield lambda: (value.clear(), value.update(content))
-        for item in content.values() if isinstance(content, dict) else ():
-            yield from _undos(item, seen)
-    elif isinstance(value, tuple):
-        for item in value:
             yield from _undos(item, seen)
     elif _is_plain(value):
         yield from _undos(vars(value), seen)
@@ -77,6 +71,21 @@ def _undos(value: Any, seen: dict[int, object]) -> Iterator[Callable[[], object]
 
 def _bind(function: Callable[..., object], *arguments: Any) -> Callable[[], object]:
     return lambda: function(*arguments)
+
+
+def _items(value: Any) -> list[Any]:
+    # No `copy`, because a subclass, such as a cache of limited size, may make something else.
+    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    """Restores a container's items if they changed; a frozen container cannot be written."""
+    if [*map(id, _items(value))] != [*map(id, items)]:
+        value.clear()
+        if isinstance(value, (list, deque)):
+            value.extend(items)
+        else:
+            value.update(zip(items[::2], items[1::2], strict=True) if isinstance(value, dict) else items)
 
 
 def _is_plain(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,23 @@ class Box:
         self.rows: list[list[float]] = [[]]
 
 
+class Newest(OrderedDict[str, int]):
+    """A cache of limited size, which does not survive `OrderedDict.copy`."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.size = size
+
+    def __getitem__(self, key: str) -> int:
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.size:
+            self.popitem(last=False)
+
+
 class Remembers(nn.Module):
     """Changes everything that it holds in each pass."""
 
@@ -31,6 +48,9 @@ class Remembers(nn.Module):
         self.plain = torch.zeros(2)
         self.old, self.new, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator()
         self.legacy, self.pair = np.random.RandomState(1), ([0], "constant")
+        self.newest = Newest()
+        self.newest["a"], self.newest["b"] = 1, 2
+        self.table = np.frombuffer(b"read-only", np.uint8)
         self.library = random  # a module is no state of the network
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -38,6 +58,7 @@ class Remembers(nn.Module):
         self.box.rows[0].append(total)
         self.last.append(total)
         self.counts["calls"] += 1
+        self.newest["c"] = 3
         self.seen.add(len(self.seen))
         self.values += 1
         self.plain += 1
@@ -49,6 +70,7 @@ class Remembers(nn.Module):
         generators = [self.old.getstate(), self.new.bit_generator.state, self.torch.get_state().tolist()]
         held = [self.box.rows, list(self.last), self.counts, self.seen, self.values.tolist(), self.pair]
         legacy = [part.tolist() if isinstance(part, np.ndarray) else part for part in self.legacy.get_state()]
+        held.append(list(self.newest.items()))
         return copy.deepcopy([*generators, *held, self.plain.tolist(), legacy, self.training])
 
 
