@@ -219,7 +219,7 @@ def _restore_same(train_state: TrainState, own: RankState) -> None:
     if train_state.own_step is not None:
         train_state.own_step.load([own.tensors])
     train_state.callbacks.load_state_dicts(own.values["callbacks"])
-    train_state.state._logged |= own.values["logged"]
+    train_state.state._logged = own.values.get("logged", {})  # checkpoints from before `log` have none
     _restore_stop(train_state, own.values["stop_reason"], own)
     # Last, because restoring the rest may use random numbers.
     set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], train_state.device)
@@ -245,6 +245,7 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
     if train_state.own_step is not None:
         train_state.own_step.load(tensors if takes_all else [])
     train_state.callbacks.load_state_dicts(states[0].values["callbacks"])
+    train_state.state._logged.clear()  # the means of this epoch are of its remaining steps
     reasons = [state.values["stop_reason"] for state in states]
     _restore_stop(train_state, next((reason for reason in reasons if reason), None), states[0])
 

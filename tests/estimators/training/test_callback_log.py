@@ -19,6 +19,9 @@ LINEAR = ModelSpec("linear", {"in_features": 4})
 
 
 class Logs(Callback):
+    def on_train_start(self, state: TrainingState) -> None:
+        state.log("start", 1)
+
     def on_step_end(self, state: TrainingState) -> None:
         state.log("place", 100 * state.rank + state.step)
 
@@ -39,7 +42,7 @@ def test_each_rank_logs_its_own_mean_also_over_a_failure(
     for result in equal_to_undisturbed(config, UserObjects(callbacks=(Logs(),)), step=5):
         found = [epoch.metrics for epoch in result.history]
         assert found == [
-            {"place_rank0": 2.0, "place_rank1": 102.0},
+            {"place_rank0": 2.0, "place_rank1": 102.0, "start_rank0": 1.0, "start_rank1": 1.0},
             {"place_rank0": 5.0, "place_rank1": 105.0},
         ]
 

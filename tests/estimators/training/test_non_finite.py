@@ -16,6 +16,7 @@ from torch import nn
 from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.sync import Zero
+from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.non_finite import FirstBadLoss, NonFiniteStep, raise_first_bad
 from ringspark.estimators.training.settings.config import UserObjects
@@ -168,6 +169,18 @@ def test_rollback_goes_back_with_half_the_rate(runs: Runs) -> None:
     assert result.history[0].learning_rate == result.history[1].learning_rate == 0.01 / 4
     assert read_history(result.run_uri) == list(result.history)
     assert is_finite(result)
+
+
+class Logs(Callback):
+    def on_step_end(self, state: TrainingState) -> None:
+        state.log("step", state.step)
+
+
+def test_rollback_takes_logged_values_back(runs: Runs) -> None:
+    changes = {"on_non_finite": "rollback", "checkpoint_every_steps": 100, "batch_size": 8}
+    result = runs.here(data(runs, bad=False), objects(bursts=1, callbacks=(Logs(),)), **changes)
+    assert [found.action for found in result.non_finite] == ["rolled back"]
+    assert [record.metrics["step_rank0"] for record in result.history] == [5.5, 15.5]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
