@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ringspark.pipelines.spark_paths import is_remote
@@ -26,4 +26,5 @@ def name_jobs(spark: SparkSession, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        context.setLocalProperty(_DESCRIPTION, before)
+        with suppress(Exception):  # a stopped session must not hide the error of its job
+            context.setLocalProperty(_DESCRIPTION, before)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from spark_stages import IS_CONNECT
 from spark_tables import points
 
@@ -36,3 +37,22 @@ def test_the_jobs_of_a_fit_are_named_and_the_callers_name_returns(spark: Any, tm
         assert context.getLocalProperty("spark.job.description") == "mine"
     finally:
         context.setJobDescription(None)
+
+
+STOPS = """
+from pyspark.sql import SparkSession
+from ringspark.pipelines.job_names import name_jobs
+
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+try:
+    with name_jobs(spark, "stop"):
+        spark.stop()
+        raise RuntimeError("the job's own error")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.spark
+def test_the_error_of_a_job_is_shown_also_if_the_session_stopped(tmp_path: Path) -> None:
+    assert run_program(STOPS, folder=tmp_path).stdout.splitlines()[-1] == "the job's own error"
