@@ -140,7 +140,7 @@ class CheckedFit:
             warnings.warn(message, UserWarning, stacklevel=6)
         techniques, config = techniques_in(estimator), self.config
         for technique in techniques:
-            technique.check_rows(estimator, manifest)
+            technique.check_rows(estimator, config, manifest)
         if config.pretrained is not None:
             uri = storage.normalize(resolve(spark, config.pretrained.uri))
             config = config.with_values(pretrained=replace(config.pretrained, uri=uri))

@@ -100,7 +100,7 @@ class InitialModel(Technique):
             kinds[name] = _agree(name, Vocabulary(words=model._labels, order="alphabet"), kinds.get(name))
         return kinds
 
-    def check_rows(self, estimator: Any, manifest: ShardManifest) -> None:
+    def check_rows(self, estimator: Any, config: Any, manifest: ShardManifest) -> None:
         """Raises ValueError if the rows have other column types or classes than `initialModel`."""
         model = estimator.getInitialModel()
         for source, item in zip(
@@ -117,7 +117,7 @@ class InitialModel(Technique):
                 )
         if not model._labels:
             return
-        label = manifest.column_of(estimator.getLabelCol())
+        label = manifest.column_of(config.label_columns[0])
         words = label.kind.words if isinstance(label.kind, Vocabulary) else None
         if words is None or words != model._labels:
             raise ValueError(

@@ -72,7 +72,7 @@ class Technique:
 
     # ---- On the driver, once the rows are known.
 
-    def check_rows(self, estimator: Any, manifest: Any) -> None:
+    def check_rows(self, estimator: Any, config: Any, manifest: Any) -> None:
         """Checks the shards' columns and classes, before the network runs."""
 
     def check_optimizer(self, config: Any, objects: Any, network: nn.Module) -> None:

@@ -46,6 +46,18 @@ def add_teacher(fit: PreparedFit) -> PreparedFit:
     return replace(fit, estimator=estimator, dataset=teacher._add_results(dataset, bound, [name], results))
 
 
+def check_labels(config: TrainConfig, manifest: ShardManifest) -> None:
+    """Raises ValueError for string labels that are no class of the teacher."""
+    label = manifest.column_of(config.label_columns[0])
+    words = label.kind.words if isinstance(label.kind, Vocabulary) else None
+    for split, stats in manifest.stats.items():
+        if words is not None and (stats[label.name].maximum or 0) >= len(words):
+            raise ValueError(
+                f"labelCol {label.name!r} has {split} rows with strings that are no class of teacher; fit "
+                "the teacher on all classes, or drop these rows"
+            )
+
+
 def check_teacher(
     config: TrainConfig, objects: UserObjects, manifest: ShardManifest, shape: tuple[int, ...]
 ) -> None:
@@ -62,14 +74,6 @@ def check_teacher(
             f"teacher has {theirs} outputs per row, but the network has {ours}; fit the teacher on the same "
             "classes or labels, or change the network"
         )
-    label = manifest.column_of(config.label_columns[0])
-    words = label.kind.words if isinstance(label.kind, Vocabulary) else None
-    for split, stats in manifest.stats.items():
-        if words is not None and (stats[label.name].maximum or 0) >= len(words):
-            raise ValueError(
-                f"labelCol {label.name!r} has {split} rows with strings that are no class of teacher; fit "
-                "the teacher on all classes, or drop these rows"
-            )
     if takes_labels(objects.transform_batch):
         raise ValueError(
             "teacher gives outputs for each row, and a transformBatch that takes labels may mix rows; let "

@@ -23,6 +23,11 @@ class Distillation(Technique):
 
         return add_teacher(fit)
 
+    def check_rows(self, estimator: Any, config: Any, manifest: Any) -> None:
+        from ringspark.extras.distillation.teacher import check_labels
+
+        check_labels(config, manifest)
+
     def check(self, training: Any) -> None:
         from ringspark.extras.distillation.teacher import check_teacher
 
