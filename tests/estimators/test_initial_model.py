@@ -101,7 +101,8 @@ def test_words_and_classes_keep_their_numbers(spark, tmp_path):
     def rows(*pairs: tuple[str, str]) -> Any:
         return spark.createDataFrame([*pairs] * 20, "word string, label string").coalesce(1)
 
-    columns = {"inputCols": ["word"], "columns": {"word": Vocabulary(max_size=3)}}
+    # Spark finds columns in any case.
+    columns = {"labelCol": "LABEL", "inputCols": ["word"], "columns": {"word": Vocabulary(max_size=3)}}
     settings = {"model": nn.Embedding(4, 3), "batchSize": 20, "learningRate": 0.1, "epochs": 3}
     first = quiet(TorchClassifier, tmp_path, **columns, **settings)
     rows_before = rows(("b", "dog"), ("b", "dog"), ("a", "cat"), ("c", "fox"))
