@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -56,15 +55,18 @@ class TrainingState:
         """Logs a value of this rank. Raises ValueError if it is not finite.
 
         The mean of the epoch's values is the metric `<name>_rank<rank>` of the epoch, in the history and in
-        every tracker. Values logged in `on_epoch_end` belong to the next epoch.
+        every tracker. Values logged in `on_epoch_end` belong to the next epoch. If a training resumes with
+        another number of ranks within an epoch, the mean is of the values after the resume.
         """
         if not math.isfinite(value):
             raise ValueError(f"a callback logged {name}={value}; log finite numbers only")
-        self._logged.setdefault(name, []).append(float(value))
+        total = self._logged.setdefault(name, [0.0, 0])  # the sum of the values, and their number
+        total[0] += float(value)
+        total[1] += 1
 
     def take_logged(self) -> dict[str, float]:
         """Returns the means of the values logged since the last call."""
-        means = {f"{name}_rank{self.rank}": fmean(values) for name, values in self._logged.items()}
+        means = {f"{name}_rank{self.rank}": total / count for name, (total, count) in self._logged.items()}
         self._logged.clear()
         return means
 
