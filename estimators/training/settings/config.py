@@ -36,7 +36,9 @@ class TrainConfig(ConfigValues, JsonText):
     def of_checked(cls, **values: Any) -> TrainConfig:
         """Makes a config of values that their Params have checked; checks only the rules between settings."""
         made = cls.__new__(cls)
-        vars(made).update({f.name: f.default for f in fields(cls)} | values)
+        defaults = {f.name: f.default for f in fields(cls)}
+        assert values.keys() <= defaults.keys(), values.keys() - defaults.keys()
+        vars(made).update(defaults | values)
         made._check_rules()
         return made
 

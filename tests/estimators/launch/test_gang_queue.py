@@ -59,7 +59,7 @@ def test_gangs_run_in_order_of_arrival_also_where_a_later_one_would_fit():
 
 
 def test_gangs_that_fit_together_run_together():
-    queue, both = GangQueue(), Barrier(2)
+    queue, both = GangQueue(), Barrier(2, timeout=60)  # raises if one gang waits for the other
 
     def gang() -> None:
         with queue.turn(2, lambda: 4):
