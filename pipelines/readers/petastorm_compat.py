@@ -8,6 +8,7 @@ is replaced only for the file system `Files`.
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -43,6 +44,8 @@ def petastorm_importable() -> Iterator[None]:
                 del sys.modules[name]
         for name in _USE_PARQUET:
             sys.modules[name].pq = _Parquet("pyarrow.parquet")  # type: ignore[attr-defined]
+        # A pool of Petastorm 0.12 draws a seed, which would move the process's generator on.
+        sys.modules["petastorm.workers_pool.thread_pool"].random = random.Random()  # type: ignore[attr-defined]
         if not hasattr(np, "unicode_"):
             sys.modules["petastorm.unischema"].np = _NumPy("numpy")  # type: ignore[attr-defined]
 
