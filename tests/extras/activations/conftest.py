@@ -1,7 +1,5 @@
 """Networks with all types of saved tensors, one training pass, and a counter of live bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable
@@ -49,11 +47,11 @@ class Pass:
     held: int
     left: int
 
-    def equals(self, other: Pass) -> bool:
+    def equals(self, other: Any) -> bool:
         mine, theirs = [self.output, *self.gradients], [other.output, *other.gradients]
         return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
-    def error(self, other: Pass) -> float:
+    def error(self, other: Any) -> float:
         """Norm of the gradient difference, relative to the other norm."""
         mine, theirs = (torch.cat([g.flatten() for g in p.gradients]) for p in (self, other))
         return float((mine - theirs).norm() / theirs.norm())

@@ -1,7 +1,5 @@
 """Eight-bit blocks have a bounded error; packed booleans and flat memory are exact."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

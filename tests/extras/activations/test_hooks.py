@@ -1,7 +1,5 @@
 """Packed saved tensors give the same gradients, need fewer bytes, and leave nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The disk store gives bytes back, and its unnamed file ends with the graph; both techniques train."""
 
-from __future__ import annotations
-
 import os
 import resource
 import tempfile

@@ -3,8 +3,6 @@
 The ranks of one gang run all cases, and each test checks its case.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """`train_worker` with a parameter server: equality with synchronous training, checkpoints, slow workers."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

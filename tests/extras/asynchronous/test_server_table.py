@@ -1,7 +1,5 @@
 """A server in one process has bounded clocks, shows workers their own writes, and counts completed steps."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

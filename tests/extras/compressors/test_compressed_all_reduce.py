@@ -1,7 +1,5 @@
 """Residuals of gradient compression: when they change and when they must not, on real gangs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`train_worker` with gradient compression: failed and resumed runs, and replicas of sharded networks."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

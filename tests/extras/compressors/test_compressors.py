@@ -3,8 +3,6 @@
 One gang per collective and size runs all compressors; each test checks its own compressor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

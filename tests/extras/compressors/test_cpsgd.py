@@ -1,7 +1,5 @@
 """Tests the integers, the noise, and the trainings of cpSGD."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

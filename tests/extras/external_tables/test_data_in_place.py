@@ -1,7 +1,5 @@
 """`data="inPlace"`: shards of references give the batches and weights of shards with copies of the rows."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Callable

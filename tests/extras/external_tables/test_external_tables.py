@@ -1,7 +1,5 @@
 """External tables through the readers: every guarantee for shards also holds for tables in any layout."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

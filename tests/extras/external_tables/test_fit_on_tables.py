@@ -1,7 +1,5 @@
 """`fitOnParquet` and `fitOnDelta`: training on external tables equals training on shards of the same rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

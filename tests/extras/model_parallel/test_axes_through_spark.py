@@ -1,7 +1,5 @@
 """Every axis of a mesh, every pipeline schedule and own optimizers train through Spark like one worker."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

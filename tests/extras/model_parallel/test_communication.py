@@ -1,7 +1,5 @@
 """Collectives inside a network give the values and gradients of one process with whole tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

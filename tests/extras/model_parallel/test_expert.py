@@ -1,7 +1,5 @@
 """Expert parallelism gives the outputs, gradients and weights of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

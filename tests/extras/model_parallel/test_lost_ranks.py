@@ -3,8 +3,6 @@
 Under Spark's supervisor, with every role of five meshes: `make faults ARGS="--only kill hang"`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Memory over a mesh matches theory and plans; a mesh trains networks that one rank cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The driver refuses a mesh whose results differ from the unsharded network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every pipeline schedule computes the result of one process, for any row counts."""
 
-from __future__ import annotations
-
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence

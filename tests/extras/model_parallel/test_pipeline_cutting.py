@@ -1,7 +1,5 @@
 """Splitting a network into stages, the layers that a stage keeps, and backward passes in two halves."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

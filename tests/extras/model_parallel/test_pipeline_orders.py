@@ -1,7 +1,5 @@
 """Pipeline schedules are complete, free of deadlocks, and as idle and memory-hungry as published."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Meshes with unusual networks (names, tied weights, frozen stages, random numbers) or few bits."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import OrderedDict

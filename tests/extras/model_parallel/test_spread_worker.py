@@ -1,7 +1,5 @@
 """`train_worker` over model-parallel meshes trains like one worker, and any other mesh can resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@
 prints the largest difference of the weights and the seconds of both fits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

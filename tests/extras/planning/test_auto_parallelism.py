@@ -1,7 +1,5 @@
 """`parallelism="auto"`: data parallelism for a small network, sharding of a large one, resume."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Memory plans of sharded networks and mixtures: exact shards, live micro-batches, measured peaks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import prod

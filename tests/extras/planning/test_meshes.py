@@ -1,7 +1,5 @@
 """Predicted step time and memory of meshes: closed forms, trends, and error messages."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Predicted scaling with workers: closed forms, a published table, layers, and a measuring gang."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Tests the account of cpSGD against the exact privacy loss of binomial noise on one number."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An audit: what an attacker finds out about canaries never exceeds the promised epsilon."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

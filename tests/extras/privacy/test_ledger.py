@@ -1,7 +1,5 @@
 """Epsilon against opacus and dp-accounting, and the noise that keeps a promise."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

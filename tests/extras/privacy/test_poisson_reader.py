@@ -1,7 +1,5 @@
 """Samples of the Poisson reader: rates, independence, and the rows of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Private trainings through Spark: the summary, saved models, continued trainings and restarts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Private trainings on one rank and on gangs: noise, sampling, history, ledger and resumes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

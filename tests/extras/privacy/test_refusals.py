@@ -1,7 +1,5 @@
 """Settings, columns and networks that would publish rows without noise are refused on the driver."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clipped gradient sums against a loop over rows, for several kinds of networks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The objective of a search, decisions about running trials, the table of trials, and the journal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The decisions of population based training, and its resume from an earlier driver's records."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

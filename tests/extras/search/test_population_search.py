@@ -1,7 +1,5 @@
 """`PopulationSearch` in a real session: copied members, resume and saving."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

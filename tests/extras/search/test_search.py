@@ -1,7 +1,5 @@
 """`OptunaSearch` in a real session: trials on gangs, one write, pruning, resume, saving, error messages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

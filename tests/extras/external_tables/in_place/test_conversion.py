@@ -1,7 +1,5 @@
 """String hashing needs little extra memory and equals Spark's hash."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

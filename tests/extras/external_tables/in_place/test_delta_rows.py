@@ -1,7 +1,5 @@
 """The rows of a listed Delta table are the rows that deltalake's own engine reads at this version."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Reading some rows of a row group through page offsets gives the same rows as Arrow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

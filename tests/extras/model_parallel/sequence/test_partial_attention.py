@@ -1,7 +1,5 @@
 """Attention over key chunks equals attention over all keys; each token span is on one rank."""
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Sequence-sharded rows give the outputs, gradients and weights of one worker with whole rows."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

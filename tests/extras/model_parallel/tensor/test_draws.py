@@ -1,7 +1,5 @@
 """Dropout inside sharded layers differs per rank; dropout outside them is the same on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Networks of the transformers library are sharded by layer names, or refused with the unknown layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

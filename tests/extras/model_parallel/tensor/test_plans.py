@@ -1,7 +1,5 @@
 """The driver refuses tensor parallel plans that would compute wrong results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
