@@ -1,11 +1,6 @@
 """`train_worker` with gradient compression: failed and resumed runs, and replicas of sharded networks."""
 
 import math
-import os
-import random
-import signal
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +16,6 @@ from ranks import run_ranks
 from small_training import columns_of, config_of, train_gang, weights_of, workers_of
 from torch import nn
 
-from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.options.compression import Compression
@@ -75,13 +69,6 @@ def test_a_resumed_training_may_have_other_workers(config: Any, workers: int, ne
     assert abs(resumed.history[-1].train_loss - last) < 0.3 * (first - last)
 
 
-def test_whole_sums_of_two_levels_train_what_plain_ones_do(config: MakeConfig) -> None:
-    """On one host, the reduction within the host is the complete reduction."""
-    plain, sync = config("none"), _sync({"name": "none", "between": "hosts"})
-    levels = replace(plain, run_uri=f"{plain.run_uri}-levels", sync=sync)
-    assert difference(train_gang(plain), train_gang(levels), plain) < 1e-6
-
-
 def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(config: MakeConfig) -> None:
     """First steps overflow and are skipped, which halves the scale; residuals kept in another scale
     would be sent twice or half as large, and the loss would not fall as in full precision."""
@@ -107,50 +94,6 @@ def test_every_compressor_trains_nearly_as_whole_gradients_do(config: MakeConfig
     whole, other = (train_gang(one).history for one in (made, compressed))
     # Compression keeps most of the loss decrease; a wrong gradient would keep none.
     assert whole[0].train_loss - other[-1].train_loss > 0.7 * (whole[0].train_loss - whole[-1].train_loss)
-
-
-class Dies(Callback):
-    """Kills this process at a random moment, `kills` times."""
-
-    def __init__(self, folder: Path, kills: int) -> None:
-        self._folder = folder
-        self._kills = kills
-
-    def on_train_start(self, state: TrainingState) -> None:
-        done = len(list(self._folder.iterdir()))
-        draw = random.Random(done)
-        rank, seconds = draw.randrange(state.size), draw.uniform(0.0, 0.25)
-        if done < self._kills and rank == state.rank:
-            timer = threading.Timer(seconds, self._die, [done])
-            timer.daemon = True
-            timer.start()
-
-    def _die(self, number: int) -> None:
-        (self._folder / str(number)).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        time.sleep(0.005)
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments_leave_the_weights_as_they_would_have_been(
-    config: MakeConfig, tmp_path: Path
-) -> None:
-    kills, folder = 20, tmp_path / "kills"
-    folder.mkdir()
-    made = config("topk", epochs=40)
-    straight = train_gang(replace(made, run_uri=str(tmp_path / "straight")))
-    objects = UserObjects(callbacks=(Dies(folder, kills),))
-    lost = 0
-    while True:
-        try:
-            result = train_gang(made, objects)
-            break
-        except WorkerError:
-            lost += 1
-    assert lost == kills
-    assert difference(result, straight, made) == 0
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

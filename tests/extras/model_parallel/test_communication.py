@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.mesh import AXES
-from ringspark.estimators.parallel.mesh import RankMesh, group_ranks
+from ringspark.estimators.parallel.mesh import group_ranks
 from ringspark.estimators.parallel.shard_spec import shard_view
 from ringspark.extras.model_parallel.communication import (
     all_gather,
@@ -149,20 +149,3 @@ def test_the_groups_over_axes_hold_every_rank_once_and_neighbours_on_the_last_ax
     assert group_ranks(sizes, ["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert group_ranks(sizes, ["pipeline"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert group_ranks(sizes, ["data", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def _places(collective: Collective) -> Any:
-    mesh = RankMesh.of(collective, {"pipeline": 2, "data": 2})
-    copy = mesh.replica.all_reduce(torch.tensor([float(collective.rank)])).item()
-    has_losses = mesh.coordinates["pipeline"] == 0
-    return [mesh.stage, has_losses, [mesh.data_rank, mesh.data_size], copy, mesh.is_first_replica]
-
-
-@pytest.mark.slow
-def test_the_first_rank_has_the_losses_and_every_copy_of_the_network_its_rows() -> None:
-    assert run_ranks(4, "torch", _places) == [
-        [1, True, [0, 2], 2.0, True],
-        [1, True, [1, 2], 4.0, False],
-        [0, False, [0, 2], 2.0, True],
-        [0, False, [1, 2], 4.0, False],
-    ]

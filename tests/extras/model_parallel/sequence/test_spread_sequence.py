@@ -3,18 +3,15 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.nn import functional as F
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.extras.model_parallel.sequence import CONTEXTS
@@ -166,78 +163,6 @@ def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -
     with pytest.raises(ValueError, match="needs the length of whole rows; pass the result"):
         mixture(torch.zeros(2, 3, 4))
     assert mixture(torch.zeros(2, 3, 4), mixture.rows.told(None, 3)).shape == (2, 3, 4)
-
-
-def _train(
-    module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, kind: str, global_rows: int
-) -> None:
-    """Takes 50 steps on different rows, split over the data ranks; a data rank may have no rows."""
-    sync = GradientAllReduce(module, optimizer, mesh.gradients)
-    for step in range(50):
-        ids = _ids(global_rows, 13 - step % 3, seed=step)[mesh.data_rank :: mesh.data_size]
-        optimizer.zero_grad()
-        with sync.micro_batch(last=True):
-            if len(ids):
-                outputs = sync.module(ids)
-                labels = ids.roll(-1, 1) if kind == "language model" else ids.sum(1) % 3
-                loss = F.cross_entropy(outputs, labels, reduction="sum") / global_rows
-                loss.backward()  # type: ignore[no-untyped-call]
-        sync.reduce()
-        optimizer.step()
-
-
-def _trained(collective: Collective, *, cases: list[tuple[str, str]], data: int) -> Any:
-    mesh = RankMesh.of(collective, {"data": data, "sequence": collective.size // data})
-    far = {}
-    for way, kind in cases:
-        # With one row, the second data rank never has rows.
-        rows = 1 if data > 1 and kind == "classifier" else 5
-        far[f"{way} {kind}"] = 0.0
-        # SGD detects gradients that are counted twice; AdamW's steps would be the same.
-        for optimizer, rate in ((torch.optim.AdamW, 1e-3), (torch.optim.SGD, 1e-2)):
-            one = _network(kind)
-            spread = copy.deepcopy(one)
-            shard_sequence(spread, mesh.axes["sequence"], way)
-            for module, own in ((one, RankMesh.of(LocalCollective())), (spread, mesh)):
-                _train(module, optimizer(module.parameters(), lr=rate), own, kind, rows)
-            if optimizer is torch.optim.AdamW:
-                _zero_key_biases(one)
-                _zero_key_biases(spread)
-            found = _far([p.detach() for p in spread.parameters()], [p.detach() for p in one.parameters()])
-            far[f"{way} {kind}"] = max(far[f"{way} {kind}"], found)
-    return far
-
-
-@torch.no_grad()
-def _zero_key_biases(module: nn.Module) -> None:
-    """Zeroes the key biases, which have no effect.
-
-    A key bias shifts all scores of a query equally. Its gradient is only a rounding error, which AdamW scales
-    up to full steps.
-    """
-    for name, p in module.named_parameters():
-        if name.endswith("qkv.bias"):
-            p.view(3, -1)[1] = 0
-
-
-_EACH = [(way, kind) for way in CONTEXTS for kind in KINDS]
-
-
-@pytest.mark.parametrize(
-    ("size", "data", "cases"),
-    [
-        (2, 1, [("ring", "language model"), ("gather", "padded classifier")]),
-        pytest.param(2, 1, _EACH, marks=pytest.mark.slow),
-        pytest.param(4, 1, _EACH, marks=pytest.mark.slow),
-        pytest.param(4, 2, _EACH, marks=pytest.mark.slow),
-    ],
-    ids=["2", "2 each", "4 each", "2 by 2 each"],
-)
-def test_fifty_steps_lead_to_the_weights_of_one_worker(size: int, data: int, cases: Any) -> None:
-    far, *others = run_ranks(size, "torch", partial(_trained, cases=cases, data=data))
-    assert all(other == far for other in others)  # to the bit
-    assert len(far) == len(cases)
-    assert max(far.values()) < 1e-5, far
 
 
 class _Counted:

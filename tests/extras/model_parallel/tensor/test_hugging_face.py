@@ -1,15 +1,10 @@
 """Networks of the transformers library are sharded by layer names, or refused with the unknown layer."""
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from parity import equal_to_one_worker
-from small_training import config_of, weights_of
 
-from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.tensor import make_region, plan_of, shard_layers
 
@@ -67,25 +62,3 @@ def test_a_block_that_would_be_cut_by_half_is_refused(name: str, sizes: dict[str
     network = _network(name, sizes)
     with pytest.raises(ValueError, match=f"{name}Model but does not know '{left}' next to it; set 'plan'"):
         plan_of(network, 2)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_trains_on_two_tensor_ranks_as_on_one(make_shards: Any, tmp_path: Path, name: str) -> None:
-    """6 steps with padded rows, clipping and momentum; every block is sharded."""
-    sizes = transformers.AutoConfig.for_model(name.lower(), **FAMILIES[name], num_labels=3)
-    torch.manual_seed(0)
-    network = transformers.AutoModelForSequenceClassification.from_config(sizes)
-    assert type(network).__name__ == f"{name}ForSequenceClassification"
-    rng = np.random.default_rng(0)
-    ids = rng.integers(3, 20, (96, 8))
-    mask = np.arange(8) < rng.integers(1, 9, (96, 1))
-    columns = {"x": ids * mask, "mask": mask.astype(np.int64), "y": ids[:, 0] % 3}
-    # Key biases have only rounding errors as gradients, which Adam would turn into full steps.
-    settings = {"task": "any", "losses": ("cross_entropy",), "input_columns": ("x", "mask")}
-    settings |= {"optimizer": "momentum", "learning_rate": 0.1, "max_grad_norm": 1.0, "collective": "torch"}
-    config = config_of(make_shards(columns), tmp_path / "run", **settings)
-    before = torch.cat([p.detach().flatten() for p in network.parameters()])
-    one, _ = equal_to_one_worker(config, UserObjects(module=network), parallelism={"tensor": 2})
-    assert float((weights_of(one, network) - before).abs().max()) > 0.01
