@@ -72,6 +72,8 @@ def piped(schedule: str, virtual: int = 1) -> dict[str, Any]:
 
 
 MESHES: dict[str, dict[str, Any]] = {
+    "one": {"parallelism": Mesh()},
+    "data": {"parallelism": Mesh(data=2)},
     "tensor": {"parallelism": Mesh(tensor=2)},
     "sequence": {"parallelism": Mesh(sequence=2)},
     "sequence-ulysses": {"parallelism": Mesh(sequence=2, context="ulysses")},
@@ -85,14 +87,6 @@ MESHES: dict[str, dict[str, Any]] = {
     **{schedule: piped(schedule) for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")},
     **{schedule: piped(schedule, virtual=2) for schedule in ("interleaved", "zbv")},
 }
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_fits_like_one_worker(train: Callable[..., Any], one: dict[str, Any], name: str) -> None:
-    many = train(numWorkers=workers_of(MESHES[name]["parallelism"]), **MESHES[name])
-    assert difference(many, one["text"]) < 1e-5
-    losses = [[*model.summary.history.train_loss] for model in (many, one["text"])]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_experts_on_several_workers_fit_like_one_worker(train: Any, one: dict[str, Any]) -> None:
@@ -129,23 +123,15 @@ def own_momentum() -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: Heavy(parameters, lr=0.05)
 
 
-@pytest.mark.parametrize(
-    ("workers", "settings"),
-    [
-        (1, {}),
-        (2, {}),
-        (2, {"sync": Zero(stage=1)}),
-        (2, {"sync": Zero(stage=3)}),
-        (2, {"parallelism": Mesh(tensor=2)}),
-        (2, {"parallelism": Mesh(sequence=2)}),
-        (2, piped("1f1b")),
-    ],
-    ids=repr,
-)
-def test_an_optimizer_of_a_users_own_fits_like_the_named_one(
-    train: Callable[..., Any], one: dict[str, Any], workers: int, settings: dict[str, Any]
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_and_an_own_optimizer_fit_like_one_worker_and_the_named_one(
+    train: Callable[..., Any], one: dict[str, Any], name: str
 ) -> None:
-    assert difference(train(optimizer=own_momentum(), numWorkers=workers, **settings), one["text"]) < 1e-5
+    workers = workers_of(MESHES[name]["parallelism"])
+    many = train(optimizer=own_momentum(), numWorkers=workers, **MESHES[name])
+    assert difference(many, one["text"]) < 1e-5
+    losses = [[*model.summary.history.train_loss] for model in (many, one["text"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_an_own_optimizer_of_whole_parameters_is_refused_where_they_are_sharded(train: Any) -> None:
