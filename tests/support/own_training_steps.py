@@ -79,41 +79,6 @@ def ordinary_step(step: Any) -> None:
     step.minimize(step.mean((outputs - step.labels[0]).square()))
 
 
-class RingGan(nn.Module):
-    """A Wasserstein GAN for points in the plane."""
-
-    def __init__(self, noise: int = 2, width: int = 64) -> None:
-        super().__init__()
-
-        def layers(inputs: int, outputs: int) -> nn.Sequential:
-            hidden = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-            return nn.Sequential(*hidden, nn.Linear(width, outputs))
-
-        self.generator, self.critic = layers(noise, 2), layers(2, 1)
-
-    def forward(self, noise: torch.Tensor) -> Any:
-        return self.generator(noise)
-
-
-def ring_optimizers(module: Any) -> dict[str, torch.optim.Optimizer]:
-    return {
-        name: torch.optim.Adam(getattr(module, name).parameters(), lr=2e-3, betas=(0.5, 0.9))
-        for name in ("generator", "critic")
-    }
-
-
-def ring_step(step: Any) -> None:
-    """Two critic steps with a gradient penalty, then a step of the generator."""
-    gan, (real,) = step.module, step.labels
-    for _ in range(2):
-        fake = gan.generator(step.randn(2)).detach()
-        mixed = (real + step.rand(1) * (fake - real)).requires_grad_()
-        (slope,) = torch.autograd.grad(gan.critic(mixed).sum(), mixed, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).square()
-        step.minimize(step.mean(penalty - (gan.critic(real) - gan.critic(fake))[:, 0]), "critic")
-    step.minimize(step.mean(-gan.critic(gan.generator(step.randn(2)))[:, 0]), "generator")
-
-
 class KillOnce(Callback):
     """Kills the last rank in a step, or raises there, while the file `path` exists."""
 

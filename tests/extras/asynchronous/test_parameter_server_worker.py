@@ -14,11 +14,10 @@ import torch
 from parity import difference
 from safetensors.torch import load_file
 from short_sync import sync_of
-from small_training import columns_of, config_of, train_gang, train_in_turn, train_ranks, weights_of
+from small_training import columns_of, config_of, train_gang, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.options.sync import ParameterServer
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step_log import read_steps
@@ -74,16 +73,6 @@ def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(config: MakeConfig
     one, other = (train_gang(each, UserObjects(callbacks=callbacks)) for each in (plain, served))
     assert difference(one, other, plain) == 0
     assert one.history[-1].validation_loss == other.history[-1].validation_loss
-
-
-def test_staleness_0_clips_decays_and_averages_like_all_reduce(config: MakeConfig) -> None:
-    """`maxGradNorm` bounds the norm of the gradient that all servers hold together."""
-    plain = config(optimizer="adamw", weight_decay=0.1, ema_decay=0.9, max_grad_norm=0.5)
-    served = replace(plain, run_uri=f"{plain.run_uri}-served", sync=ParameterServer(staleness=0))
-    free = replace(served, run_uri=f"{plain.run_uri}-free", max_grad_norm=None)
-    results = train_in_turn({"plain": plain, "served": served, "free": free})
-    assert difference(results["plain"], results["served"], plain) < 1e-6
-    assert difference(results["served"], results["free"], plain) > 1e-4
 
 
 class _Constant(nn.Module):

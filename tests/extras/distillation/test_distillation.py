@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from parity import assert_equal_weights
-from pyspark.ml.evaluation import MulticlassClassificationEvaluator
-from pyspark.ml.tuning import CrossValidator
 
 from ringspark.estimators import TorchClassifier, TorchEstimator, TorchRegressor
 from ringspark.models import ModelSpec
@@ -57,8 +55,10 @@ def test_a_network_that_equals_its_teacher_stays_as_it_is(rows: Any, teacher: An
 
 
 def test_alpha_0_trains_as_without_a_teacher(rows: Any, teacher: Any, root: Path) -> None:
-    fits = [{}, {"teacher": teacher, "alpha": 0.0}, {"teacher": teacher, "alpha": 0.5}]
-    alone, ignoring, following = (_estimator(TorchClassifier, root, "name", **own).fit(rows) for own in fits)
+    with pytest.warns(UserWarning, match="alpha has no effect"):
+        alone = _estimator(TorchClassifier, root, "name", alpha=0.25).fit(rows)
+    stages = (_estimator(TorchClassifier, root, "name", teacher=teacher, alpha=alpha) for alpha in (0.0, 0.5))
+    ignoring, following = (stage.fit(rows) for stage in stages)
     assert_equal_weights(alone, ignoring)
     with pytest.raises(AssertionError):
         assert_equal_weights(alone, following)
@@ -84,19 +84,6 @@ def test_a_saved_estimator_has_the_path_of_its_teacher(rows: Any, teacher: Any, 
     assert model.hasSummary
     with pytest.raises(ValueError, match=r"teacher of .* is a model in memory; save that model"):
         estimator.setTeacher(teacher).save(str(root / "other"))
-
-
-def test_cross_validation_passes_the_teacher_on(rows: Any, teacher: Any, root: Path) -> None:
-    def fit(**changes: Any) -> list[float]:
-        estimator = _estimator(TorchClassifier, root, "number", learningRate=0.05, **changes)
-        judge = MulticlassClassificationEvaluator(labelCol="number", metricName="logLoss")
-        given = {"estimator": estimator, "estimatorParamMaps": [{estimator.alpha: 1.0}], "evaluator": judge}
-        return CrossValidator(**given, numFolds=2, seed=1).fit(rows).avgMetrics
-
-    numbers = _estimator(TorchClassifier, root, "number", epochs=3, learningRate=0.05).fit(rows)
-    with pytest.warns(UserWarning, match="alpha has no effect"):
-        alone = fit()
-    assert fit(teacher=numbers) != alone
 
 
 def test_a_regression_imitates_values(rows: Any, root: Path) -> None:

@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from failing_callback import Fails
 from pyspark.ml import Pipeline
-from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 from spark_tables import spark_conf
 
@@ -207,27 +205,6 @@ def test_a_pipeline_trains_the_same_weights(spark: Any, table: str, tmp_path: Pa
     assert _weights(models[0]) == _weights(models[1])
     histories = [model.summary.history for model in models]
     assert histories[0].validation_loss.tolist() == histories[1].validation_loss.tolist()
-
-
-@pytest.mark.slow
-def test_a_tuner_chooses_the_same_rows_and_model(spark: Any, table: str, tmp_path: Path, places: Any) -> None:
-    files = str(tmp_path / "folded")
-    spark.read.parquet(table).selectExpr("wave", "narrow", "int(id % 2) AS fold").write.parquet(files)
-    frame = spark.read.parquet(files)
-    found, evaluator = [], RegressionEvaluator(labelCol="narrow")
-    for place in ("copy", "inPlace"):
-        estimator = _linear(tmp_path, data=place)
-        grid = ParamGridBuilder().addGrid(estimator.learningRate, [0.01, 0.001]).build()
-        tuner = CrossValidator(estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator)
-        tuned = tuner.setNumFolds(2).setFoldCol("fold").fit(frame)
-        found.append((tuned.avgMetrics, _weights(tuned.bestModel)))
-    assert found[0] == found[1]
-    assert places == sorted(places)
-    assert places.count(True) == places.count(False)
-    # Spark draws these folds at random; data="inPlace" would draw other folds, so it is refused.
-    split = TrainValidationSplit(estimator=estimator, estimatorParamMaps=[{}], evaluator=evaluator)
-    with pytest.raises(ValueError, match=r"cached and calls 'rand'.*; set data='copy'"):
-        split.fit(frame)
 
 
 @pytest.mark.slow

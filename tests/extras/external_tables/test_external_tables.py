@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
-from spark_tables import spark_conf, time_zone
+from spark_tables import spark_conf
 
 from ringspark.extras.external_tables import footers, list_parquet, table_manifest
 from ringspark.extras.external_tables import manifest as manifest_module
@@ -122,18 +122,6 @@ def test_every_row_comes_once_in_the_same_step_for_any_number_of_workers(
     assert len(rest) == len(steps) - middle
     assert all(map(np.array_equal, steps[middle:], rest))
     assert np.array_equal(np.concatenate(_steps(manifest, 3, size, shuffle=False)), np.arange(rows))
-
-
-@pytest.mark.slow
-def test_a_row_group_of_ten_million_rows_is_read_by_its_pages(spark: Any, tmp_path: Path) -> None:
-    rows = 10_000_000
-    pq.write_table(_rows(0, rows), tmp_path / "a.parquet", row_group_size=rows)
-    manifest = _manifest(spark, tmp_path)
-    assert manifest.row_groups == (20_000,) * 500
-    alone = _steps(manifest, 1, batch_size=65_536)
-    assert np.array_equal(np.sort(np.concatenate(alone)), np.arange(rows))
-    for shards in (2, 3):
-        assert all(map(np.array_equal, alone, _steps(manifest, shards, batch_size=65_536)))
 
 
 def _all_types(spark: Any) -> Any:
@@ -263,17 +251,6 @@ def test_a_vocabulary_counts_files_of_training_rows_alone(spark: Any, tmp_path: 
     manifest = table_manifest(spark, table, ["id", "city", "region"], kinds, "held")
     assert manifest.column("city").kind.words == ("old",)
     assert manifest.column("region").kind.words == ("y",)
-
-
-def test_timestamps_in_a_delta_log_are_in_the_time_zone_of_the_session(spark: Any, tmp_path: Path) -> None:
-    deltalake = pytest.importorskip("deltalake")
-    times = pa.array([0, 1_000_000, 2_000_000], pa.timestamp("us", "UTC"))
-    table = pa.table({"id": [0, 1, 2], "time": times})
-    deltalake.write_deltalake(str(tmp_path), table, partition_by=["time"])
-    for zone, hours in (("America/New_York", 5), ("UTC", 0)):
-        with time_zone(spark, zone):
-            found = table_manifest(spark, list_delta(spark, str(tmp_path))).range_of("time")
-            assert found == (hours * 3_600_000_000, hours * 3_600_000_000 + 2_000_000)
 
 
 def test_a_delta_table_with_deleted_rows_is_refused(spark: Any, tmp_path: Path) -> None:

@@ -82,25 +82,10 @@ def test_a_fit_on_a_table_is_the_fit_on_shards_of_it(spark: Any, table: str, tmp
     in_order.clear(in_order.columns)  # the shards already record the column types
     on_shards = in_order.fitOnShards(shards)
     assert _same(on_table, on_shards)
+    assert on_table.labels == ["cold", "warm"]
     assert list(on_table.summary.history.rows) == [240] * 3
     # Only the runs remain; each fit removes its temporary manifest.
     assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {"run"}
-
-
-@pytest.mark.slow
-def test_a_model_of_a_table_scores_it_and_is_saved_and_loaded(
-    spark: Any, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
-    frame = spark.read.parquet(table)
-    model = _classifier(tmp_path / "runs").fitOnParquet(table)
-    assert model.labels == ["cold", "warm"]
-    assert model.evaluate(frame) == {"accuracy": 1.0}
-    model.save(str(tmp_path / "model"))
-    loaded = type(model).load(str(tmp_path / "model"))
-    scored = [m.transform(frame).orderBy("id").collect() for m in (model, loaded)]
-    assert scored[0] == scored[1]
-    assert [row.predictedLabel for row in scored[0]] == [row.weather for row in scored[0]]
 
 
 def test_two_workers_train_what_one_trains_and_go_on_where_it_failed(table: str, tmp_path: Path) -> None:
@@ -143,17 +128,6 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
         _linear(tmp_path, **run, resume=True).fitOnParquet(str(root))
     with pytest.raises(ValueError, match="train rows: 96 -> 240"):
         _linear(tmp_path, **run, resume=True).fitOnParquet(table)
-
-
-@pytest.mark.slow
-def test_a_column_of_the_folders_holds_out_its_rows(spark: Any, table: str, tmp_path: Path) -> None:
-    root = str(tmp_path / "table")
-    frame = spark.read.parquet(table).select("id", "size", (F.col("id") % 4 == 0).cast("int").alias("test"))
-    frame.write.partitionBy("test").parquet(root)
-    model = _linear(tmp_path, validationIndicatorCol="test", keep="best").fitOnParquet(root)
-    history = model.summary.history
-    assert list(history.rows) == [180, 180]
-    assert history.validation_loss.notna().all()
 
 
 def _write_delta(uri: str, first: int, rows: int, **settings: Any) -> None:

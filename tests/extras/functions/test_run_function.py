@@ -43,10 +43,6 @@ def _sum_of_ranks() -> float:
     return float(total)
 
 
-def test_the_ranks_connect_by_torch(spark: Any) -> None:
-    assert ringspark.run(_sum_of_ranks, numWorkers=2) == [3.0, 3.0]
-
-
 class _OddError(Exception):
     """Cannot be made again from its `args`."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity import equal_to_one_worker
 from small_training import columns_of, config_of
 from torch import nn
 
@@ -168,16 +167,6 @@ def test_a_network_that_is_not_small_is_measured(
     for name in ("data 2", "tensor 2", "pipeline 2"):
         assert name in choice.explanation
     assert choice.config.parallelism.to_values().keys() <= {"tensor", "pipeline"}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_what_is_chosen_trains_what_one_worker_does(make: Any, choose: Any) -> None:
-    spread = make()
-    found = choose(spread, budget=200_000).config
-    chosen = {"parallelism": found.parallelism, "gradient_accumulation": found.gradient_accumulation}
-    assert replace(spread, **chosen) == found
-    equal_to_one_worker(spread, num_workers=2, **chosen)
 
 
 @pytest.mark.spark
