@@ -201,27 +201,36 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("compression", _OPTIONS)
-def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlives_a_gang(
-    compression: str,
-) -> None:
-    ranks = run_ranks(2, "torch", partial(_resumes, compression))
-    assert all(rank["equal"] for rank in ranks)
-    residuals = [torch.tensor(rank["state"]["0/residual"], dtype=torch.float64) for rank in ranks]
-    assert all(residual.any() for residual in residuals)
-    states = [
-        {key: torch.tensor(values) for key, values in rank["state"].items()} | {"0/residual": r}
-        for r, rank in zip(residuals, ranks, strict=True)
-    ]
-    loaded = run_ranks(3, "torch", partial(_loads, compression, states))
-    found = sum(torch.tensor(residual, dtype=torch.float64) for residual in loaded)
-    assert torch.equal(found, residuals[0] + residuals[1])
+def _resume_all(collective: Collective) -> Any:
+    return {compression: _resumes(compression, collective) for compression in _OPTIONS}
 
 
-def _loads(compression: str, states: Any, collective: Collective) -> Any:
-    sync = _sync(collective, name=compression, **_OPTIONS[compression])
-    sync.load_rank_states(states, is_same=False)
-    return _residual(sync).tolist()
+def _load_all(states: dict[str, Any], collective: Collective) -> Any:
+    found = {}
+    for compression, own in states.items():
+        sync = _sync(collective, name=compression, **_OPTIONS[compression])
+        sync.load_rank_states(own, is_same=False)
+        found[compression] = _residual(sync).tolist()
+    return found
+
+
+def test_a_resumed_training_sends_the_same_bits_and_the_sum_of_residuals_outlives_a_gang() -> None:
+    ranks = run_ranks(2, "torch", _resume_all)
+    states, wanted = {}, {}
+    for name in _OPTIONS:
+        own = [rank[name] for rank in ranks]
+        assert all(rank["equal"] for rank in own), name
+        residuals = [torch.tensor(rank["state"]["0/residual"], dtype=torch.float64) for rank in own]
+        assert all(residual.any() for residual in residuals), name
+        states[name] = [
+            {key: torch.tensor(values) for key, values in rank["state"].items()} | {"0/residual": residual}
+            for rank, residual in zip(own, residuals, strict=True)
+        ]
+        wanted[name] = residuals[0] + residuals[1]
+    loaded = run_ranks(3, "torch", partial(_load_all, states))
+    for name, residual in wanted.items():
+        found = sum(torch.tensor(rank[name], dtype=torch.float64) for rank in loaded)
+        assert torch.equal(found, residual), name
 
 
 def test_a_gang_of_one_takes_over_what_larger_ones_had_not_sent() -> None:
@@ -330,50 +339,55 @@ def test_residuals_of_other_parameters_of_the_same_size_are_neither_read_nor_add
     assert "residuals of gradient compression are lost" in caplog.text
 
 
-def _after_three_steps(compression: dict[str, Any], collective: Collective) -> Any:
-    sync = _sync(collective, **compression)
-    for step in range(3):
-        _backward(sync, collective.rank, step)
-        sync.reduce()
-    return {key: value.tolist() for key, value in sync.rank_state().items()}
+# Compressions between hosts whose first ranks keep the bases of their gradients.
+_BETWEEN = [
+    {"name": "powersgd", "rank": 1, "ratio": None, "between": "hosts"},
+    {"name": "gradiveq", "slice": 32, "components": 2, "samples": 2, "refresh": 9, "between": "hosts"}
+    | {"ratio": None},
+]
 
 
-def _on_other_hosts(kept: Any, compression: dict[str, Any], collective: Collective) -> Any:
-    """Resumes the states of two hosts on hosts of one rank each, or on one host."""
-    states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in kept]
+def _after_three_steps(collective: Collective) -> Any:
     found = []
-    for is_same in (True, False):
+    for compression in _BETWEEN:
         sync = _sync(collective, **compression)
-        sync.load_rank_states(states, is_same=is_same)
-        residual = collective.all_reduce(_residual(sync)).tolist()
-        for step in (3, 4):
+        for step in range(3):
             _backward(sync, collective.rank, step)
             sync.reduce()
-        bases = [b.tolist() for b in collective.all_gather(sync.rank_state()["0/basis.0"].reshape(-1))]
-        gradients = [g.tolist() for g in collective.all_gather(_gradient(sync))]
-        found.append({"kept": residual, "bases": bases, "gradients": gradients})
+        found.append({key: value.tolist() for key, value in sync.rank_state().items()})
     return found
 
 
-@pytest.mark.parametrize(
-    "compression",
-    [
-        {"name": "powersgd", "rank": 1},
-        {"name": "gradiveq", "slice": 32, "components": 2, "samples": 2, "refresh": 9},
-    ],
-    ids=["powersgd", "gradiveq"],
-)
-def test_a_training_goes_on_where_its_workers_have_other_hosts(compression: dict[str, Any]) -> None:
+def _on_other_hosts(kept: Any, collective: Collective) -> Any:
+    """Resumes the states of two hosts on hosts of one rank each, or on one host."""
+    found = []
+    for compression, of_ranks in zip(_BETWEEN, kept, strict=True):
+        states = [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in of_ranks]
+        found.append([])
+        for is_same in (True, False):
+            sync = _sync(collective, **compression)
+            sync.load_rank_states(states, is_same=is_same)
+            residual = collective.all_reduce(_residual(sync)).tolist()
+            for step in (3, 4):
+                _backward(sync, collective.rank, step)
+                sync.reduce()
+            bases = [b.tolist() for b in collective.all_gather(sync.rank_state()["0/basis.0"].reshape(-1))]
+            gradients = [g.tolist() for g in collective.all_gather(_gradient(sync))]
+            found[-1].append({"kept": residual, "bases": bases, "gradients": gradients})
+    return found
+
+
+def test_a_training_goes_on_where_its_workers_have_other_hosts() -> None:
     """Only the first rank of a host has the bases, so every new first rank must get them."""
-    given = {**compression, "ratio": None, "between": "hosts"}
     one, two, three = (f"127.0.0.{number}" for number in (1, 2, 3))
-    states = run_ranks(3, "torch", partial(_after_three_steps, given), hosts=(one, two, two))
-    assert [("0/basis.0" in state) for state in states] == [True, True, False]
-    residuals = [torch.tensor(state["0/residual"]) for state in states]
-    assert residuals[0].any()
-    work = partial(_on_other_hosts, states, given)
-    for rank in run_ranks(3, "torch", work, hosts=(one, two, three)):
-        for found in rank:
+    ranks = run_ranks(3, "torch", _after_three_steps, hosts=(one, two, two))
+    kept = [list(states) for states in zip(*ranks, strict=True)]
+    resumed = run_ranks(3, "torch", partial(_on_other_hosts, kept), hosts=(one, two, three))
+    for number, states in enumerate(kept):
+        assert [("0/basis.0" in state) for state in states] == [True, True, False]
+        residuals = [torch.tensor(state["0/residual"]) for state in states]
+        assert residuals[0].any()
+        for found in (found for rank in resumed for found in rank[number]):
             torch.testing.assert_close(torch.tensor(found["kept"]), sum(residuals))
             assert len({str(basis) for basis in found["bases"]}) == 1
             assert len({str(gradient) for gradient in found["gradients"]}) == 1

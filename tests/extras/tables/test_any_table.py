@@ -1,8 +1,8 @@
 """Any table that people have: `fit` without a model trains on it, or refuses it in one sentence.
 
 A column is used, or left out for a reason. A model's predictions for a row depend on the row alone. The cases
-come from `awkward_tables`; RINGSPARK_TEST_TABLES sets their number and RINGSPARK_TEST_TABLES_SEED the seed,
-such as 5000 for a search by hand.
+come from `awkward_tables`; RINGSPARK_TEST_TABLES sets their number, such as 5000 for a search by hand, and
+RINGSPARK_TEST_TABLES_SEED the seed.
 """
 
 import os
@@ -26,10 +26,10 @@ from ringspark.pipelines.columns import quote
 
 pytestmark = pytest.mark.spark
 
-CASES = int(os.environ.get("RINGSPARK_TEST_TABLES", "200"))
+CASES = int(os.environ.get("RINGSPARK_TEST_TABLES", "20"))
 SEED = int(os.environ.get("RINGSPARK_TEST_TABLES_SEED", "58"))
 # A fit takes as long as many plans.
-FITS = max(1, CASES // 20)
+FITS = max(4, CASES // 20)
 
 SMALL = {"rates": [1.0], "dropouts": [0.0], "width": 4, "depth": 1, "number_width": 1, "category_width": 1}
 # Marks of an error that is not ours: its classes, conditions and stack traces.
