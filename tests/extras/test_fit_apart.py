@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pyspark.sql import functions as F
 from short_sync import sync_of
 from small_training import train_ranks, weights_of
-from spark_tables import on_this_host
+from spark_tables import on_this_host, points, values_of
 
 from ringspark.estimators import ParameterServer, TorchRegressionModel, TorchRegressor
 from ringspark.estimators.training.settings.config import TrainConfig
@@ -53,11 +54,7 @@ FAST = {"ssp"}
 
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(ROWS, 3))
-    rows = [(i, [float(v) for v in row], float(row.sum()), i % 6 == 0 and i < 222) for i, row in enumerate(x)]
-    frame = spark.createDataFrame(rows, "id long, features array<double>, label double, held boolean")
-    return frame.repartition(3).cache()
+    return points(spark, ROWS).withColumn("held", F.expr("id % 6 = 0 AND id < 222"))
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +102,7 @@ def test_a_fit_of_workers_that_run_apart(
     model.write().overwrite().save(str(tmp_path / "saved"))
     loaded = TorchRegressionModel.load(str(tmp_path / "saved"))
     assert loaded.summary == summary
-    again = loaded.transform(table).orderBy("id").collect()
-    assert [row.prediction for row in again] == [row.prediction for row in rows]
+    assert values_of(loaded.transform(table)) == [row.prediction for row in rows]
 
     config = TrainConfig.from_json((run / "config.json").read_text())
     results = train_ranks(replace(config, run_uri=str(tmp_path / "without-spark")))

@@ -19,12 +19,13 @@ import pytest
 import rows
 import sockets
 import torch
+from acting_callback import Acts
 from driver import STRUCK, Diary, Network
 from short_sync import sync_of
 from spark_tables import on_this_host
 from waiting import wait_for
 
-from ringspark.estimators import Callback, DiLoCo, TorchEstimator, TrainingState
+from ringspark.estimators import DiLoCo, TorchEstimator, TrainingState
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.pipelines import write_shards
 
@@ -144,17 +145,15 @@ def test_a_rank_that_is_hit_costs_no_row(
     assert {name for name in os.listdir("/dev/shm") if "ringspark" in name} <= memory
 
 
-class _Slow(Callback):
-    """Rank 1 takes longer for an epoch than the heartbeat timeout, but not for one step."""
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.rank == 1:
-            time.sleep(1.5 * TIMEOUT_SECONDS / EPOCH_STEPS)
+def _sleep(state: TrainingState) -> None:
+    """Makes an epoch of rank 1 take longer than the heartbeat timeout, but not one step."""
+    if state.rank == 1:
+        time.sleep(1.5 * TIMEOUT_SECONDS / EPOCH_STEPS)
 
 
 @pytest.mark.parametrize("way", ["ssp", "asp", "hogwild"])
 def test_who_waits_by_design_is_not_taken_for_hung(shards: str, tmp_path: Path, way: str) -> None:
-    estimator = _estimator(tmp_path, way, callbacks=[_Slow()], epochs=1, maxRestarts=0)
+    estimator = _estimator(tmp_path, way, callbacks=[Acts(step_end=_sleep)], epochs=1, maxRestarts=0)
     summary = estimator.fitOnShards(shards).summary
     assert (summary.steps, summary.restarts) == (EPOCH_STEPS, 0)
     assert summary.epochs[0].seconds > TIMEOUT_SECONDS

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ringspark.estimators.training.callbacks import Callback, TrainingState
+
+
+@torch.no_grad()
+def add_to_weights(state: TrainingState, number: float) -> None:
+    for parameter in state.module.parameters():
+        parameter += number
 
 
 class Acts(Callback):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting_callback import Acts, add_to_weights
 from parity import difference
 from safetensors.torch import load_file
 from short_sync import sync_of
@@ -18,7 +19,7 @@ from small_training import columns_of, config_of, train_gang, train_ranks, weigh
 from torch import nn
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.models import ModelSpec
@@ -54,18 +55,16 @@ def zeros(make_shards: Any) -> Callable[[int], dict[str, Any]]:
     return settings
 
 
-class _Shrinks(Callback):
-    """Changes the weights after each step, and again at the end of the epoch."""
-
-    def on_step_end(self, state: TrainingState) -> None:
-        with torch.no_grad():
-            for parameter in state.module.parameters():
-                parameter.mul_(0.9).clamp_(-0.3, 0.3)
-
-    on_epoch_end = on_step_end
+@torch.no_grad()
+def _shrink(state: TrainingState) -> None:
+    for parameter in state.module.parameters():
+        parameter.mul_(0.9).clamp_(-0.3, 0.3)
 
 
-@pytest.mark.parametrize("callbacks", [(), (_Shrinks(),)], ids=["plain", "changed by a callback"])
+SHRINKS = Acts(step_end=_shrink, epoch_end=_shrink)
+
+
+@pytest.mark.parametrize("callbacks", [(), (SHRINKS,)], ids=["plain", "changed by a callback"])
 def test_staleness_0_is_the_training_by_all_reduce_to_the_bit(config: MakeConfig, callbacks: Any) -> None:
     """Covers weighted rows, a schedule, and a last batch of one row, so that one rank has none."""
     plain = config(optimizer="momentum", lr_schedule="cosine", weight_column="w")
@@ -96,28 +95,17 @@ def _output(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return output[:, 0]
 
 
-class _Adds(Callback):
-    """Adds a different number to the weights at each event."""
-
-    def on_train_start(self, state: TrainingState) -> None:
-        self._add(state, 10_000)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        # Step 4 is the last one of the epoch.
-        self._add(state, {3: 100, 4: 200}.get(state.step, 0))
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        self._add(state, 1_000)
-
-    def _add(self, state: TrainingState, number: int) -> None:
-        with torch.no_grad():
-            for parameter in state.module.parameters():
-                parameter += number
+# Adds a different number to the weights at each event. Step 4 is the last one of the epoch.
+ADDS = Acts(
+    train_start=lambda state: add_to_weights(state, 10_000),
+    step_end=lambda state: add_to_weights(state, {3: 100, 4: 200}.get(state.step, 0)),
+    epoch_end=lambda state: add_to_weights(state, 1_000),
+)
 
 
 @pytest.mark.parametrize("name", ["ssp", "asp"])
 def test_ranks_apart_keep_what_a_callback_does_to_the_weights(config: Any, zeros: Any, name: str) -> None:
-    sync, objects = sync_of(apart=APART[name] | {"correction": "none"}), {"callbacks": (_Adds(),)}
+    sync, objects = sync_of(apart=APART[name] | {"correction": "none"}), {"callbacks": (ADDS,)}
     objects |= {"module": _Constant(4), "losses": (_output,)}
     result = train_gang(config(sync=sync, **zeros(128)), UserObjects(**objects))
     # Each rank serves a shard of the four weights. 8 steps move each weight by 1.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting_callback import Acts
 from parity import difference, equal_to_undisturbed
 from ranks import run_ranks
 from small_training import columns_of, config_of, train_gang, weights_of, workers_of
@@ -24,7 +25,7 @@ from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.callbacks import Callback, TrainingState
+from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.compressors import COMPRESSORS
 from ringspark.extras.model_parallel.shard_network import shard_network
@@ -245,17 +246,11 @@ def test_a_training_of_compressed_shards_goes_on_with_other_replicas(cut: Any, f
     assert resumed.history[-1].train_loss < 0.9 * resumed.history[0].train_loss
 
 
-class WritesTable(Callback):
+def _write_table(folder: Path, state: TrainingState) -> None:
     """Writes the token table of each rank after step 5, before pipeline stages share it again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step != 5:
-            return
+    if state.step == 5:
         (table,) = (p for name, p in state.module.named_parameters() if name.endswith("tokens.weight"))
-        (self._folder / str(state.rank)).write_bytes(table.detach().numpy().tobytes())
+        (folder / str(state.rank)).write_bytes(table.detach().numpy().tobytes())
 
 
 @pytest.mark.slow
@@ -267,7 +262,7 @@ def test_a_table_that_two_stages_share_stays_equal_on_all_ranks(
     """Each stage compresses the table together with other layers, or apart from them."""
     mesh = {"data": 2, "pipeline": 2, "tensor": tensor}
     made = texts(sync=_small(name), **_over(mesh))
-    train_gang(made, UserObjects(callbacks=(WritesTable(tmp_path),)))
+    train_gang(made, UserObjects(callbacks=(Acts(step_end=partial(_write_table, tmp_path)),)))
     # The two shards have 12 and 11 rows.
     assert len({(tmp_path / str(rank)).read_bytes() for rank in range(4 * tensor)}) == tensor
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from acting_callback import Acts
 from failing_callback import Fails
 from lake_tables import delete_delta_rows, encode_vector
 from pyspark.sql import functions as F
@@ -107,16 +108,8 @@ def test_a_table_that_changed_is_never_trained_on_in_silence(table: str, tmp_pat
     file = root / "a.parquet"
     pq.write_table(pa.table({"id": range(96), "size": [[n / 96, 1.0] for n in range(96)]}), file)
 
-    class Rewrites(Callback):
-        """Rewrites the file in the first epoch."""
-
-        def __init__(self, path: Path) -> None:
-            self._path = str(path)
-
-        def on_epoch_end(self, state: TrainingState) -> None:
-            pq.write_table(pq.read_table(self._path), self._path)
-
-    rewriting = _linear(tmp_path, callbacks=[Rewrites(file)], cache="none")
+    rewrites = Acts(epoch_end=lambda state: pq.write_table(pq.read_table(str(file)), str(file)))
+    rewriting = _linear(tmp_path, callbacks=[rewrites], cache="none")
     with pytest.raises(WorkerError, match=r"has changed since the training listed its table"):
         rewriting.fitOnParquet(str(root))
     run = {"runUri": str(tmp_path / "run"), "storageUri": None}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting_callback import Acts, add_to_weights
 from failing_callback import Fails
 from parity import equal_to_undisturbed
 from short_sync import sync_of
@@ -15,7 +16,6 @@ from torch import nn
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 
@@ -35,19 +35,10 @@ def config(make_shards: Any, tmp_path: Path) -> Any:
     return config_of(manifest, tmp_path / "run", model=SPEC, **settings)
 
 
-class _Adds(Callback):
-    """Adds to the weights whenever they are equal on all ranks."""
-
-    def on_train_start(self, state: TrainingState) -> None:
-        self._add(state, 100)
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        self._add(state, 10)
-
-    def _add(self, state: TrainingState, number: int) -> None:
-        with torch.no_grad():
-            for parameter in state.module.parameters():
-                parameter += number
+# Adds to the weights whenever they are equal on all ranks.
+ADDS = Acts(
+    train_start=lambda state: add_to_weights(state, 100), epoch_end=lambda state: add_to_weights(state, 10)
+)
 
 
 class _Still(nn.Module):
@@ -64,7 +55,7 @@ def test_what_a_callback_does_to_the_equal_weights_lasts(config: Any, way: str) 
     """It must survive a resume too, because the first epoch's checkpoint contains the change."""
     sync = sync_of(local=WAYS.get(way, "training"))
     config = replace(config, sync=sync, model=None, optimizer="sgd", checkpoint_every_epochs=1)
-    objects = UserObjects(module=_Still(), callbacks=(_Adds(),))
+    objects = UserObjects(module=_Still(), callbacks=(ADDS,))
     train_gang(replace(config, pause_after=1), objects)
     result = train_gang(config, objects)
     assert weights_of(result, _Still()).tolist() == [120.0] * 4

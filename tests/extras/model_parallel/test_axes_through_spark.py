@@ -1,6 +1,5 @@
 """Every axis of a mesh, every pipeline schedule and own optimizers train through Spark like one worker."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from parity import assert_predicts_the_same
 from pyspark.sql import functions as F
 from small_training import workers_of
+from spark_tables import on_this_host, points, values_of
 
 from ringspark.estimators import (
     AllReduce,
@@ -158,19 +158,14 @@ FITS: dict[str, tuple[dict[str, Any], bool]] = {
     "compressed": ({"sync": AllReduce(compression=PowerSGD(rank=1, least=1))}, False),
     "may shrink": ({"minWorkers": 2}, True),
 }
-MASTER = os.environ.get("RINGSPARK_TEST_MASTER", "local[4]")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.skipif(not MASTER.startswith("local["), reason="needs four slots")
+@on_this_host
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_over_replicas_of_sharded_layers(spark: Any, tmp_path: Path, name: str) -> None:
     """The settings change what the workers send or train."""
-    x = np.random.default_rng(3).normal(size=(200, 3))
-    rows = [(i, [float(v) for v in row], float(row.sum())) for i, row in enumerate(x)]
-    table = (
-        spark.createDataFrame(rows, "id long, features array<double>, label double").repartition(3).cache()
-    )
+    table = points(spark, 200)
     changes, is_equal = FITS[name]
     common: dict[str, Any] = {"model": MLP, "optimizer": "momentum", "learningRate": 0.02, "epochs": 4}
     common |= {"batchSize": 32, "collective": "torch", "storageUri": str(tmp_path), "showProgress": False}
@@ -185,5 +180,5 @@ def test_a_fit_over_replicas_of_sharded_layers(spark: Any, tmp_path: Path, name:
     if is_equal:
         adapters = {key: value for key, value in changes.items() if key == "lora"}
         models = (many, TorchRegressor(**common, **adapters).fit(table))
-        found = ([row.prediction for row in m.transform(table).orderBy("id").collect()] for m in models)
+        found = (values_of(m.transform(table)) for m in models)
         np.testing.assert_allclose(*found, rtol=0, atol=1e-5)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting_callback import Acts
 from parity import difference, equal_to_one_worker, equal_to_undisturbed
 from ranks import run_ranks
 from small_training import columns_of, config_of, train_gang, train_in_turn, weights_of, workers_of
@@ -19,7 +20,6 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.memory.pressure import check_on_rank
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
@@ -107,14 +107,6 @@ def test_a_cut_parameter_may_have_a_slash_in_its_name(config: MakeConfig) -> Non
     equal_to_one_worker(config(epochs=1), UserObjects(module=_network()), bound=1e-6, parallelism=plan)
 
 
-class Seeds(Callback):
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_start(self, state: TrainingState) -> None:
-        self._folder.joinpath(str(state.rank)).write_text(str(torch.initial_seed()))
-
-
 SIZES = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4, "out_features": 3}
 
 
@@ -137,7 +129,8 @@ def test_ranks_with_other_tokens_or_blocks_have_random_numbers_of_their_own(
     seeds = tmp_path / "seeds"
     seeds.mkdir()
     config = config_of(manifest, tmp_path / "run", epochs=1, **settings, **_over({axis: 2}))
-    train_gang(config, UserObjects(callbacks=(Seeds(seeds),)))
+    write = lambda state: (seeds / str(state.rank)).write_text(str(torch.initial_seed()))  # noqa: E731
+    train_gang(config, UserObjects(callbacks=(Acts(train_start=write),)))
     assert len({path.read_text() for path in seeds.iterdir()}) == streams
 
 

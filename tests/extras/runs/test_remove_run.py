@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_tables import waves
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.models import ModelSpec
@@ -12,20 +13,15 @@ from ringspark.models import ModelSpec
 pytestmark = pytest.mark.spark
 
 
-@pytest.fixture(scope="module")
-def table(spark: Any) -> Any:
-    return spark.range(0, 32, 1, 1).selectExpr("array(sin(id), cos(id)) as features", "sin(id) as label")
-
-
-def fit(table: Any, folder: Path, **params: Any) -> Any:
+def fit(spark: Any, folder: Path, **params: Any) -> Any:
     network = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
     settings = {"batchSize": 16, "runUri": str(folder / "run"), "showProgress": False}
-    return TorchRegressor(model=network, **settings, **params).fit(table)
+    return TorchRegressor(model=network, **settings, **params).fit(waves(spark, 32))
 
 
-def test_only_the_run_that_made_the_model_is_removed(table: Any, tmp_path: Path) -> None:
+def test_only_the_run_that_made_the_model_is_removed(spark: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = fit(table, tmp_path, keepTrainingState=True)
+    first = fit(spark, tmp_path, keepTrainingState=True)
     first.save(str(run / "model"))
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "notes.txt").write_text("mine")
@@ -35,18 +31,18 @@ def test_only_the_run_that_made_the_model_is_removed(table: Any, tmp_path: Path)
     (run / "logs" / "notes.txt").unlink()
     (run / "model").rename(tmp_path / "model")
     # A newer training in the same folder.
-    newer = fit(table, tmp_path, keepTrainingState=True, resume=True, epochs=2)
+    newer = fit(spark, tmp_path, keepTrainingState=True, resume=True, epochs=2)
     with pytest.raises(ValueError, match=r"no 'result.json' in it shows that this run or job made it"):
         first.removeRun()
     newer.save(str(tmp_path / "newer"))
     loaded = TorchRegressionModel.load(str(tmp_path / "newer"))
     loaded.removeRun()
     assert not run.exists()
-    assert loaded.transform(table).count() == 32
+    assert loaded.transform(waves(spark, 32)).count() == 32
 
 
-def test_a_folder_that_a_saved_model_names_is_not_removed(table: Any, tmp_path: Path) -> None:
-    fit(table, tmp_path).save(str(tmp_path / "model"))
+def test_a_folder_that_a_saved_model_names_is_not_removed(spark: Any, tmp_path: Path) -> None:
+    fit(spark, tmp_path).save(str(tmp_path / "model"))
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.tex").write_text("")
@@ -56,12 +52,3 @@ def test_a_folder_that_a_saved_model_names_is_not_removed(table: Any, tmp_path: 
     with pytest.raises(ValueError, match=r"no 'result.json' in it shows that this run or job made it"):
         TorchRegressionModel.load(str(tmp_path / "model")).removeRun()
     assert (home / "thesis.tex").exists()
-
-
-def test_a_stage_does_not_replace_a_folder_with_other_files(tmp_path: Path) -> None:
-    TorchRegressor().save(str(tmp_path / "stage"))
-    (tmp_path / "stage" / "data").mkdir()
-    (tmp_path / "stage" / "data" / "rows.csv").write_text("")
-    with pytest.raises(ValueError, match=r"holds 'data/rows.csv', which ringspark did not write there"):
-        TorchRegressor().write().overwrite().save(str(tmp_path / "stage"))
-    assert (tmp_path / "stage" / "data" / "rows.csv").exists()

@@ -1,15 +1,15 @@
 """The timeline of a fit on Spark with a killed worker, as a trace for Perfetto."""
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from acting_callback import Acts
+from failing_callback import Dies
 from spark_tables import on_this_host, waves
 
-from ringspark.estimators import Callback, TorchRegressor, TrainingState
+from ringspark.estimators import TorchRegressor
 from ringspark.extras.timeline.trace import chrome_trace
 from ringspark.models import ModelSpec
 
@@ -18,26 +18,13 @@ RANKS, EPOCHS, STEPS, KILLED_AT = 3, 4, 24, 15
 pytestmark = [pytest.mark.spark, pytest.mark.slow, on_this_host]
 
 
-class KilledOnce(Callback):
-    """Makes each step slow, and kills rank 1 in a step if `path` exists."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def on_step_end(self, state: TrainingState) -> None:
-        time.sleep(0.05)
-        if state.step == KILLED_AT and state.rank == 1 and os.path.exists(self._path):
-            os.unlink(self._path)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_the_trace_has_all_ranks_of_both_starts(spark: Any, tmp_path: Path) -> None:
-    (tmp_path / "kills").touch()
     network = ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 1})
     sizes = {"epochs": EPOCHS, "batchSize": 32, "numWorkers": RANKS, "collective": "torch"}
     records = {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 5, "timelineEverySteps": 1}
-    callback = KilledOnce(tmp_path / "kills")
-    stage = TorchRegressor(model=network, callbacks=[callback], **sizes, **records)
+    slows = Acts(step_end=lambda state: time.sleep(0.05))
+    callbacks = [slows, Dies(tmp_path / "died", KILLED_AT, rank=1)]
+    stage = TorchRegressor(model=network, callbacks=callbacks, **sizes, **records)
     summary = stage.fit(waves(spark, 192)).summary
     assert summary.restarts == 1
     (resumed,) = summary.resumed_steps

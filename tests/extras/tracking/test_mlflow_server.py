@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from acting_callback import Acts
 from failing_callback import Fails
 from mlflow_server import MlflowServer, mlflow_server
 from parity import assert_equal_weights
@@ -15,7 +16,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 from waiting import wait_for
 
-from ringspark.estimators import Callback, TorchClassifier, TrainingState, WorkerError
+from ringspark.estimators import TorchClassifier, TrainingState, WorkerError
 from ringspark.models import ModelSpec
 
 mlflow = pytest.importorskip("mlflow")
@@ -24,17 +25,6 @@ mlflow = pytest.importorskip("mlflow")
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEP_METRICS = {"step/train_loss", "step/learning_rate"}
-
-
-class WaitFor(Callback):
-    """Pauses the training after its second epoch until a file exists."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        if state.epoch == 2:
-            wait_for(str(self._path), self._path.exists)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +38,6 @@ def table(spark: Any) -> Any:
     plain = spark.range(0, 96, 1, 2).selectExpr("sin(id) as a", "cos(1.7 * id) as b")
     features = array_to_vector(F.array("a", "b")).alias("features")
     return plain.select(features, F.expr("cast(a + b > 0 as double) as label"))
-
-
-class LogsItsRank(Callback):
-    def on_step_end(self, state: TrainingState) -> None:
-        state.log("own", state.rank)
 
 
 def classifier(folder: Path, **params: Any) -> TorchClassifier:
@@ -70,7 +55,9 @@ def test_a_server_holds_all_of_a_fit_in_one_run(server: MlflowServer, table: Any
     client = mlflow.MlflowClient(tracking_uri=server.uri)
     options = {"tracking_uri": server.uri, "experiment": "all", "registered_model_name": "main.flights.late"}
     tracking = [{"name": "mlflow", **options}]
-    model = classifier(tmp_path, tracking=tracking, callbacks=[LogsItsRank()]).fit(table)
+    model = classifier(
+        tmp_path, tracking=tracking, callbacks=[Acts(step_end=lambda state: state.log("own", state.rank))]
+    ).fit(table)
 
     (run,) = runs_of(client, "all")  # two ranks, one run
     run_id = run.info.run_id
@@ -137,7 +124,12 @@ def test_a_killed_server_is_one_warning_and_changes_no_number(
     # Otherwise MLflow retries a request to the dead server for minutes.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     dead = tmp_path / "dead"
-    held = [WaitFor(dead)]
+
+    def wait(state: TrainingState) -> None:
+        if state.epoch == 2:
+            wait_for(str(dead), dead.exists)
+
+    held = [Acts(epoch_end=wait)]
     with mlflow_server(tmp_path / "server") as server:
         client = mlflow.MlflowClient(tracking_uri=server.uri)
 
