@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import functions as F
+from spark_tables import run_stream
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchEstimator
@@ -74,9 +75,8 @@ def test_saved_stages_and_streams_have_columns(pipeline: Any, frame: Any, spark:
         loaded.stages[0].copy().setInnerCols({"decoder": "out"}).transform(frame)
     frame.write.parquet(f"file:{tmp_path}/rows")
     stream = loaded.transform(spark.readStream.schema(frame.schema).parquet(f"file:{tmp_path}/rows"))
-    query = stream.writeStream.format("memory").queryName("inner").trigger(availableNow=True).start()
-    query.awaitTermination()
-    assert np.allclose(np.sort(vectors(spark.table("inner"))[:, 0]), np.sort(expected[:, 0]), atol=1e-6)
+    found = vectors(run_stream(stream, tmp_path))
+    assert np.allclose(np.sort(found[:, 0]), np.sort(expected[:, 0]), atol=1e-6)
 
 
 @pytest.mark.slow

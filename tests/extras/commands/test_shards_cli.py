@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_program
 
 from ringspark.extras.reuse.cache_entries import folder_of, mark
 from ringspark.jobs import command
@@ -100,5 +99,4 @@ def test_finished_runs_are_removed_only_if_asked_for(tmp_path: Path) -> None:
 def test_no_spark_is_imported() -> None:
     found = "[m for m in ('pyspark', 'torch') if m in sys.modules]"
     code = f"import sys, ringspark.extras.commands.shards; print({found})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
+    assert json.loads(run_program(code).stdout) == []

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from small_training import bare_config
 from torch import nn
 
@@ -177,11 +176,7 @@ print(json.dumps(network(saved["rows"]).tolist()))
 
 def _output_with_jax(code: str, folder: Path) -> str:
     """Runs code in a process whose environment names the backend jax."""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    environment = {"PATH": "/usr/bin:/bin", "KERAS_BACKEND": "jax"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_program(code, cwd=folder, env={"PATH": "/usr/bin:/bin", "KERAS_BACKEND": "jax"}).stdout
 
 
 def test_train_and_eval_reach_dropout_and_batch_norm() -> None:

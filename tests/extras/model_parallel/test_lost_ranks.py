@@ -3,10 +3,6 @@
 Under Spark's supervisor, with every role of five meshes: `make faults ARGS="--only kill hang"`.
 """
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,66 +99,6 @@ def test_the_bits_are_those_of_a_training_that_lost_no_rank(
     resumed = train_gang(made, objects)
     # The kill may have interrupted the last checkpoint.
     assert resumed.resumed_steps in ((EVERY,), (2 * EVERY,))
-    assert difference(resumed, straight, made) == 0
-    _check_rows(diary)
-
-
-class _Killer(threading.Thread):
-    """Kills a rank after it wrote some files of its shard, before the checkpoint is complete.
-
-    Attributes:
-        hit: The folder of the incomplete checkpoint, or None.
-    """
-
-    def __init__(self, run: Path, diary: Path, rank: int) -> None:
-        super().__init__(daemon=True)
-        self._rank = rank
-        self._root, self._diaries = run / "checkpoints", rows.Diaries(diary)
-        self._over = threading.Event()
-        self.hit: Path | None = None
-
-    def run(self) -> None:
-        # Wait for one complete checkpoint.
-        while not self._over.is_set() and not list(self._root.glob("step-*/checkpoint.json")):
-            time.sleep(0.01)
-        pid = rows.steps_of(self._diaries.read(), self._rank)[-1]["pid"]
-        while self.hit is None and not self._over.is_set():
-            # Removal of an old checkpoint deletes that file first, so look only at the newest folder.
-            for folder in sorted(self._root.glob("step-*"))[-1:]:
-                written = list(folder.glob(f"model-{self._rank:05d}-of-00002.*"))
-                if written and not (folder / "checkpoint.json").exists():
-                    os.kill(pid, signal.SIGKILL)
-                    self.hit = folder
-
-    def end(self) -> None:
-        self._over.set()
-        self.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_writer_that_is_lost_in_a_checkpoint_leaves_the_one_before(
-    config: MakeConfig, tmp_path: Path, rank: int
-) -> None:
-    mesh = {"pipeline": 2}
-    # A few megabytes, so that writing the files takes time.
-    made = _leg(config({"dim": 128, "dropout": 0.2}, checkpoint_every_steps=2), mesh)
-    straight = _straight(made, tmp_path, mesh)
-    diary = tmp_path / "disturbed"
-    objects = _objects(diary, mesh)
-    killer = _Killer(tmp_path / "run", diary, rank)
-    killer.start()
-    try:
-        with pytest.raises(WorkerError, match="exit code -9"):
-            train_gang(made, objects)
-    finally:
-        killer.end()
-    assert killer.hit is not None
-    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    resumed = train_gang(made, objects)
-    # The process may have written the last file before it received the signal.
-    (step,) = resumed.resumed_steps
-    assert f"step-{step:010d}" in left[-2:]
     assert difference(resumed, straight, made) == 0
     _check_rows(diary)
 

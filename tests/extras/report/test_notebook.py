@@ -1,13 +1,12 @@
 """Notebook output without Spark: a summary's plot, and the HTML of stages, shards and plans."""
 
-import subprocess
-import sys
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import run_program
 from small_training import columns_of, config_of
 
 from ringspark.estimators import TorchClassifier, TorchRegressionModel
@@ -98,4 +97,4 @@ from pyspark import SparkContext
 assert 'TorchRegressor' in TorchRegressor(epochs=7)._repr_html_()
 assert SparkSession.getActiveSession() is None and SparkContext._gateway is None
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    run_program(code)

@@ -1,11 +1,10 @@
 """The objective of a search, decisions about running trials, the table of trials, and the journal."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
 
 from ringspark.estimators.training.history import EpochRecord
@@ -110,14 +109,6 @@ def test_a_pruned_trial_shows_its_monitor_whichever_way_the_evaluator_looks(is_l
     assert [row["value"] for row in rows_of(study, objective)] == [0.7, 0.9]
 
 
-def _printed(code: str, folder: Path) -> str:
-    """Runs code in another process; returns what it prints."""
-    command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 WITHOUT_LINKS = """
 import errno, os, sys
 from optuna.pruners import NopPruner
@@ -136,7 +127,7 @@ print(len(study.trials))
 
 
 def test_a_file_system_without_links_holds_a_journal(tmp_path: Path) -> None:
-    assert _printed(WITHOUT_LINKS, tmp_path) == "1\n"
+    assert run_program(WITHOUT_LINKS, tmp_path).stdout == "1\n"
     assert [file.name for file in tmp_path.iterdir()] == ["journal.log"], "the lock is released"
 
 
@@ -163,7 +154,7 @@ assert len(attempts) > 2, "it did not wait"
 
 
 def test_the_lock_of_a_living_driver_is_waited_for(tmp_path: Path) -> None:
-    assert _printed(LOCKED, tmp_path) == ""
+    assert run_program(LOCKED, tmp_path).stdout == ""
 
 
 @pytest.mark.parametrize("lines", ['{"op_code": 0\n{}\n', "{}\n", "3\n"])

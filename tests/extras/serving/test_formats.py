@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel
@@ -94,8 +95,7 @@ def test_aotinductor_predicts_any_number_of_rows(stage: Any, tmp_path: Path) -> 
         "torch.save([network(keys[:n], numbers[:n]) for n in (1, 7)], sys.argv[3])"
     )
     torch.save(rows(7), tmp_path / "rows.pt")
-    files = [str(tmp_path / name) for name in ("model.pt2", "rows.pt", "found.pt")]
-    subprocess.run([sys.executable, "-c", code, *files], check=True, capture_output=True)
+    run_program(code, *(tmp_path / name for name in ("model.pt2", "rows.pt", "found.pt")))
     for found in torch.load(tmp_path / "found.pt"):
         np.testing.assert_allclose(found, expected(stage, 7)[: len(found)], rtol=1e-4, atol=1e-5)
 

@@ -8,10 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from ready_models import ready_model
+from small_networks import shows
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel
-from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.extras.serving.served_model import ServedModel, load_stage
 from ringspark.pipelines import Array, Column, Padded, Scalar
 from ringspark.pipelines.kinds import Kind
@@ -28,27 +29,19 @@ class Echo(nn.Module):
         return x.reshape(len(x), -1)
 
 
-class Sign(Echo):
-    """Returns the sign of its input; NaN for 0."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / x.abs()
-
-
-def trained(model: Any, folder: Path, kind: Kind, width: int) -> Any:
-    save_checkpoint(str(folder / "checkpoint"), model.getModel())
-    columns = (Column(name="x", kind=kind),)
-    place = str(folder / "checkpoint")
-    return model._set_trained(place, [(width,)], None, columns=columns, input_columns=["x"])
+def served(kind: Any, network: nn.Module, folder: Path, values: Kind, width: int, **params: Any) -> Any:
+    columns = [Column(name="x", kind=values)]
+    stage = ready_model(kind, network, folder / "checkpoint", [(width,)], columns, featuresCol="x", **params)
+    return ServedModel(stage)
 
 
 def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
-    model = TorchClassificationModel(model=Sign(), featuresCol="x")
-    trained(model, tmp_path, Array(dtype="float32", shape=(2,)), 2)
-    model._labels = ("no", "yes")
+    sign = shows(lambda x: x / x.abs())  # NaN for 0
+    model = served(TorchClassificationModel, sign, tmp_path, Array(dtype="float32", shape=(2,)), 2)
+    model.stage._labels = ("no", "yes")
     rows = pd.DataFrame({"x": [[-3.0, 1.0], [1.0, -1.0], [0.0, 1.0], [2.0, -0.5]]})
-    found = ServedModel(model).predict(rows)
-    assert found[model.getPredictedLabelCol()].tolist() == ["yes", "no", None, "no"]
+    found = model.predict(rows)
+    assert found[model.stage.getPredictedLabelCol()].tolist() == ["yes", "no", None, "no"]
     assert math.isnan(found["prediction"][2])
 
 
@@ -63,13 +56,12 @@ def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
 )
 def test_whole_numbers_of_a_float_column_are_exact(tmp_path: Path, kind: Kind, values: list[Any]) -> None:
     width = 1 if kind is IDS else 2
-    model = TorchModel(model=Echo(), featuresCol="x", predictionCols=["y"])
-    served = ServedModel(trained(model, tmp_path, kind, width))
-    found = served.predict(pd.DataFrame({"x": values}))["y"].tolist()
+    model = served(TorchModel, Echo(), tmp_path, kind, width, predictionCols=["y"])
+    found = model.predict(pd.DataFrame({"x": values}))["y"].tolist()
     padded = [value if width == 1 else [*value, *[0.0] * (2 - len(value))] for value in values]
     assert [value if width == 1 else list(value) for value in found] == padded
     with pytest.raises(ValueError, match="column 'x' has a null or NaN"):
-        served.predict(pd.DataFrame({"x": [*values, None]}))
+        model.predict(pd.DataFrame({"x": [*values, None]}))
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions

@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from programs import run_program
+from ready_models import ready_model
 from torch import nn
 from without_ringspark import Served, predict_without, same
 
 from ringspark.estimators import TorchModel
-from ringspark.estimators.training.checkpoint.weights import save_checkpoint
 from ringspark.extras.serving.logged_model import save
 from ringspark.extras.serving.plain import load
 from ringspark.extras.serving.served_folder import write_served
@@ -64,9 +65,7 @@ def test_a_logged_model_holds_the_stage_and_a_wheel_of_ringspark(late: Served, t
     code = "import ringspark.extras.serving.plain, ringspark.jobs.command as c; print(c.__file__)"
     # The path of this process would find the checkout first.
     environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.startswith(str(tmp_path)), done.stderr
+    assert run_program(code, cwd=tmp_path, env=environment).stdout.startswith(str(tmp_path))
 
 
 def test_equal_sources_make_equal_wheels(tmp_path: Path) -> None:
@@ -80,10 +79,12 @@ class Branching(nn.Linear):
 
 
 def stage_of(network: nn.Module, folder: Path, **params: Any) -> TorchModel:
-    save_checkpoint(str(folder / "checkpoint"), network)
-    stage = TorchModel(model=network, featuresCol="x", predictionCols=["y"], **params)
-    columns = (Column(name="x", kind=Scalar("float32")),)
-    return stage._set_trained(str(folder / "checkpoint"), [(1,)], None, columns=columns, input_columns=["x"])
+    names = {
+        "featuresCol": "x",
+        "predictionCols": ["y"],
+        "columns": [Column(name="x", kind=Scalar("float32"))],
+    }
+    return ready_model(TorchModel, network, folder / "checkpoint", **names, **params)
 
 
 def line() -> nn.Module:

@@ -2,8 +2,6 @@
 
 import datetime
 import decimal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,13 @@ import numpy as np
 import pytest
 from own_training_steps import KillOnce
 from parity import assert_equal_weights
+from programs import run_program
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import TrainValidationSplit
 from pyspark.sql import functions as F
+from spark_tables import run_stream
 
 from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
 from ringspark.estimators.prepared_fit import prepare_fit
@@ -116,9 +116,8 @@ model = TorchClassificationModel.load({str(tmp_path / "model")!r})
 rows = model.transform(spark.read.parquet({str(tmp_path / "rows")!r})).orderBy("row").collect()
 print(len(model.summary.columns), *(row.probability[1] for row in rows))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    columns, *again = done.stdout.split()
-    assert int(columns) == 16, done.stderr[-2000:]
+    columns, *again = run_program(script).stdout.split()
+    assert int(columns) == 16
     # Other batches round differently.
     assert np.array(again, float) == pytest.approx([row.probability[1] for row in first], abs=1e-6)
 
@@ -255,10 +254,7 @@ def test_a_stream_is_scored(classified: tuple[TorchModel, list[str]], table: Any
     model, _ = classified
     table.limit(50).write.parquet(str(tmp_path / "rows"))
     stream = table.sparkSession.readStream.schema(table.schema).parquet(str(tmp_path / "rows"))
-    query = model.transform(stream).select("row", "prediction").writeStream.format("memory")
-    query = query.queryName("scored_rows").trigger(availableNow=True).start()
-    query.awaitTermination()
-    scored = table.sparkSession.table("scored_rows").orderBy("row").collect()
+    scored = run_stream(model.transform(stream).select("row", "prediction"), tmp_path).collect()
     expected = model.transform(table).select("row", "prediction").orderBy("row").collect()
     assert len(scored) == 50
     assert set(scored) <= set(expected)
