@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -30,7 +31,15 @@ from ringspark.estimators.training.checkpoint.snapshot import OPTIMIZER
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.certificate import certify, verify_run
-from ringspark.extras.certificate.chain import Chain, chain_uri, find_breaks, read_chain, reseal, write_chain
+from ringspark.extras.certificate.chain import (
+    Chain,
+    Link,
+    chain_uri,
+    find_breaks,
+    read_chain,
+    reseal,
+    write_chain,
+)
 from ringspark.extras.certificate.claimed_run import check_claims
 from ringspark.extras.certificate.code_digest import digest_objects
 from ringspark.extras.certificate.compare import measure_distance
@@ -134,10 +143,17 @@ def _improve(path: Path) -> None:
     path.write_text(path.read_text().replace('"train_loss": ', '"train_loss": 1'))
 
 
+@contextmanager
+def _resealed(run: Path) -> Iterator[tuple[Link, ...]]:
+    """Yields the links of a chain to change, and writes them as a consistent chain."""
+    links = read_chain(str(run)).links
+    yield links
+    write_chain(str(run), reseal(links))
+
+
 def _forget_first_weights(run: Path) -> None:
-    chain = read_chain(str(run))
-    chain.links[0].content["identity"]["model"]["first weights"] = "unknown"
-    write_chain(str(run), reseal(chain.links))
+    with _resealed(run) as links:
+        links[0].content["identity"]["model"]["first weights"] = "unknown"
 
 
 def _hide_settings(run: Path) -> None:
@@ -269,10 +285,9 @@ def test_no_code_in_the_run_s_folder_runs(copy: Path, monkeypatch: pytest.Monkey
     (copy / "hidden.py").write_text(
         f"import torch\nopen({str(mark)!r}, 'w').close()\nclass Net(torch.nn.Linear):\n    pass\n"
     )
-    chain = read_chain(str(copy))
     spec = ModelSpec("run_of_a_stranger.hidden:Net", {"in_features": 4, "out_features": 1})
-    chain.links[0].content["config"]["model"] = spec.to_json()
-    write_chain(str(copy), reseal(chain.links))
+    with _resealed(copy) as links:
+        links[0].content["config"]["model"] = spec.to_json()
     monkeypatch.syspath_prepend(str(copy.parent))
     with pytest.raises(ValueError, match=r"model 'run_of_a_stranger\.hidden:Net' is not imported"):
         verify_run(copy, intervals=1)
@@ -281,27 +296,24 @@ def test_no_code_in_the_run_s_folder_runs(copy: Path, monkeypatch: pytest.Monkey
 
 def _relink(run: Path, step: int) -> None:
     """Writes the hash of a changed checkpoint into the chain."""
-    chain = read_chain(str(run))
-    for link in chain.checkpoints:
-        if link.step == step:
-            info = read_info(str(run / "checkpoints" / f"step-{step:010d}"))
-            link.content["training_sha256"] = info.training_sha256
-    write_chain(str(run), reseal(chain.links))
+    info = read_info(str(run / "checkpoints" / f"step-{step:010d}"))
+    with _resealed(run) as links:
+        for link in links:
+            if (link.kind, link.step) == ("checkpoint", step):
+                link.content["training_sha256"] = info.training_sha256
 
 
 def _claim_another_machine(run: Path) -> None:
-    chain = read_chain(str(run))
-    chain.links[0].content["platform"]["cpu kernels"] = "of another machine"
-    write_chain(str(run), reseal(chain.links))
+    with _resealed(run) as links:
+        links[0].content["platform"]["cpu kernels"] = "of another machine"
 
 
 def test_other_final_weights_are_found_on_another_machine(copy: Path) -> None:
     weights = {name: tensor + 0.1 for name, tensor in tensor_file.read(copy / "checkpoint" / WEIGHTS).items()}
     with (copy / "checkpoint" / WEIGHTS).open("wb") as file:
         tensor_file.write(weights, file)
-    chain = read_chain(str(copy))
-    chain.links[-1].content["files"] = digest_weights(str(copy / "checkpoint"))
-    write_chain(str(copy), reseal(chain.links))
+    with _resealed(copy) as links:
+        links[-1].content["files"] = digest_weights(str(copy / "checkpoint"))
     _claim_another_machine(copy)
     (problem,) = verify_run(copy, intervals=1).problems
     assert "The claim of final weights does not hold: training again gives weights at a distance" in problem

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from small_networks import Net
 from torch import nn
 
 from ringspark.extras.planning import FORMS, Link, fit_scaling, plan_scaling
@@ -154,20 +155,9 @@ def test_a_slow_link_between_hosts_is_told_in_the_verdict() -> None:
         plan_scaling(SPEC, ROWS, overlap=1.5)
 
 
-class Branches(nn.Module):
-    """A long and a short path from the input to a sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.long = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.short = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.long(x) + self.short(x)
-
-
 def test_work_is_counted_and_of_two_branches_the_longer_one_is_the_depth() -> None:
-    module = Branches()
+    long = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    module = Net(lambda self, x: self.long(x) + self.short(x), long=long, short=nn.Linear(16, 16, bias=False))
     before = [p.clone() for p in module.parameters()]
     found = count_layers(module, [torch.zeros(10, 16)])
     layers = {layer.name: layer for layer in found.layers}

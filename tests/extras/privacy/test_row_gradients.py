@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import Net
 from torch import nn
 
 from ringspark.estimators.training.feed import Batch
@@ -20,26 +21,15 @@ from ringspark.models.lora import add_lora
 ROWS, CLIP = 11, 0.7
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.layer = kind(3, 4, batch_first=True)
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layer(x)[0][:, -1])
+def recurrent(kind: Any) -> nn.Module:
+    layers = {"layer": kind(3, 4, batch_first=True), "last": nn.Linear(4, 1)}
+    return Net(lambda self, x: self.last(self.layer(x)[0][:, -1]), **layers)
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """Uses a parameter twice, once outside its layer, as opacus' hooks cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(nn.functional.linear(self.first(x).tanh(), self.first.weight))
+    compute = lambda self, x: self.last(nn.functional.linear(self.first(x).tanh(), self.first.weight))  # noqa: E731
+    return Net(compute, first=nn.Linear(6, 6), last=nn.Linear(6, 1))
 
 
 class Centered(nn.Linear):
@@ -64,9 +54,9 @@ NETWORKS: dict[str, tuple[Any, Any]] = {
     "layers": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1)), (6,)),
     "image": (image_network, (1, 6, 6)),
     "text": (text_network, None),
-    "lstm": (lambda: Recurrent(nn.LSTM), (7, 3)),
-    "gru": (lambda: Recurrent(nn.GRU), (7, 3)),
-    "tied": (Tied, (6,)),
+    "lstm": (lambda: recurrent(nn.LSTM), (7, 3)),
+    "gru": (lambda: recurrent(nn.GRU), (7, 3)),
+    "tied": (tied, (6,)),
     "centered": (lambda: Centered(6, 1), (6,)),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_networks import Net
 from torch import nn
 
 from ringspark.extras.report.held_out.features import Feature, features_of
@@ -149,18 +150,9 @@ def test_gradients_of_a_linear_network_are_weight_times_distance(is_classifier: 
 
 def test_gradients_leave_whole_numbers_out_and_say_so() -> None:
     pytest.importorskip("captum")
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(5, 3)
-
-        def forward(self, category: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return self.embedding(category) * x
-
     table, category = _table(60), np.arange(60) % 5
     features = features_of(["category", "x"], [category, table], [[], []])
-    network = Both().eval()
+    network = Net(lambda self, ids, x: self.embedding(ids) * x, embedding=nn.Embedding(5, 3)).eval()
     found = integrated_gradients(network, [category, table], features, is_classifier=True)
     assert "category" in found.note
     weight = network.embedding.weight.detach().numpy()[category]

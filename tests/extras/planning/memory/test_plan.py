@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from measured_step import compare
+from small_networks import Net
 from small_training import bare_config
 from torch import nn
 
@@ -61,17 +62,11 @@ def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
 
 
 def test_buffers_and_tied_weights_count_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-            self.second.weight = self.first.weight
-            self.register_buffer("scale", torch.ones(100), persistent=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.norm(self.first(x))) * self.scale[0]
-
-    plan = plan_memory(Tied(), (((ROWS, 8), "float32"), ((ROWS, 8), "float32")))
+    layers = {"first": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "second": nn.Linear(8, 8)}
+    tied = Net(lambda self, x: self.second(self.norm(self.first(x))) * self.scale[0], **layers)
+    tied.second.weight = tied.first.weight
+    tied.register_buffer("scale", torch.ones(100), persistent=False)
+    plan = plan_memory(tied, (((ROWS, 8), "float32"), ((ROWS, 8), "float32")))
     parameters = 4 * (64 + 8 + 8 + 16)
     assert plan.parameters == parameters + 4 * (8 + 8 + 100) + 8
     assert plan.gradients == parameters

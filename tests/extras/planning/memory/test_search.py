@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import Net
 from small_training import bare_config, columns_of, config_of
 from torch import nn
 
@@ -57,16 +58,10 @@ def test_a_budget_below_the_parameters_is_said_to_be_out_of_reach() -> None:
 
 
 def test_a_network_without_blocks_gets_other_suggestions() -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 512), nn.Linear(512, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(torch.tanh(self.a(x)))
-
-    plan = plan_memory(Flat(), BATCH)
-    held = plan_memory(Flat(), BATCH, budget=plan.peak * 3 // 4)
+    layers = {"a": nn.Linear(8, 512), "b": nn.Linear(512, 3)}
+    flat = Net(lambda self, x: self.b(torch.tanh(self.a(x))), **layers)
+    plan = plan_memory(flat, BATCH)
+    held = plan_memory(flat, BATCH, budget=plan.peak * 3 // 4)
     assert held.suggest
     assert {other.settings["gradientCheckpointing"] for other in held.suggest} == {"none"}
 
