@@ -76,6 +76,11 @@ def workers_of(mesh: Any) -> int:
     return math.prod(Mesh.of(mesh).size(axis) for axis in AXES)
 
 
+def over(mesh: Any) -> dict[str, Any]:
+    """Returns the settings of a training over `mesh`, with as many workers as it has."""
+    return {"parallelism": mesh, "num_workers": workers_of(mesh)}
+
+
 def train_gang(config: TrainConfig, objects: UserObjects | None = None) -> TrainResult:
     """Checks and trains on `config.num_workers` ranks; returns the result of rank 0."""
     return train_ranks(config, objects)[0]

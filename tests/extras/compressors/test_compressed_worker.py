@@ -14,7 +14,7 @@ import torch
 from acting_callback import Acts
 from parity import difference, equal_to_undisturbed
 from ranks import run_ranks
-from small_training import columns_of, config_of, train_gang, weights_of, workers_of
+from small_training import columns_of, config_of, over, train_gang, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -192,10 +192,6 @@ def texts(make_shards: Any, tmp_path: Path) -> MakeConfig:
     return partial(config_of, manifest, tmp_path / "run", **settings)
 
 
-def _over(mesh: dict[str, Any]) -> dict[str, Any]:
-    return {"num_workers": workers_of(mesh), "parallelism": mesh}
-
-
 # Options with which compression loses nothing. In 16 bits, only gradients of equal rows round equally.
 WHOLE = {name: {"ratio": 1.0} for name in ("topk", "randomk", "sparsify")} | {"bf16": {}, "fp16": {}}
 COMPARED = [
@@ -213,8 +209,8 @@ def test_a_mesh_trains_as_plain_replicas_if_compression_loses_nothing(
 ) -> None:
     sync = _sync({"name": name, "least": 1, **WHOLE[name]})
     made = texts(sync=sync) if axis == "sequence" else cut(sync, learning_rate=0.001)
-    plain = train_gang(replace(made, run_uri=f"{made.run_uri}-plain", **_over({"data": 2})))
-    mesh = train_gang(replace(made, **_over({"data": 2, axis: 2})))
+    plain = train_gang(replace(made, run_uri=f"{made.run_uri}-plain", **over({"data": 2})))
+    mesh = train_gang(replace(made, **over({"data": 2, axis: 2})))
     assert difference(plain, mesh, made) < 1e-5
     assert mesh.history[-1].train_loss < mesh.history[0].train_loss
 
@@ -223,7 +219,7 @@ def test_a_mesh_trains_as_plain_replicas_if_compression_loses_nothing(
 @pytest.mark.parametrize("name", OF_SHARDS)
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_failed_training_over_a_mesh_resumes_to_the_bit(cut: MakeConfig, name: str, axis: str) -> None:
-    made = cut(_small(name), **_over({"data": 2, axis: 2}))
+    made = cut(_small(name), **over({"data": 2, axis: 2}))
     _, resumed = equal_to_undisturbed(made)
     assert resumed.resumed_steps == (6,)
     assert resumed.history[-1].train_loss < 0.9 * resumed.history[0].train_loss
@@ -241,7 +237,7 @@ def test_a_failed_training_over_a_mesh_resumes_to_the_bit(cut: MakeConfig, name:
 def test_a_training_of_compressed_shards_goes_on_with_other_replicas(cut: Any, first: Any, then: Any) -> None:
     """The residuals of lost replicas are sent; over another way of sharding they are lost."""
     made = cut(_small("topk"))
-    _, resumed = equal_to_undisturbed(made, first=_over(first), then=_over(then), bound=math.inf)
+    _, resumed = equal_to_undisturbed(made, first=over(first), then=over(then), bound=math.inf)
     assert resumed.resumed_steps == (6,)
     assert resumed.history[-1].train_loss < 0.9 * resumed.history[0].train_loss
 
@@ -261,7 +257,7 @@ def test_a_table_that_two_stages_share_stays_equal_on_all_ranks(
 ) -> None:
     """Each stage compresses the table together with other layers, or apart from them."""
     mesh = {"data": 2, "pipeline": 2, "tensor": tensor}
-    made = texts(sync=_small(name), **_over(mesh))
+    made = texts(sync=_small(name), **over(mesh))
     train_gang(made, UserObjects(callbacks=(Acts(step_end=partial(_write_table, tmp_path)),)))
     # The two shards have 12 and 11 rows.
     assert len({(tmp_path / str(rank)).read_bytes() for rank in range(4 * tensor)}) == tensor
@@ -271,6 +267,6 @@ def test_a_table_that_two_stages_share_stays_equal_on_all_ranks(
 def test_a_frozen_stage_agrees_with_the_stage_that_compresses(cut: MakeConfig) -> None:
     """The ranks of the frozen stage have no gradients, but take part in each decision about a step."""
     mesh = {"data": 2, "pipeline": {"stages": 2, "cuts": ["trunk.1"]}}
-    made = cut(_small("topk"), freeze=("trunk.0.*",), **_over(mesh))
+    made = cut(_small("topk"), freeze=("trunk.0.*",), **over(mesh))
     history = train_gang(made).history
     assert history[-1].train_loss < 0.9 * history[0].train_loss

@@ -10,6 +10,7 @@ import torch
 from acting_callback import Acts
 from failing_callback import Fails
 from lake_tables import delete_delta_rows, encode_vector
+from parity import assert_equal_weights
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -69,11 +70,6 @@ def _linear(tmp_path: Path, **params: Any) -> TorchRegressor:
     return TorchRegressor(**(settings | params))
 
 
-def _same(left: Any, right: Any, tolerance: float = 0) -> bool:
-    weights = zip(*(model.module().state_dict().values() for model in (left, right)), strict=True)
-    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in weights)
-
-
 def test_a_fit_on_a_table_is_the_fit_on_shards_of_it(spark: Any, table: str, tmp_path: Path) -> None:
     frame = spark.read.parquet(table)
     kinds = {"city": Vocabulary(), "region": HashBuckets(9), "weather": Vocabulary()}
@@ -82,7 +78,7 @@ def test_a_fit_on_a_table_is_the_fit_on_shards_of_it(spark: Any, table: str, tmp
     on_table = in_order.fitOnParquet(table)
     in_order.clear(in_order.columns)  # the shards already record the column types
     on_shards = in_order.fitOnShards(shards)
-    assert _same(on_table, on_shards)
+    assert_equal_weights(on_table, on_shards)
     assert on_table.labels == ["cold", "warm"]
     assert list(on_table.summary.history.rows) == [240] * 3
     # Only the runs remain; each fit removes its temporary manifest.
@@ -98,7 +94,7 @@ def test_two_workers_train_what_one_trains_and_go_on_where_it_failed(table: str,
     manifest = ShardManifest.load(tmp_path / "run" / "shards")
     assert manifest.file_columns
     resumed = _linear(tmp_path, **(settings | {"numWorkers": 1}), resume=True).fitOnParquet(table)
-    assert _same(resumed, alone, tolerance=1e-5)
+    assert_equal_weights(resumed, alone, 1e-5)
     assert resumed.summary.resumed_steps == (6,)
 
 
@@ -144,7 +140,7 @@ def test_a_delta_table_is_trained_at_one_version(spark: Any, tmp_path: Path) -> 
     newest = _linear(tmp_path).fitOnDelta(root)
     assert list(newest.summary.history.rows) == [10, 10]
     # The run resumes with its own table version, not the newest.
-    assert _same(_linear(tmp_path, **run, resume=True).fitOnDelta(root), first)
+    assert_equal_weights(_linear(tmp_path, **run, resume=True).fitOnDelta(root), first)
     with pytest.raises(ValueError, match=r"delta' version 0 -> .*delta' version 1"):
         _linear(tmp_path, **run, resume=True).fitOnDelta(root, version=1)
     frame = spark.read.parquet(*deltalake.DeltaTable(root).file_uris())
@@ -188,8 +184,8 @@ def test_deleted_rows_mapped_columns_and_odd_folders_are_those_of_a_copy(spark: 
     model = with_region(columns=columns, callbacks=[writes]).fitOnDelta(str(root))
     assert list(model.summary.history.rows) == [187, 187]
     assert deltalake.DeltaTable(str(root)).version() == 2
-    assert _same(model, copied)
-    assert _same(with_region(columns=columns).fitOnDelta(str(root), version=1), copied)
+    assert_equal_weights(model, copied)
+    assert_equal_weights(with_region(columns=columns).fitOnDelta(str(root), version=1), copied)
     # If the files are removed, the training ends.
     with pytest.raises(WorkerError, match=r"FileNotFoundError.* do not change a table"):
         with_region(columns=columns, callbacks=[removes]).fitOnDelta(str(root), version=1)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity import assert_predicts_the_same
+from parity import assert_equal_weights, assert_predicts_the_same
 from pyspark.sql import functions as F
 from small_training import workers_of
 from spark_tables import on_this_host, points, values_of
@@ -61,11 +61,6 @@ def one(train: Callable[..., Any]) -> dict[str, Any]:
     return {name: train(name) for name in SPECS}
 
 
-def difference(*models: Any) -> float:
-    one, other = (torch.cat([p.detach().flatten() for p in m.module().parameters()]) for m in models)
-    return float((one - other).abs().max())
-
-
 def piped(schedule: str, virtual: int = 1) -> dict[str, Any]:
     pipeline = Pipeline(2, schedule=schedule, virtual=virtual)
     return {"parallelism": Mesh(pipeline=pipeline), "gradientAccumulation": 2 * virtual}
@@ -91,7 +86,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def test_experts_on_several_workers_fit_like_one_worker(train: Any, one: dict[str, Any]) -> None:
     many = train("experts", numWorkers=2, parallelism=Mesh(expert=2))
-    assert difference(many, one["experts"]) < 1e-5
+    assert_equal_weights(many, one["experts"], 1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
@@ -129,7 +124,7 @@ def test_a_mesh_and_an_own_optimizer_fit_like_one_worker_and_the_named_one(
 ) -> None:
     workers = workers_of(MESHES[name]["parallelism"])
     many = train(optimizer=own_momentum(), numWorkers=workers, **MESHES[name])
-    assert difference(many, one["text"]) < 1e-5
+    assert_equal_weights(many, one["text"], 1e-5)
     losses = [[*model.summary.history.train_loss] for model in (many, one["text"])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -146,7 +141,7 @@ def test_an_own_optimizer_of_whole_parameters_is_refused_where_they_are_sharded(
     with pytest.raises(ValueError, match="only shards of parameters, but optimizer Whole needs whole"):
         train(optimizer=make, numWorkers=2, parallelism=Mesh(tensor=2))
     spread = train(optimizer=make, numWorkers=2, parallelism=Mesh(sequence=2))
-    assert difference(spread, train(optimizer="sgd")) < 1e-5
+    assert_equal_weights(spread, train(optimizer="sgd"), 1e-5)
 
 
 MLP = ModelSpec("mlp", {"in_features": 3, "hidden": [24, 16], "out_features": 1, "activation": "tanh"})

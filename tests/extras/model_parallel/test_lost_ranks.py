@@ -14,7 +14,7 @@ import rows
 from driver import BASE, NUM_DIGITS, NUM_TOKENS, STRUCK, MeshDiary
 from failing_callback import Dies
 from parity import difference
-from small_training import config_of, train_gang, workers_of
+from small_training import config_of, over, train_gang, workers_of
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.run.identity import identity_of, list_differences, split_changes
@@ -60,10 +60,6 @@ def _objects(folder: Path, mesh: dict[str, int], *more: Callback) -> UserObjects
     return UserObjects(callbacks=(diary, *more), transform_batch=diary.read)
 
 
-def _leg(config: TrainConfig, mesh: dict[str, int]) -> TrainConfig:
-    return replace(config, num_workers=workers_of(mesh), parallelism=mesh)
-
-
 def _straight(config: TrainConfig, folder: Path, mesh: dict[str, int]) -> TrainResult:
     """Trains undisturbed, in another folder."""
     return train_gang(
@@ -90,7 +86,7 @@ def test_the_bits_are_those_of_a_training_that_lost_no_rank(
     config: MakeConfig, tmp_path: Path, mesh: dict[str, int], lost: int
 ) -> None:
     """Each rank draws its own dropout for its shard, so a resume must restore every random state."""
-    made = _leg(config({"dropout": 0.2, **(EXPERTS if "expert" in mesh else {})}), mesh)
+    made = config({"dropout": 0.2, **(EXPERTS if "expert" in mesh else {})}, **over(mesh))
     straight = _straight(made, tmp_path, mesh)
     diary = tmp_path / "disturbed"
     objects = _objects(diary, mesh, Dies(tmp_path / "lost", 2 * EVERY + 2, rank=lost))
@@ -129,7 +125,7 @@ def test_four_ranks_two_one_and_four_train_what_one_does(
     for number, mesh in enumerate(meshes):
         last = (number + 1) * EPOCH_STEPS + 3  # the last run never reaches its step
         lost = Dies(tmp_path / f"lost {number}", last, rank=workers_of(mesh) - 1)
-        leg = replace(_leg(made, mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
+        leg = replace(made, **over(mesh), gradient_accumulation=2 if "pipeline" in mesh else 1)
         identity = identity_of(leg, UserObjects(), manifest)
         assert list_differences(split_changes(begun, identity)[1], identity) == []
         if number == len(meshes) - 1:

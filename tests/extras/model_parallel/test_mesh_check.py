@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_training import columns_of, config_of, workers_of
+from small_training import columns_of, config_of, over
 from torch import nn
 from torch.nn import functional as F
 
@@ -113,7 +113,7 @@ def check(make_shards: Any, tmp_path: Path) -> Callable[[Any, dict[str, Any]], N
     def check(model: nn.Module | ModelSpec, mesh: dict[str, Any]) -> None:
         spec = model if isinstance(model, ModelSpec) else None
         given = {} if spec is None else {"model": spec}
-        given |= {"parallelism": mesh, "num_workers": workers_of(mesh), "collective": "torch"}
+        given |= {**over(mesh), "collective": "torch"}
         given |= {"gradient_accumulation": 2 if "pipeline" in mesh else 1}
         given |= {"input_columns": ("ids" if spec and spec.target != "mlp" else "x",)}
         config = config_of(manifest, tmp_path, **given)

@@ -15,7 +15,7 @@ import torch
 from acting_callback import Acts
 from parity import difference, equal_to_one_worker, equal_to_undisturbed
 from ranks import run_ranks
-from small_training import columns_of, config_of, train_gang, train_in_turn, weights_of, workers_of
+from small_training import columns_of, config_of, over, train_gang, train_in_turn, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -43,10 +43,6 @@ def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
     return partial(config_of, make_shards(columns_of(120, 8)), tmp_path / "run", **settings)
 
 
-def _over(mesh: dict[str, Any]) -> dict[str, Any]:
-    return {"parallelism": mesh, "num_workers": workers_of(mesh)}
-
-
 STAGES = {"pipeline": {"stages": 2, "cuts": ["middle"]}}
 
 
@@ -62,7 +58,7 @@ def test_layers_tied_over_stages_by_other_names_and_groups_of_one_stage_go_on(
     made = config(checkpoint_every_steps=3, ema_decay=0.9, parameter_groups=groups)
     objects = UserObjects(module=_network(tied=True))
     equal_to_one_worker(made, objects, bound=1e-6, parallelism=STAGES)
-    equal_to_undisturbed(made, objects, first=_over(first), then=_over(then), bound=1e-6)
+    equal_to_undisturbed(made, objects, first=over(first), then=over(then), bound=1e-6)
 
 
 class _Counts(nn.Module):
@@ -85,7 +81,7 @@ class _Counts(nn.Module):
 def test_one_worker_continues_the_counters_of_later_stages(config: MakeConfig) -> None:
     layers = [*_network()]
     network = nn.Sequential(layers[0], _Counts(), *layers[1:4], _Counts(), layers[4])
-    made, staged = config(checkpoint_every_steps=1, optimizer="sgd"), _over({"pipeline": 2})
+    made, staged = config(checkpoint_every_steps=1, optimizer="sgd"), over({"pipeline": 2})
     objects = UserObjects(module=network)
     equal_to_one_worker(made, objects, bound=1e-6, **staged)
     one, _ = equal_to_undisturbed(made, objects, first=staged, then={}, bound=1e-6)
@@ -128,7 +124,7 @@ def test_ranks_with_other_tokens_or_blocks_have_random_numbers_of_their_own(
     settings = {"model": spec, "task": "any", "losses": ("cross_entropy",), "collective": "torch"}
     seeds = tmp_path / "seeds"
     seeds.mkdir()
-    config = config_of(manifest, tmp_path / "run", epochs=1, **settings, **_over({axis: 2}))
+    config = config_of(manifest, tmp_path / "run", epochs=1, **settings, **over({axis: 2}))
     write = lambda state: (seeds / str(state.rank)).write_text(str(torch.initial_seed()))  # noqa: E731
     train_gang(config, UserObjects(callbacks=(Acts(train_start=write),)))
     assert len({path.read_text() for path in seeds.iterdir()}) == streams
@@ -147,7 +143,7 @@ def test_rows_of_embeddings_are_clipped_in_a_stage_as_in_one_worker(make_shards:
 
 def test_ranks_of_one_copy_keep_the_same_rows(make_shards: Any, tmp_path: Path) -> None:
     manifest = make_shards(columns_of(40, 8), row_group_rows=40)
-    settings = {"collective": "torch", "cache": "auto", **_over({"tensor": 2})}
+    settings = {"collective": "torch", "cache": "auto", **over({"tensor": 2})}
     config = config_of(manifest, tmp_path / "run", **settings)
 
     def settled(collective: Collective) -> Any:

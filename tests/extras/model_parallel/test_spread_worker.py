@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity import Pair, equal_to_one_worker, equal_to_undisturbed
-from small_training import columns_of, config_of, workers_of
+from parity import Pair, equal_to_undisturbed
+from parity import equal_to_one_worker as equal_to_a_worker
+from small_training import columns_of, config_of, over
 
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.options.finetuning import LoRA
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.checkpoint.weights import read_adapter
@@ -19,6 +21,7 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.distributed
+equal_to_one_worker = partial(equal_to_a_worker, alone=train_here)
 MakeConfig = Callable[..., TrainConfig]
 MLP = ModelSpec("mlp", {"in_features": 8, "hidden": [21, 16, 10], "out_features": 1, "activation": "tanh"})
 ROWS, BATCH = 330, 20  # the last batch has 10 rows
@@ -104,7 +107,7 @@ def test_a_training_goes_on_over_another_mesh(numbers: Any, first: Any, then: An
 
 def _goes_on(config: TrainConfig, first: dict[str, Any], then: dict[str, Any], **changes: Any) -> Pair:
     """Fails at step 25 over the mesh `first` and resumes over `then`; equal bits over the same mesh."""
-    begin, end = ({"parallelism": mesh, "num_workers": workers_of(mesh), **changes} for mesh in (first, then))
+    begin, end = ({**over(mesh), **changes} for mesh in (first, then))
     return equal_to_undisturbed(config, step=25, first=begin, then=end, bound=0.0 if then == first else 1e-5)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from parity import assert_equal_weights
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 
 from ringspark.estimators import AllReduce, TorchRegressor, Zero
@@ -15,7 +16,6 @@ from tests.extras.search.test_search import (
     MLP,
     Paced,
     assert_same_search,
-    assert_same_weights,
     estimator,
     kill_a_search,
     small_table,
@@ -48,7 +48,7 @@ def test_a_member_goes_on_as_if_it_had_never_paused(table: Any, tmp_path: Path, 
     columns = ["epoch", "train_loss", "validation_loss", "validation_auroc", "learning_rate"]
     histories = [m.summary.history[columns] for m in (model.bestModel, whole)]
     pd.testing.assert_frame_equal(*histories, check_exact=True)
-    assert_same_weights(model.bestModel, whole)
+    assert_equal_weights(model.bestModel, whole)
     assert model.bestModel.summary.steps == whole.summary.steps
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["run", "run"]
 

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from parity import assert_equal_weights
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
@@ -415,16 +416,11 @@ def kill_a_search(folder: Path, kind: str, module: str, until: str) -> Path:
     return folder / "search"
 
 
-def assert_same_weights(*models: Any) -> None:
-    states = [model.module().state_dict() for model in models]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 def assert_same_search(*models: SearchModel) -> None:
     """Compares the trials, without their seconds, and the best weights; bit for bit."""
     trials = (model.trials.drop(columns="seconds") for model in models)
     pd.testing.assert_frame_equal(*trials, check_exact=True)
-    assert_same_weights(*(model.bestModel for model in models))
+    assert_equal_weights(*(model.bestModel for model in models))
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ COLUMNS = {
     "array(id + (1L << 60))": ("number", "32 bins"),
     "array(CAST(id + (1L << 60) AS decimal(38,2)))": ("number", "32 bins"),
     "CAST(id + (1L << 60) AS decimal(38,2))": ("number", "32 bins"),
+    "array(id % 2 = 0)": ("number", "2 bins"),
     "string(sqrt(id))": ("number", "text of numbers, 32 bins"),
     "if(id % 20 = 0, ' ', string(sqrt(id)))": ("number", "text of numbers, 32 bins"),
     "if(id % 20 = 0, 'N/A', string(date_add(DATE'2020-01-01', int(id))))": ("date", "trend, weekday"),
@@ -161,15 +162,6 @@ def test_changed_features_change_the_statistics_of_a_table(spark: Any, tmp_path:
     changed = rows.selectExpr("if(x = 7, 300, x) AS x", "label")
     with pytest.raises(ValueError, match="__ringspark_table"):
         TorchClassifier(**settings, resume=True).fit(changed)
-
-
-def test_items_of_arrays_of_booleans_and_decimals_are_numbers(spark: Any) -> None:
-    arrays = ["array(id % 2 = 0, null) AS flags", "array(CAST(id AS decimal(30,2))) AS prices"]
-    rows = spark.range(0, ROWS, 1, 2).selectExpr(*arrays, LABEL)
-    model = TorchClassifier(**FAST).fit(rows)
-    uses = model.summary.columns.set_index("column")["reason"].to_dict()
-    assert uses == {"flags[0]": "2 bins", "flags[1]": "every row lacks a value", "prices[0]": "32 bins"}
-    assert model.transform(rows).where("prediction IN (0, 1)").count() == ROWS
 
 
 def test_vectors_may_be_null(spark: Any) -> None:

@@ -13,7 +13,6 @@ from parity import assert_equal_weights
 from programs import run_program
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import TrainValidationSplit
 from pyspark.sql import functions as F
 from spark_tables import run_stream
@@ -147,15 +146,6 @@ def test_ranks_do_not_change_the_weights(table: Any) -> None:
     assert_equal_weights(*models, 1e-5)
 
 
-def test_the_newest_rows_are_held_out(table: Any) -> None:
-    model = TorchRegressor(**FAST, timeCol="when", validationFraction=0.25).fit(table.drop("late"))
-    assert model.summary.rows == 2 * 300
-    uses = model.summary.columns.set_index("column")
-    # The trend of a time says nothing about later rows.
-    assert uses.loc["when", "reason"] == "every held-out value lies above all training values"
-    assert uses.loc["day", "reason"] == "weekday, monthday, yearday"
-
-
 def test_a_column_that_tells_the_label_is_named(table: Any) -> None:
     leaky = table.select("label", "number", (F.col("label") * 2 + 1).alias("twice"))
     with pytest.warns(UserWarning, match=r"predicts the label almost perfectly: 'twice'; drop the column"):
@@ -243,11 +233,15 @@ def test_input_columns_may_be_named(table: Any, tmp_path: Path) -> None:
     assert read.transform(table).count() == ROWS
 
 
-def test_fits_with_other_splits_share_no_rows(table: Any) -> None:
+def test_the_newest_rows_are_held_out(table: Any) -> None:
     estimator = TorchRegressor(**FAST, timeCol="when")
     fractions = [{estimator.validationFraction: share} for share in (0.1, 0.5)]
-    rows = [model.summary.rows for _, model in estimator.fitMultiple(table.drop("late"), fractions)]
-    assert rows == [2 * 360, 2 * 200]
+    models = [model for _, model in estimator.fitMultiple(table.drop("late"), fractions)]
+    assert [model.summary.rows for model in models] == [2 * 360, 2 * 200]
+    uses = models[0].summary.columns.set_index("column")
+    # The trend of a time says nothing about later rows.
+    assert uses.loc["when", "reason"] == "every held-out value lies above all training values"
+    assert uses.loc["day", "reason"] == "weekday, monthday, yearday"
 
 
 def test_a_stream_is_scored(classified: tuple[TorchModel, list[str]], table: Any, tmp_path: Path) -> None:
@@ -258,9 +252,3 @@ def test_a_stream_is_scored(classified: tuple[TorchModel, list[str]], table: Any
     expected = model.transform(table).select("row", "prediction").orderBy("row").collect()
     assert len(scored) == 50
     assert set(scored) <= set(expected)
-
-
-def test_vectors_are_flattened(spark: Any) -> None:
-    rows = [(Vectors.dense([i, -i]), float(i)) for i in range(40)]
-    model = TorchRegressor(**FAST).fit(spark.createDataFrame(rows, ["features", "label"]))
-    assert model.summary.columns["column"].tolist() == ["features[0]", "features[1]"]
