@@ -17,7 +17,7 @@ from ringspark.estimators.parallel import SyncSettings, synchronize_gradients
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.compressors.cpsgd import CpSgdCompressor, rotate
+from ringspark.extras.compressors.cpsgd import CpSgdCompressor
 from ringspark.extras.compressors.packing import pack_integers, unpack_integers
 from ringspark.extras.privacy.binomial import find_range
 
@@ -94,14 +94,6 @@ def test_packed_integers_are_unpacked_again(bits: int) -> None:
     packed = pack_integers(integers, bits)
     assert len(packed) == math.ceil(77 * bits / 8)
     assert unpack_integers(packed, bits, 77).tolist() == integers.tolist()
-
-
-def test_a_rotation_keeps_norms_and_is_undone_exactly_enough() -> None:
-    vector = _vector(1.0)
-    signs = torch.randint(0, 2, (ELEMENTS,)).double() * 2 - 1
-    turned = rotate(vector, signs)
-    assert float(turned.norm()) == pytest.approx(1, abs=1e-12)
-    torch.testing.assert_close(rotate(turned, signs, back=True), vector, rtol=0, atol=1e-12)
 
 
 def test_the_noise_does_not_follow_from_the_seed() -> None:

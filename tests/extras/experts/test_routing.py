@@ -52,33 +52,9 @@ def test_switch_fills_an_expert_in_the_order_of_tokens_and_drops_the_rest() -> N
     assert torch.allclose(routing.weights, torch.tensor([0.7, 0.6, 0.8, 0.5, 0.4, 0.7]))
 
 
-def test_gshard_gives_places_to_all_first_choices_before_the_second_ones() -> None:
-    # The capacity is ceil(2 * 6 / 3 * 0.75) = 3. First choices: 0 0 1 0 0 2; second: 1 1 0 2 1 1.
-    routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=0.75, min_capacity=1))
-    assert lists(routing, 3) == [[0, 1, 3], [2, 0, 1], [5, 3]]
-    assert routing.dropped.tolist() == [12.0 - 8]
-
-
 def test_a_causal_queue_gives_places_token_by_token() -> None:
     routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=0.75, min_capacity=1, in_order=True))
     assert lists(routing, 3) == [[0, 1, 2], [0, 1, 2], [3, 5]]
-
-
-def test_gshard_weights_are_those_of_two_experts_before_the_drop() -> None:
-    routing = gshard(SIX, all_real(SIX), CapacityRule(capacity_factor=None))
-    first, second = routing.weights.view(2, 6)
-    assert torch.allclose(first + second, torch.ones(6))
-    assert torch.allclose(first[0], torch.tensor(7 / 9))
-
-
-def test_experts_choose_the_tokens_that_want_them_most() -> None:
-    routing = expert_choice(SIX, all_real(SIX), CapacityRule(capacity_factor=1, min_capacity=1))  # capacity 2
-    assert lists(routing, 3) == [[0, 1], [2, 4], [5, 3]]
-    assert routing.dropped.tolist() == [0.0]
-    assert routing.balance.tolist() == [0.0]
-    one = expert_choice(SIX, all_real(SIX), CapacityRule(capacity_factor=0.5, min_capacity=1))
-    assert lists(one, 3) == [[0], [2], [5]]
-    assert one.dropped.tolist() == [3.0]
 
 
 def test_equal_logits_go_to_the_first_expert_and_to_the_first_token() -> None:

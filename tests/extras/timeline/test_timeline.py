@@ -13,7 +13,7 @@ import pytest
 import torch
 from rank_spans import one_step
 from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
-from small_training import bare_config, columns_of, config_of, train_ranks, weights_of
+from small_training import columns_of, config_of, train_ranks, weights_of
 from torch import nn
 
 from ringspark.estimators import run_layout
@@ -22,7 +22,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.observation import background_file
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.timeline import rank_timeline as timeline
 from ringspark.extras.timeline.clocks import ClockOffset, interpolate_offset, measure_offset
 from ringspark.extras.timeline.span_file import read_spans
@@ -253,8 +253,3 @@ def test_without_a_timeline_the_trace_says_what_to_set(manifest: ShardManifest, 
     summary = TrainingSummary.of(train_here(_config(manifest, tmp_path / "run")))
     with pytest.raises(ValueError, match="has no timeline; set timelineEverySteps"):
         summary.timeline(str(tmp_path / "trace.json"))
-
-
-def test_both_settings_may_change_on_resume_and_travel_as_json() -> None:
-    config = bare_config(profile_steps=(10, 13))
-    assert TrainConfig.from_json(config.to_json()) == config

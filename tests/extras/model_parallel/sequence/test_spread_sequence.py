@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_collective import Counting
 from ranks import run_ranks
 from torch import nn
 
@@ -165,19 +166,6 @@ def test_a_mixture_that_is_not_told_how_long_rows_are_refuses_to_route_parts() -
     assert mixture(torch.zeros(2, 3, 4), mixture.rows.told(None, 3)).shape == (2, 3, 4)
 
 
-class _Counted:
-    """Collective that records the names of its operations."""
-
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("all_reduce", "all_gather", "all_to_all", "start_reduce_scatter"):
-            self.calls.append(name)
-        return getattr(self._collective, name)
-
-
 @contextmanager
 def _held(module: nn.Module) -> Iterator[list[int]]:
     """Yields a list; its last item is the bytes kept for the backward pass, without weights."""
@@ -204,16 +192,16 @@ def _costs(collective: Collective) -> Any:
         for way in (None, *CONTEXTS):
             costs = []
             for depth in (1, 2):
-                module, counted = _network(kind, dim=16, num_heads=4, depth=depth), _Counted(collective)
+                module, counted = _network(kind, dim=16, num_heads=4, depth=depth), Counting(collective)
                 if way is not None:
                     shard_sequence(module, counted, way)  # type: ignore[arg-type]
                 before = collective.bytes_sent
                 with _held(module) as held:
                     outputs = module(ids)
-                forward = list(counted.calls)
+                forward = counted.calls.total()
                 _loss(outputs).backward()  # type: ignore[no-untyped-call]
                 sent = collective.bytes_sent - before
-                costs.append((len(forward), len(counted.calls) - len(forward), sent, held[0]))
+                costs.append((forward, counted.calls.total() - forward, sent, held[0]))
             found.setdefault(str(way), {})[kind] = [b - a for a, b in zip(*costs, strict=True)]
     return found
 

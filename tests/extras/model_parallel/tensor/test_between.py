@@ -1,11 +1,10 @@
 """Tensor parallelism: losses and gradients of one worker, and the communication they need."""
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from counting_collective import Counting
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -30,37 +29,6 @@ from ringspark.models.transformer import TransformerBlock
 pytestmark = pytest.mark.distributed
 SIZES = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 2, "num_heads": 4}
 PAIRS = {"attention.qkv": ["column", 3], "attention.out": "row", "up": "column", "down": "row"}
-
-
-class Counting:
-    """Forwards to a collective and counts the calls made inside networks."""
-
-    def __init__(self, inner: Collective) -> None:
-        self._inner = inner
-        self.calls: Counter[str] = Counter()
-        self.found: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if name not in ("all_reduce", "all_gather", "start_reduce_scatter", "all_to_all"):
-            return found
-
-        def counted(*rest: Any, **named: Any) -> Any:
-            self.calls[name] += 1
-            return found(*rest, **named)
-
-        return counted
-
-    def noted(self, work: Callable[[], Any]) -> Any:
-        """Runs `work`; then `found` holds its calls by operation and the bytes sent by this rank."""
-        self.calls.clear()
-        sent = self._inner.bytes_sent
-        result = work()
-        self.found = [dict(self.calls), self._inner.bytes_sent - sent]
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
 
 
 def _network(kind: str) -> nn.Module:
