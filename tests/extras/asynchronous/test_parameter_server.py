@@ -231,19 +231,16 @@ class _Counting(torch.optim.SGD):
                 self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
 
 
-class _Gaps(nn.Module):
+def _gaps() -> nn.Module:
     """A parameter with gaps between its elements, and contiguous ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.arange(24.0).reshape(4, 6)[:, :3])
-        self.second = nn.Parameter(torch.full((40,), 7.0))
+    first = nn.Parameter(torch.arange(24.0).reshape(4, 6)[:, :3])
+    return nn.ParameterDict({"first": first, "second": nn.Parameter(torch.full((40,), 7.0))})
 
 
 def _unusual(collective: Collective) -> dict[str, Any]:
     """Trains with this network and this optimizer by Hogwild, saves and loads."""
     make = lambda m: _Counting(m.parameters(), lr=0.1)  # noqa: E731
-    sync, other = (_prepare(collective, HOGWILD, make, module=_Gaps()) for _ in range(2))
+    sync, other = (_prepare(collective, HOGWILD, make, module=_gaps()) for _ in range(2))
     weights = _weights(sync)
     sync.step(LossScaler("fp32", torch.device("cpu")))
     for state in sync.optimizer.state.values():

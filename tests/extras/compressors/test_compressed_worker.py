@@ -119,15 +119,6 @@ def _net() -> Any:
     return nn.Sequential(OrderedDict(first=first, up=up, tanh=nn.Tanh(), down=down))
 
 
-class Alone(nn.Module):
-    """The shards of one rank, as a network of their own."""
-
-    def __init__(self, shards: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        for name, shard in shards.items():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(shard.detach().clone()))
-
-
 def _prepare(module: nn.Module, mesh: RankMesh, name: str) -> Any:
     settings = SyncSettings(sync=_small(name), seed=3)
     return synchronize_gradients(module, lambda m: torch.optim.SGD(m.parameters(), 0.1), mesh, settings)
@@ -140,7 +131,9 @@ def _compress(name: str, collective: Collective) -> dict[str, bool]:
     layout = layout_of(network)
     sync = _prepare(network, mesh, name)
     cut = {n: p for n, p in network.named_parameters() if n in layout.cuts and p.dim() > 1}
-    plain = _prepare(Alone(cut), RankMesh.of(mesh.gradients), name)
+    # The shards of this rank, as a network of their own.
+    alone = {n.replace(".", "_"): nn.Parameter(shard.detach().clone()) for n, shard in cut.items()}
+    plain = _prepare(nn.ParameterDict(alone), RankMesh.of(mesh.gradients), name)
     found = {"as alone": True, "first is equal": True}
     for step in range(STEPS):
         rows = torch.randn(9, 12, generator=torch.Generator().manual_seed(10 * step + mesh.data_rank))

@@ -11,6 +11,7 @@ from acting_callback import Acts, add_to_weights
 from failing_callback import Fails
 from parity import equal_to_undisturbed
 from short_sync import sync_of
+from small_networks import Net
 from small_training import columns_of, config_of, train_gang, weights_of
 from torch import nn
 
@@ -41,13 +42,9 @@ ADDS = Acts(
 )
 
 
-class _Still(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.first + self.second).sum() * torch.zeros_like(x[:, :1])
+def _still() -> nn.Module:
+    compute = lambda self, x: (self.first + self.second).sum() * torch.zeros_like(x[:, :1])  # noqa: E731
+    return Net(compute, first=nn.Parameter(torch.zeros(2)), second=nn.Parameter(torch.zeros(2)))
 
 
 @pytest.mark.parametrize("way", ["one-shot", "streaming", "elastic"])
@@ -55,10 +52,10 @@ def test_what_a_callback_does_to_the_equal_weights_lasts(config: Any, way: str) 
     """It must survive a resume too, because the first epoch's checkpoint contains the change."""
     sync = sync_of(local=WAYS.get(way, "training"))
     config = replace(config, sync=sync, model=None, optimizer="sgd", checkpoint_every_epochs=1)
-    objects = UserObjects(module=_Still(), callbacks=(ADDS,))
+    objects = UserObjects(module=_still(), callbacks=(ADDS,))
     train_gang(replace(config, pause_after=1), objects)
     result = train_gang(config, objects)
-    assert weights_of(result, _Still()).tolist() == [120.0] * 4
+    assert weights_of(result, _still()).tolist() == [120.0] * 4
 
 
 @pytest.mark.slow

@@ -164,11 +164,8 @@ TEXTS = {
 BAD_LABEL = 100.0
 
 
-class InfiniteLoss:
-    """Is infinite at the bad label."""
-
-    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return torch.where(label == BAD_LABEL, math.inf, (output[:, 0] - label).square())
+def infinite_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.where(label == BAD_LABEL, math.inf, (output[:, 0] - label).square())
 
 
 @pytest.fixture
@@ -205,7 +202,7 @@ def test_a_mesh_skips_the_steps_that_one_worker_skips(two: MakeConfig, axis: str
     changes = {"on_non_finite": "skip", "losses": ("custom",), "precision": precision}
     changes |= {"gradient_accumulation": 2 if axis == "pipeline" else 1}
     made = two(axis, **changes)
-    own = UserObjects(losses=(InfiniteLoss(),))
+    own = UserObjects(losses=(infinite_loss,))
     many, one = train_gang(made, own), train_gang(_one(made), own)
     for result in (many, one):
         assert [(found.epoch, found.step) for found in result.non_finite] == [(n, 4) for n in (1, 2, 3, 4)]
@@ -219,7 +216,7 @@ def test_a_mesh_skips_the_steps_that_one_worker_skips(two: MakeConfig, axis: str
 def test_a_mesh_rolls_back_as_one_worker_does(two: MakeConfig) -> None:
     changes = {"on_non_finite": "rollback", "losses": ("custom",), "checkpoint_every_steps": 2}
     made = two("tensor", **changes)
-    own = UserObjects(losses=(InfiniteLoss(),))
+    own = UserObjects(losses=(infinite_loss,))
     for each in (made, _one(made)):
         with pytest.raises(Exception, match=r"epoch 1, step 4: .* 5 rollbacks to step 2, .* did not help"):
             train_gang(each, own)

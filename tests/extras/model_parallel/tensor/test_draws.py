@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_networks import Net
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -101,22 +102,16 @@ def test_a_layer_that_is_left_open_and_restored_begins_anew() -> None:
         assert torch.equal(torch.rand(4), outside)
 
 
-class Attention(nn.Module):
+def _attention() -> nn.Module:
     """Two column-sharded layers of equal inputs, before dropout and a row-sharded layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.o(self.dropout(self.q(x) * self.k(x)))
-        return out
+    parts: dict[str, nn.Module] = {name: nn.Linear(8, 8) for name in "qko"}
+    compute = lambda self, x: self.o(self.dropout(self.q(x) * self.k(x)))  # noqa: E731
+    return Net(compute, **parts, dropout=nn.Dropout(0.5))
 
 
 def _train_adapters(collective: Collective) -> dict[str, list[float]]:
     torch.manual_seed(1)
-    network = Attention()
+    network = _attention()
     add_lora(network, 2, 2.0, ["q", "k"], dropout=0.5)
     shard_layers(network, make_region(collective), {"q": "column", "k": "column", "o": "row"})
     trained = {n: p for n, p in network.named_parameters() if n.endswith("lora_A")}

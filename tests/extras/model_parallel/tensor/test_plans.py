@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import Net
 from torch import nn
 from torch.nn.utils import spectral_norm
 
@@ -19,17 +20,11 @@ from ringspark.models import TransformerLM
 TWO = dict.fromkeys(AXES, 1) | {"tensor": 2}
 
 
-class Shared(nn.Module):
+def _shared() -> nn.Module:
     """Has one layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 10), nn.Linear(10, 4)
-        self.again = self.up
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.again(x)) + self.down(self.up(x))
-        return out
+    up, down = nn.Linear(4, 10), nn.Linear(10, 4)
+    compute = lambda self, x: self.down(self.again(x)) + self.down(self.up(x))  # noqa: E731
+    return Net(compute, up=up, down=down, again=up)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +45,7 @@ class Shared(nn.Module):
 )
 def test_what_a_plan_cannot_cut_is_refused_on_the_driver(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_shardable(Shared(), TWO, Mesh(plan=plan))
+        check_shardable(_shared(), TWO, Mesh(plan=plan))
 
 
 class Scaled(nn.Embedding):
@@ -112,7 +107,7 @@ LM, MIXTURE = TransformerLM(**SIZES), TransformerLM(**SIZES, experts={"num_exper
 @pytest.mark.parametrize(
     ("network", "changes", "plan", "message"),
     [
-        (Shared(), {}, {"down": "column"}, "Shared does not support sequence_parallel=True: .* set sequence"),
+        (_shared(), {}, {"down": "column"}, "Net does not support sequence_parallel=True: .* set sequence"),
         (MIXTURE, {}, None, "needs whole rows for its own part of the loss"),
         (LM, {"pipeline": 2}, None, "a stage does not know the length"),
         # Without a gather, attention would see only the rank's own tokens.
