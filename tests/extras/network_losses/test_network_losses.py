@@ -26,10 +26,8 @@ from ringspark.estimators.training.objective.losses import (
     sees_network,
 )
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.activations.hooks import saved_tensor_hooks
 from ringspark.extras.network_losses.check import check_network_losses
 from ringspark.extras.tables.tabpack import TabPack
-from ringspark.models import apply_activation_checkpoint
 from ringspark.pipelines import ShardManifest
 
 ROWS, DIM, STEPS = 256, 4, 4
@@ -153,39 +151,6 @@ def test_a_gradient_penalty_trains_on_a_gang_as_in_plain_torch(
     expected = train_plainly(columns)
     differences = {name: _difference(result, expected) for name, result in results.items()}
     assert max(differences.values()) <= TOLERANCE, differences
-
-
-class Twin(nn.Module):
-    """Returns scale * x, and x only through a ReLU, whose output `bits` packs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * (torch.relu(x) - torch.relu(-x))
-
-
-class Cube(Twin):
-    """Returns scale * x^3; a block of a chain, so that checkpointing recomputes it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x * x * x
-
-
-@pytest.mark.parametrize("policy", ["none", "all", 2])
-@pytest.mark.parametrize(("offload", "compression"), [("none", "none"), ("disk", "none"), ("none", "bits")])
-def test_the_second_derivative_of_a_cube_is_6x(policy: Any, offload: str, compression: str) -> None:
-    network = nn.Sequential(Twin(), Cube(), Twin()).train()
-    apply_activation_checkpoint(network, policy)
-    x = torch.linspace(-2, 2, 2048).requires_grad_()
-    hooks = saved_tensor_hooks(offload=offload, compression=compression, module=network, device=x.device)
-    with hooks:
-        y = network(x)
-    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2)
-    torch.testing.assert_close(second, 6 * x.detach())
 
 
 def test_the_validation_loss_differentiates_too(columns: Any, make_shards: Any, tmp_path: Path) -> None:
