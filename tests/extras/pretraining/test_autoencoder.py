@@ -50,13 +50,6 @@ def common(tmp_path: Path) -> dict[str, Any]:
     return {"storageUri": str(tmp_path), "showProgress": False, "learningRate": 0.03, "batchSize": 64}
 
 
-@pytest.mark.slow
-def test_a_linear_autoencoder_loses_what_pca_drops(frame: Any, numbers: Any, common: dict[str, Any]) -> None:
-    settings = common | {"batchSize": ROWS, "epochs": 250, "lrSchedule": "cosine"}
-    model = TorchAutoencoder(model=LINEAR, **settings).fit(frame)
-    dropped = np.linalg.eigvalsh(np.cov(numbers.T, bias=True))[: DIM - CODE].sum()
-    # The loss is a mean over the numbers of a row.
-    assert model.summary.history["train_loss"].iloc[-1] * DIM == pytest.approx(dropped, abs=1e-4)
 
 
 def test_two_workers_train_the_weights_of_one(frame: Any, common: dict[str, Any]) -> None:
