@@ -6,7 +6,7 @@ A case is a table of few rows with several columns and a label. Each column is S
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,18 +241,14 @@ class AwkwardTable:
 
 
 @contextmanager
-def settings_of(spark: Any, table: AwkwardTable, zone: str | None = None) -> Iterator[None]:
-    """Context in which the session has the settings of a case, or another time zone."""
+def interpreted(spark: Any, **more: str) -> Iterator[None]:
+    """Context in which Spark compiles no plan of few rows, with `more` settings of Spark SQL."""
     wanted = {
-        "spark.sql.session.timeZone": zone or table.zone,
-        "spark.sql.caseSensitive": str(table.is_exact).lower(),
-        "spark.sql.preserveCharVarcharTypeInfo": "true",
-        "spark.sql.timeType.enabled": "true",
         "spark.sql.shuffle.partitions": "1",
-        # Each case has plans of its own, and to compile them takes longer than to run them.
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.adaptive.enabled": "false",
+        **{f"spark.sql.{name}": value for name, value in more.items()},
     }
     before = {name: spark.conf.get(name, None) for name in wanted}
     for name, value in wanted.items():
@@ -262,6 +258,13 @@ def settings_of(spark: Any, table: AwkwardTable, zone: str | None = None) -> Ite
     finally:
         for name, value in before.items():
             spark.conf.unset(name) if value is None else spark.conf.set(name, value)
+
+
+def settings_of(spark: Any, table: AwkwardTable, zone: str | None = None) -> AbstractContextManager[None]:
+    """Returns a context in which the session has the settings of a case, or another time zone."""
+    settings = {"session.timeZone": zone or table.zone, "caseSensitive": str(table.is_exact).lower()}
+    settings |= {"preserveCharVarcharTypeInfo": "true", "timeType.enabled": "true"}
+    return interpreted(spark, **settings)
 
 
 @st.composite

@@ -51,20 +51,17 @@ def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
     return lambda compression, **changes: make(**settings | {"sync": _sync(compression)} | changes)
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd", "gradiveq"])
-def test_a_failed_training_goes_on_as_if_nothing_had_happened(config: MakeConfig, name: str) -> None:
-    options = {"slice": 32, "components": 4, "samples": 3, "refresh": 5} if name == "gradiveq" else {}
-    made = config({"name": name, "after": 1, **options})
+def test_a_failed_training_goes_on_as_if_nothing_had_happened(config: MakeConfig) -> None:
+    options = {"slice": 32, "components": 4, "samples": 3, "refresh": 5}
+    made = config({"name": "gradiveq", "after": 1, **options})
     assert equal_to_undisturbed(made)[1].resumed_steps == (6,)
 
 
-@pytest.mark.parametrize(
-    ("workers", "next_workers"), [(2, 3), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
-)
-def test_a_resumed_training_may_have_other_workers(config: Any, workers: int, next_workers: int) -> None:
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_resumed_training_may_have_other_workers(config: Any, workers: int) -> None:
     """The resumed run loses about as much as an uninterrupted one: dropout draws by rank."""
-    made = config({"name": "topk", "ratio": 0.3}, num_workers=workers)
-    straight, resumed = equal_to_undisturbed(made, then={"num_workers": next_workers}, bound=math.inf)
+    made = config({"name": "topk", "ratio": 0.3})
+    straight, resumed = equal_to_undisturbed(made, then={"num_workers": workers}, bound=math.inf)
     assert resumed.resumed_steps == (6,)
     first, last = straight.history[0].train_loss, straight.history[-1].train_loss
     assert abs(resumed.history[-1].train_loss - last) < 0.3 * (first - last)
@@ -80,21 +77,6 @@ def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(config: M
     assert result.history[0].skipped_steps > 0
     drops = [run[0].train_loss - run[-1].train_loss for run in (whole, result.history)]
     assert drops[1] > 0.8 * drops[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_every_compressor_trains_nearly_as_whole_gradients_do(config: MakeConfig, name: str) -> None:
-    options = {
-        "gradiveq": {"slice": 32, "components": 8, "samples": 3},
-        "randomk": {"ratio": 0.2},  # a share of 0.01 needs too many steps to send everything
-        "cpsgd": {"levels": 4096, "trials": 4, "max_norm": 32.0},
-    }.get(name, {})
-    made = config("none", epochs=8)
-    compressed = replace(made, run_uri=f"{made.run_uri}-other", sync=_sync({"name": name, **options}))
-    whole, other = (train_gang(one).history for one in (made, compressed))
-    # Compression keeps most of the loss decrease; a wrong gradient would keep none.
-    assert whole[0].train_loss - other[-1].train_loss > 0.7 * (whole[0].train_loss - whole[-1].train_loss)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -50,8 +50,6 @@ def common(tmp_path: Path) -> dict[str, Any]:
     return {"storageUri": str(tmp_path), "showProgress": False, "learningRate": 0.03, "batchSize": 64}
 
 
-
-
 def test_two_workers_train_the_weights_of_one(frame: Any, common: dict[str, Any]) -> None:
     settings = common | {"noise": 0.3, "mask": 0.3, "epochs": 2, "validationFraction": 0.2}
     one, two = (TorchAutoencoder(model=LINEAR, numWorkers=n, **settings).fit(frame) for n in (1, 2))

@@ -31,8 +31,6 @@ def test_the_audit_notices_missing_noise(tmp_path: Path, monkeypatch: pytest.Mon
     assert bound_epsilon(*attack(tmp_path, PROMISE, 2), PROMISE.delta) > 4.0
 
 
-
-
 def test_the_bound_of_a_perfect_attack_is_known() -> None:
     """0 errors in 500 guesses: both rates are known up to 1 - 0.0125 ** (1 / 500)."""
     rate = 1 - 0.0125 ** (1 / 500)

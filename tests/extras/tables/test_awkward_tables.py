@@ -15,7 +15,11 @@ from ringspark.models import ModelSpec
 from ringspark.pipelines import Vocabulary, write_shards
 from ringspark.pipelines.kinds.table_row import _SHORT_ZONES, _on_clock
 
-pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 ROWS = 400
 LABEL = "int(id > 200) AS label"

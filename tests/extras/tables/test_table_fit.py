@@ -18,10 +18,16 @@ from pyspark.sql import functions as F
 from spark_tables import run_stream
 
 from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
-from ringspark.estimators.prepared_fit import prepare_fit
+from ringspark.extras.tables.recipe import complete_table
+from ringspark.extras.tables.table_plan import TablePlan
 from ringspark.models import ModelSpec
+from ringspark.pipelines.kinds import TableRow
 
-pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore:left out of the table:UserWarning"),
+]
 
 ROWS = 400
 SCHEMA = """row string, number double, word string, many string, flag boolean, day date, moment timestamp,
@@ -130,7 +136,7 @@ def test_the_probabilities_are_calibrated(classified: tuple[TorchModel, list[str
 
 @pytest.mark.modes
 def test_a_regression_returns_the_unit_of_its_label(table: Any) -> None:
-    settings = FAST | {"epochs": 30, "batchSize": 16, "learningRate": 1e-2}
+    settings = FAST | {"epochs": 15, "batchSize": 16, "learningRate": 2e-2}
     model = TorchRegressor(**settings).fit(table.drop("late", "when"))
     predicted = model.transform(table).select("prediction", "label").toPandas()
     assert abs(predicted.prediction.mean() - predicted.label.mean()) < 0.2 * predicted.label.std()
@@ -198,19 +204,20 @@ def test_many_columns_are_embedded_narrower(spark: Any) -> None:
     assert model.module().numbers.bias.shape[2:] == (300, 2_048 // 300)
 
 
-def test_a_large_table_takes_fewer_members_and_epochs(spark: Any) -> None:
-    rows = spark.range(800_000).selectExpr("CAST(rand(0) * 2 AS INT) AS label", "rand(1) AS x")
-    of_all, of_some = (
-        prepare_fit(TorchClassifier(seed=1), frame).estimator for frame in (rows, rows.where("id % 20 = 0"))
-    )
-    assert of_all.getModel().kwargs["rates"] == [1.0, 1.0, 1.0]
-    assert of_all.getModel().kwargs["dropouts"] == [0.0, 0.1, 0.3]
-    assert (of_all.getEpochs(), of_all.getBatchSize()) == (1, 1024)
-    assert "rates" not in of_some.getModel().kwargs
-    assert of_some.getEpochs() == 37
-    given = TorchClassifier(seed=1, epochs=3, model=ModelSpec("tabpack", {"rates": [1.0], "dropouts": [0.1]}))
-    kept = prepare_fit(given, rows).estimator
-    assert (kept.getEpochs(), kept.getModel().kwargs["rates"]) == (3, [1.0])
+def test_a_large_table_takes_fewer_members_and_epochs() -> None:
+    def made(rows: int, network: dict[str, Any], **given: Any) -> tuple[dict[str, Any], Any, Any]:
+        plan = TablePlan(kind=TableRow(), edges=[[0.0, 1.0]], uses=[], rows=rows)
+        found = complete_table(TorchClassifier(**given), plan, ModelSpec("tabpack", network))
+        return found["model"].kwargs, found.get("epochs"), found["batchSize"]
+
+    network, *sizes = made(720_000, {})
+    assert (network["rates"], network["dropouts"]) == ([1.0] * 3, (0.0, 0.1, 0.3))
+    assert sizes == [1, 1024]
+    network, *sizes = made(34_700, {})
+    assert "rates" not in network
+    assert sizes == [37, 256]
+    network, *sizes = made(720_000, {"rates": [1.0], "dropouts": [0.1]}, epochs=3)
+    assert (network["rates"], sizes) == ([1.0], [None, 1024])
 
 
 def test_in_a_pipeline_and_a_tuner(table: Any) -> None:

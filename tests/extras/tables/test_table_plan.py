@@ -9,6 +9,7 @@ from pyspark.sql import functions as F
 from ringspark.extras.tables.table_plan import plan_table
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("held", "use"), [("row % 7 = 0", "number and category"), ("day >= 60", "number")], ids=["any", "newest"]
 )
