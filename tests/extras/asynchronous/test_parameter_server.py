@@ -277,7 +277,10 @@ def _results(size: int, collective: str) -> list[dict[str, Any]]:
     return run_ranks(size, collective, _work, timeout_seconds=120)
 
 
-GANGS = [(2, "torch"), (3, "torch"), pytest.param(2, "horovod", marks=pytest.mark.slow)]
+GANGS = [
+    (2, "torch"),
+    *(pytest.param(*gang, marks=pytest.mark.slow) for gang in ((3, "torch"), (2, "horovod"))),
+]
 pytestmark = pytest.mark.distributed
 
 

@@ -10,7 +10,7 @@ import torch
 from parity import equal_to_undisturbed
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
-from small_training import columns_of, config_of, train_gang
+from small_training import columns_of, config_of, train_in_turn
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier
@@ -42,7 +42,7 @@ def sequence(*parts: Any) -> Any:
 
 def config(make_shards: Any, folder: Path, **changes: Any) -> TrainConfig:
     manifest = make_shards(columns_of(206), validation=np.arange(206) >= 190, row_group_rows=32)
-    return config_of(manifest, folder / "whole", num_workers=2, **changes)
+    return config_of(manifest, folder / "whole", num_workers=2, collective="torch", **changes)
 
 
 def state_of(uri: str, model: Any) -> dict[str, torch.Tensor]:
@@ -57,8 +57,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["torch", "horovod"])
-def test_a_keras_model_trains_as_a_torch_network(make_shards: Any, tmp_path: Path, collective: str) -> None:
+def test_a_keras_model_trains_as_a_torch_network_also_sharded(make_shards: Any, tmp_path: Path) -> None:
     """Both draw their dropout masks from torch's generator."""
     model = sequence(layers.Dropout(0.3))
     network = adapt_network(model)
@@ -70,40 +69,31 @@ def test_a_keras_model_trains_as_a_torch_network(make_shards: Any, tmp_path: Pat
         return dict(zip(twin.state_dict(), values, strict=True))
 
     twin.load_state_dict(match(network.state_dict()))
-    settings = config(make_shards, tmp_path, collective=collective)
-    result = train_gang(settings, UserObjects(module=model))
-    expected = train_gang(replace(settings, run_uri=str(tmp_path / "twin")), UserObjects(module=twin))
+    settings = config(make_shards, tmp_path)
+    configs = {name: replace(settings, run_uri=str(tmp_path / name)) for name in ("whole", "sharded", "twin")}
+    configs["sharded"] = replace(configs["sharded"], sync=Zero(stage=3))
+    objects = {name: UserObjects(module=twin if name == "twin" else model) for name in configs}
+    results = train_in_turn(configs, objects)
+    expected = results.pop("twin")
     load_checkpoint(expected.checkpoint_uri, twin)
-    trained = match(state_of(result.checkpoint_uri, model))
-    assert not torch.equal(trained["0.weight"], network.state_dict()[network.variables[0][0]].T)
-    for name, value in twin.state_dict().items():
-        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
-    assert result.history[-1].validation_loss == pytest.approx(expected.history[-1].validation_loss)
+    for result in results.values():
+        trained = match(state_of(result.checkpoint_uri, model))
+        assert not torch.equal(trained["0.weight"], network.state_dict()[network.variables[0][0]].T)
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+        assert result.history[-1].validation_loss == pytest.approx(expected.history[-1].validation_loss)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["torch", "horovod"])
-def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path, collective: str) -> None:
+def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path) -> None:
     """With moving statistics per rank, a seeded dropout, and draws from Keras' global generator."""
-    whole = config(make_shards, tmp_path, collective=collective, checkpoint_every_steps=4)
+    whole = config(make_shards, tmp_path, checkpoint_every_steps=4)
     model = sequence(layers.BatchNormalization(), layers.Dropout(0.3, seed=1), Noise())
     pair = equal_to_undisturbed(whole, UserObjects(module=adapt_network(model)), step=6)
     wanted, found = (state_of(result.checkpoint_uri, model) for result in pair)
     assert same(found, wanted)
     moving = next(value for name, value in found.items() if name.endswith("moving_mean"))
     assert moving.abs().min() > 0
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sharded_training_gives_the_weights_of_replicas(make_shards: Any, tmp_path: Path, stage: int) -> None:
-    settings, model = config(make_shards, tmp_path), sequence(layers.Dropout(0.3))
-    replicas = train_gang(settings, UserObjects(module=model))
-    sharded = replace(settings, run_uri=str(tmp_path / "sharded"), sync=Zero(stage=stage), collective="torch")
-    result = train_gang(sharded, UserObjects(module=model))
-    wanted = state_of(replicas.checkpoint_uri, model)
-    for name, value in state_of(result.checkpoint_uri, model).items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.spark

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from safetensors.torch import load, save
 from short_sync import sync_of
 from torch import nn
@@ -287,7 +287,7 @@ def _simulated(setting: Any, optimizer: str) -> torch.Tensor:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["torch", "horovod"])
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_every_step_is_that_of_the_formulas(name: str, collective: str) -> None:
     """The ranks' weights are equal to the bit at the end of an epoch."""
@@ -351,7 +351,7 @@ def test_outer_gradients_in_fewer_bits_are_within_the_documented_error() -> None
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["torch", "horovod"])
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_over_a_network_an_average_is_that_in_shared_memory(collective: str) -> None:
     """Between hosts, libraries differ in data types for sums, and in the maximum with NaN."""
     for result in _results(collective):
@@ -363,7 +363,7 @@ def test_over_a_network_an_average_is_that_in_shared_memory(collective: str) -> 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", ["torch", "horovod"])
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_what_is_not_finite_on_one_rank_comes_to_all(collective: str) -> None:
     first, second = (result["not finite"] for result in _results(collective))
     assert first == second

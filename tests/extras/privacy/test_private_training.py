@@ -19,7 +19,7 @@ from private_shards import (
     privacy,
     private_config,
 )
-from ranks import GANGS
+from ranks import TORCH_AND_SLOW_OTHERS
 from small_training import train_gang, weights_of
 from torch import nn
 
@@ -60,7 +60,7 @@ def test_the_noise_of_a_step_does_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_ranks_train_as_one_rank_on_the_same_rows(config: Any, tmp_path: Path, collective: str) -> None:
     """With q = 1 each step has all rows, and the noise is too small to see."""
     one = config(privacy=privacy(noise_multiplier=1e-7), batch_size=ROWS, epochs=5)

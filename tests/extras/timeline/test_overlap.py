@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_spans import one_step
-from ranks import GANGS, run_ranks
+from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from small_training import columns_of, config_of, train_gang
 from torch import nn
 from waiting import wait_for
@@ -162,7 +162,7 @@ def _noted_steps(collective: Collective) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_ranks_note_each_bucket_and_sum_the_same_bits(collective: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     for rank, told in enumerate(run_ranks(2, collective, _noted_steps)):
@@ -218,7 +218,7 @@ def _leaves_a_sum(path: str, notes: bool, collective: Collective) -> str:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("collective", GANGS)
+@pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_rank_that_leaves_keeps_no_thread_and_no_connection(
     collective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
