@@ -115,7 +115,7 @@ def _compress(name: str, collective: Collective) -> dict[str, bool]:
     cut = {n: p for n, p in network.named_parameters() if n in layout.cuts and p.dim() > 1}
     # The shards of this rank, as a network of their own.
     alone = {n.replace(".", "_"): nn.Parameter(shard.detach().clone()) for n, shard in cut.items()}
-    plain = _prepare(nn.ParameterDict(alone), RankMesh.of(mesh.gradients), name)
+    plain = _prepare(nn.ParameterDict(OrderedDict(alone)), RankMesh.of(mesh.gradients), name)
     found = {"as alone": True, "first is equal": True}
     for step in range(STEPS):
         rows = torch.randn(9, 12, generator=torch.Generator().manual_seed(10 * step + mesh.data_rank))
