@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import TORCH_AND_SLOW_OTHERS, run_ranks
 from safetensors.torch import load, save
 from torch import nn
 
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_not_finite_beside_what_was_kept_is_told_before_anyth
     assert bool(_gradient(sync).isnan().all())
 
 
-@pytest.mark.parametrize("name", ["horovod", "torch"])
+@pytest.mark.parametrize("name", TORCH_AND_SLOW_OTHERS)
 def test_what_is_sent_and_what_is_kept_adds_up(name: str) -> None:
     for found in run_ranks(2, name, _life):
         assert len(found) == 8

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_one, run_ranks
+from ranks import TORCH_AND_SLOW_OTHERS, run_one, run_ranks
 
 from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import Collective, Member
@@ -29,8 +29,10 @@ SHAPES = [torch.Size((60, 50)), torch.Size((8, 4, 16)), torch.Size((33, 40))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
 # A compressor makes the same calls over Horovod, which takes longer than all other gangs together.
 GANGS = [
-    pytest.param((name, size), id=f"{name}{size}", marks=[pytest.mark.slow] * (name == "horovod"))
-    for name, size in [("local", 1), ("horovod", 2), ("horovod", 3), ("torch", 2), ("torch", 3)]
+    pytest.param(
+        (name, size), id=f"{name}{size}", marks=[pytest.mark.slow] * (size == 2 or name == "horovod")
+    )
+    for name, size in [("local", 1), ("horovod", 3), ("torch", 2), ("torch", 3)]
 ]
 STEPS = 6
 DRAWS, DIRECTIONS = 100, 50
@@ -477,7 +479,7 @@ def _part_fails(collective: Collective) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["torch", "horovod"])
+@pytest.mark.parametrize("name", TORCH_AND_SLOW_OTHERS)
 def test_a_rank_that_fails_ends_the_waits_of_its_host_and_of_the_others(name: str) -> None:
     with pytest.raises(WorkerError, match="the last rank fails"):
         run_ranks(3, name, _part_fails, hosts=(HERE, THERE, THERE), timeout_seconds=20)

@@ -7,8 +7,9 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -126,37 +127,47 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
     return history
 
 
-def _resumed(collective: Collective, setting: Any, make: Any, at: int) -> list[list[float]]:
-    """Interrupts a training by a checkpoint after step `at`. Returns the rest of the history."""
-    before = _sync(collective, setting, make)
-    _steps(before, collective, 0, at)
-    own = gather_bytes(collective, save(before.rank_state()))
-    saved = [_flat(before.network), before.optimizer_state()]
-    first = json.loads(gather_bytes(collective, json.dumps(saved[0]).encode())[0])
+def _resumed(collective: Collective, setting: Any, make: Any, saved: Any, at: int) -> list[list[float]]:
+    """Goes on from what `_saved` returned after step `at`. Returns the rest of the history."""
+    weights, ranks, optimizer = saved[at]
     after = _sync(collective, setting, make)
-    torch.nn.utils.vector_to_parameters(torch.tensor(first, dtype=torch.float64), after.network.parameters())
+    first = torch.tensor(weights, dtype=torch.float64)
+    torch.nn.utils.vector_to_parameters(first, after.network.parameters())
     # The checkpoint contains rank 0's optimizer; the other ranks must restore theirs.
     if collective.rank == 0:
-        after.load_optimizer_state(saved[1])
-    after.load_rank_states([load(text) for text in own], is_same=True)
+        after.load_optimizer_state(optimizer)
+    after.load_rank_states([load(text) for text in ranks], is_same=True)
     return _steps(after, collective, at, EPOCHS * len(ROWS))
+
+
+def _saved(sync: GradientSync, collective: Collective) -> Any:
+    """Returns the weights of rank 0, the states of all ranks, and the optimizer."""
+    own = gather_bytes(collective, save(sync.rank_state()))
+    weights = gather_bytes(collective, json.dumps(_flat(sync.network)).encode())
+    return json.loads(weights[0]), own, deepcopy(sync.optimizer_state())
 
 
 def _work(collective: Collective) -> Any:
     results: dict[str, Any] = {}
     for name, (setting, optimizer) in CASES.items():
         sync = _sync(collective, setting, make := _make(optimizer))
-        sent = collective.bytes_sent
-        history = _steps(sync, collective, 0, EPOCHS * len(ROWS))
+        history, saved, sent = [], {}, 0
+        # At the end of an epoch, in the middle of a period, and while a fragment is in flight.
+        for begin, end in pairwise((0, 7, 8, 9, EPOCHS * len(ROWS))):
+            before = collective.bytes_sent
+            history += _steps(sync, collective, begin, end)
+            sent += collective.bytes_sent - before
+            saved[end] = _saved(sync, collective)
         results[name] = {
             "history": history,
-            "sent": collective.bytes_sent - sent,
+            "sent": sent,
             "seen": sync.network.seen.tolist(),
             "mask": repr(sync.network.mask.tolist()),
         }
         if name not in ("synchronous", "never local"):
-            # In the middle of a period, while a fragment is in flight, and at the end of an epoch.
-            results[name]["resumed"] = {at: _resumed(collective, setting, make, at) for at in (8, 9, 7)}
+            results[name]["resumed"] = {
+                at: _resumed(collective, setting, make, saved, at) for at in (7, 8, 9)
+            }
     results["compact"] = _outer_averages(collective)
     collective.share(None)
     results["by network"] = _outer_averages(collective)

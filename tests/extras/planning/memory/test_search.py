@@ -180,13 +180,6 @@ def test_sizes_are_shown_in_the_unit_that_fits() -> None:
 WIDE = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 6, "out_features": 1})
 
 
-class Branches(nn.Linear):
-    """A network with data-dependent control flow."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
-
-
 def fit(spark: Any, folder: Path, **params: Any) -> Any:
     frame = spark.range(64).selectExpr("array(double(id), -double(id)) as features", "double(id) as label")
     return TorchEstimator(**params, storageUri=str(folder), showProgress=False).fit(frame)
@@ -213,14 +206,15 @@ def test_fit_refuses_what_does_not_fit_and_names_what_would(spark: Any, tmp_path
 
 @pytest.mark.spark
 def test_a_network_that_cannot_be_judged_is_trained_with_a_warning(spark: Any, tmp_path: Path) -> None:
+    branches = Net(lambda self, x: self.layer(x if x.sum() > 0 else -x), layer=nn.Linear(2, 1))
     # pytest.warns would raise Spark's unclosed-socket warnings again without the module name for the
     # filters.
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        fit(spark, tmp_path, model=Branches(2, 1), batchSize=32, learningRate=1e-6, memoryBudget="4g")
+        fit(spark, tmp_path, model=branches, batchSize=32, learningRate=1e-6, memoryBudget="4g")
     said = [str(entry.message) for entry in seen if entry.category is UserWarning]
     (sentence,) = [text for text in said if "memoryBudget" in text]
-    assert sentence.startswith("memoryBudget 4.0 GiB could not be checked: model Branches does not run")
+    assert sentence.startswith("memoryBudget 4.0 GiB could not be checked: model Net does not run")
 
 
 @pytest.mark.parametrize(
