@@ -60,7 +60,7 @@ def test_two_workers_are_one_worker(make_shards: Any, tmp_path: Path, router: st
     settings = {"weight_column": "w", "optimizer": "sgd", "learning_rate": 0.1, "epochs": 5}
     config = classification(manifest, tmp_path, model=model, gradient_accumulation=2, **settings)
     spread = {"num_workers": 2, "collective": "torch", "sync": sync_of(sharding=sharding)}
-    one, _ = equal_to_one_worker(config, **spread)
+    one, _ = equal_to_one_worker(config, alone=train_here, **spread)
     names = {f"{split}_{name}" for split in ("train", "validation") for name in NUMBERS}
     assert all(names <= record.metrics.keys() for record in one.history)
     assert one.history[0].metrics["train_dropped_share"] > 0

@@ -109,7 +109,7 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("mesh", COPIED)
+@pytest.mark.parametrize("mesh", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_budget_without_room_for_the_copy_of_a_stage_or_slice_is_refused(config: Any, mesh: str) -> None:
     made = config(checkpoint_every_steps=2, **COPIED[mesh])
     plan, manifest = _plan(made), ShardManifest.load(made.shards_uri)

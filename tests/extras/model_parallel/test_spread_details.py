@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 import torch
 from acting_callback import Acts
-from parity import difference, equal_to_one_worker, equal_to_undisturbed
+from parity import difference, equal_to_undisturbed
+from parity import equal_to_one_worker as equal_to_a_worker
 from ranks import run_ranks
 from small_training import columns_of, config_of, over, train_gang, train_in_turn, weights_of
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
+from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.memory.pressure import check_on_rank
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models import ModelSpec
 
 pytestmark = pytest.mark.distributed
+equal_to_one_worker = partial(equal_to_a_worker, alone=train_here)
 MakeConfig = Callable[..., TrainConfig]
 
 
