@@ -19,7 +19,7 @@ from ringspark.pipelines.local_rows import LocalInput, read_column
 pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
-@pytest.mark.parametrize("zone", ["GMT+08:00", "PST"])
+@pytest.mark.parametrize("zone", ["GMT+08:00", pytest.param("PST", marks=pytest.mark.slow)])
 def test_odd_columns_are_served_as_spark_reads_them(spark: Any, tmp_path: Any, zone: str) -> None:
     with in_zone(spark, zone):
         rows = spark.range(0, 300, 1, 1).selectExpr(

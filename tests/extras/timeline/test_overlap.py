@@ -116,7 +116,7 @@ class Training:
         self.network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
         optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
         self._sync = GradientAllReduce(self.network, optimizer, collective, bucket_bytes=bucket_bytes)
-        self._x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(collective.rank))
+        self._x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(collective.rank))
 
     def step(self) -> list[tuple[int, int]]:
         """Takes a step; returns when its kernels have finished."""
