@@ -57,7 +57,7 @@ def test_two_workers_are_one_worker(make_shards: Any, tmp_path: Path, router: st
     manifest = make_shards(columns(104), validation=np.arange(104) >= 97, row_group_rows=97)
     model = spec(router, balance_weight=0.5, z_weight=0.1)
     # A key bias has only rounding errors as gradients, which Adam would scale up to full steps.
-    settings = {"weight_column": "w", "optimizer": "sgd", "learning_rate": 0.1, "epochs": 5}
+    settings = {"weight_column": "w", "optimizer": "sgd", "learning_rate": 0.1, "epochs": 3}
     config = classification(manifest, tmp_path, model=model, gradient_accumulation=2, **settings)
     spread = {"num_workers": 2, "collective": "torch", "sync": sync_of(sharding=sharding)}
     one, _ = equal_to_one_worker(config, alone=train_here, **spread)

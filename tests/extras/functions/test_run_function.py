@@ -81,6 +81,7 @@ def test_a_killed_rank_restarts_all_ranks(spark: Any, tmp_path: Path, whom: str)
     assert found == ["13.0", "13.0"]
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_the_cause_although_its_peer_raises(spark: Any) -> None:
     def work() -> None:
         import torch
@@ -122,13 +123,14 @@ def test_an_error_that_only_the_function_can_import_keeps_its_message(spark: Any
     assert "in work" in str(caught.value)
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_function_that_exits_without_a_result_is_named(spark: Any, code: int) -> None:
     message = f"rank 0 .*the process of the function ended with exit code {code}"
     with pytest.raises(WorkerError, match=message):
         ringspark.run(os._exit, code, numWorkers=1)
 
 
+@pytest.mark.slow
 def test_a_script_may_end_its_process(spark: Any, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os\nos.execvp('true', ['true'])\n")
@@ -206,19 +208,18 @@ def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path:
     assert os.listdir(tmp_path / "run") == ["logs"]
 
 
-def test_arguments_of_a_function_keep_their_types(spark: Any) -> None:
-    given = (1, 2.5, True, None, np.float32(0.1), np.int64(3), np.bool_(True), float("inf"))
-    found = ringspark.run(lambda *args: args, *given, numWorkers=1)[0]
-    assert [(type(one), one) for one in found] == [(type(one), one) for one in given]
-
-
-def test_a_print_that_the_encoding_lacks_does_not_end_a_function(spark: Any, tmp_path: Path) -> None:
-    def prints() -> str:
+def test_arguments_keep_their_types_and_a_print_that_the_encoding_lacks_ends_nothing(
+    spark: Any, tmp_path: Path
+) -> None:
+    def prints(*given: Any) -> tuple[Any, ...]:
         print("\N{SNOWMAN}")
-        return sys.stdout.encoding
+        return sys.stdout.encoding, *given
 
+    given = (1, 2.5, True, None, np.float32(0.1), np.int64(3), np.bool_(True), float("inf"))
     settings: dict[str, Any] = {"environment": {"PYTHONIOENCODING": "ascii"}, "runUri": str(tmp_path / "run")}
-    assert ringspark.run(prints, numWorkers=1, **settings) == ["ascii"]
+    ((encoding, *found),) = ringspark.run(prints, *given, numWorkers=1, **settings)
+    assert encoding == "ascii"
+    assert [(type(one), one) for one in found] == [(type(one), one) for one in given]
     assert "\\u2603" in (tmp_path / "run" / "logs" / "rank-0.txt").read_text()
 
 

@@ -149,6 +149,7 @@ def test_a_network_is_built_from_json_and_its_state_dict(name: str) -> None:
             assert same(other.eval()(*inputs), network(*inputs))
 
 
+@pytest.mark.slow
 def test_another_process_builds_it_although_its_environment_names_another_backend(tmp_path: Path) -> None:
     adapt_network(everything())  # the next model gets other names than the first of a process
     network = adapt_network(everything()).eval()
