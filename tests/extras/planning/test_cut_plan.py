@@ -139,7 +139,13 @@ def _plan_of(network: Any, workers: int, **settings: Any) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("hidden", [[128] * 4, [2048] * 5], ids=["one exchange", "buckets"])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        pytest.param([128] * 4, id="one exchange", marks=pytest.mark.slow),
+        pytest.param([2048] * 5, id="buckets"),
+    ],
+)
 def test_two_whole_copies_need_what_the_memory_plan_says(hidden: list[int]) -> None:
     """In the backward pass of a large network, a gradient's memory is free after its copy to a bucket."""
     few_rows = make_networks(32, tiny=True)[1]

@@ -219,8 +219,13 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: T
 GIVEN: dict[str, Any] = {"link": LINK, "stepSeconds": {4: 0.01, 16: 0.02}}
 
 
-def test_a_plan_tells_memory_time_and_the_choice() -> None:
-    plan = plan_parallelism(SPEC, BATCH, 4, **GIVEN)
+@pytest.fixture(scope="module")
+def free() -> ParallelismPlan:
+    return plan_parallelism(SPEC, BATCH, 4, **GIVEN)
+
+
+def test_a_plan_tells_memory_time_and_the_choice(free: ParallelismPlan) -> None:
+    plan = free
     assert len(plan.meshes) == 6
     assert all(mesh.fits for mesh in plan.meshes)
     assert plan.meshes[0].step_seconds == min(mesh.step_seconds for mesh in plan.meshes)
@@ -241,8 +246,7 @@ def test_a_plan_tells_memory_time_and_the_choice() -> None:
         plan.of(data=3)
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence_and_another_mesh_is_chosen() -> None:
-    free = plan_parallelism(SPEC, BATCH, 4, **GIVEN)
+def test_what_does_not_fit_is_refused_in_a_sentence_and_another_mesh_is_chosen(free: ParallelismPlan) -> None:
     peaks = sorted(mesh.peak for mesh in free.meshes)
     limit = (free.of(data=4).peak + peaks[0]) // 2
     plan = plan_parallelism(SPEC, BATCH, 4, limit, **GIVEN)

@@ -31,7 +31,7 @@ def classifier(**changes: Any) -> TorchClassifier:
         "batchSize": 50,
         "epochs": 8,
         "learningRate": 0.05,
-        "collective": "torch",
+        "collective": "local",
         "privacy": {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0},
     }
     return TorchClassifier(**{**given, **changes})
@@ -42,6 +42,7 @@ def classifier(**changes: Any) -> TorchClassifier:
 def test_a_private_fit_keeps_its_promise_through_a_restart(frame: DataFrame, tmp_path: Path) -> None:
     estimator = classifier(
         numWorkers=2,
+        collective="torch",
         validationIndicatorCol="public",
         metrics=["auroc"],
         checkpointEverySteps=20,

@@ -89,6 +89,7 @@ def test_plans_show_their_numbers() -> None:
     assert escape(plan.verdict) in html
 
 
+@pytest.mark.slow
 def test_nothing_of_it_starts_spark() -> None:
     code = """
 from ringspark.estimators import TorchRegressor
