@@ -107,7 +107,7 @@ def test_scoring_takes_every_value_of_the_trained_types(spark: Any, zone: Any) -
         "timestamp_seconds(id * 40000) AS t", "string(sqrt(id)) AS text", "id + (1L << 60) AS big",
         "array(double(id), 1D) AS v", "CAST(id % 7 AS decimal(38,18)) AS label",
     )  # fmt: skip
-    model = TorchRegressor(labelCol="label", epochs=1, showProgress=False).fit(rows)
+    model = TorchRegressor(**FAST).fit(rows)
     odd = spark.sql(
         "SELECT TIMESTAMP'9999-12-31 23:59:59' AS t, 'no number' AS text, 1L AS big, array(1D, null) AS v "
         "UNION ALL SELECT TIMESTAMP'0001-01-01 00:00:00', '1e400', -9223372036854775808L, null "
@@ -143,7 +143,7 @@ def test_long_numbers_and_times_in_texts_are_read_alike_in_every_session(spark: 
 def test_the_label_may_have_a_vocabulary_and_no_input_may(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id % 4 AS k", "if(id % 4 = 1, 'yes', 'no') AS label")
     words = {"label": Vocabulary(words=("yes", "no"))}
-    model = TorchClassifier(labelCol="label", epochs=1, columns=words, showProgress=False).fit(rows)
+    model = TorchClassifier(**FAST, columns=words).fit(rows)
     assert model.labels == ["yes", "no"]
     with pytest.raises(ValueError, match="without a model, fit chooses the types; remove it"):
         TorchClassifier(labelCol="label", columns={"k": Vocabulary()}).fit(rows)
@@ -155,13 +155,13 @@ def test_an_infinite_class_is_refused_and_a_collation_makes_no_class(spark: Any)
     with pytest.raises(ValueError, match="column 'label' has 1 infinite values"):
         TorchClassifier(labelCol="label").fit(infinite)
     text = "collate(element_at(array('a', 'A', 'b'), int(id % 3) + 1), 'UTF8_LCASE') AS label"
-    model = TorchClassifier(labelCol="label", epochs=1, showProgress=False)
+    model = TorchClassifier(**FAST)
     assert model.fit(rows.selectExpr("id % 3 AS k", text)).labels == ["A", "a", "b"]
 
 
 def test_changed_features_change_the_statistics_of_a_table(spark: Any, tmp_path: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id AS x", "id % 2 AS label")
-    settings = {"labelCol": "label", "epochs": 1, "runUri": str(tmp_path / "run"), "showProgress": False}
+    settings = FAST | {"runUri": str(tmp_path / "run")}
     TorchClassifier(**settings).fit(rows)
     changed = rows.selectExpr("if(x = 7, 300, x) AS x", "label")
     with pytest.raises(ValueError, match="__ringspark_table"):

@@ -211,7 +211,7 @@ def test_a_large_table_takes_fewer_members_and_epochs() -> None:
         return found["model"].kwargs, found.get("epochs"), found["batchSize"]
 
     network, *sizes = made(720_000, {})
-    assert (network["rates"], network["dropouts"]) == ([1.0] * 3, (0.0, 0.1, 0.3))
+    assert (network["rates"], network["dropouts"]) == ([1.0] * 3, [0.0, 0.1, 0.3])
     assert sizes == [1, 1024]
     network, *sizes = made(34_700, {})
     assert "rates" not in network
