@@ -79,9 +79,9 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "changes"), MESHES)
 def test_a_mesh_trains_what_one_worker_does(numbers: Any, mesh: Any, changes: Any) -> None:
-    """34 AdamW steps with row weights and clipping; each of 2 epochs has a short last batch."""
-    one, many = equal_to_one_worker(numbers(epochs=2), parallelism=mesh, **changes)
-    assert one.steps == 34
+    """51 AdamW steps with row weights and clipping; each of 3 epochs has a short last batch."""
+    one, many = equal_to_one_worker(numbers(), parallelism=mesh, **changes)
+    assert one.steps == 51
     for first, second in zip(one.history, many.history, strict=True):
         # The ranks of a replica each count a share of the operations; pipeline stages count none.
         assert first.cost is not None
@@ -170,30 +170,17 @@ OVER_TEXT = [
     _slow({"sequence": 2, "tensor": 2, "sequence_parallel": True}),
     _slow({"pipeline": 2}, gradient_accumulation=2),
     _quick({"sequence": 2}),
-    _slow({"tensor": 4}, gradient_checkpointing="all"),
-    _slow({"pipeline": 4}, gradient_accumulation=4),
     _slow({"sequence": 4}),
     _slow({"sequence": 2, "context": "gather"}),
     _slow({"sequence": 2, "context": "ulysses"}),
-    _slow({"data": 2, "tensor": 2}, gradient_accumulation=2),
-    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=2),
-    _slow({"data": 2, "sequence": 2}),
-    _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
-    _slow({"sequence": 2, "tensor": 2}),
-    _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=2),
     _slow({"pipeline": {"stages": 2, "schedule": "zero_bubble"}, "sequence": 2}, gradient_accumulation=2),
     _slow({"pipeline": 2, "sequence": 2, "tensor": 2}, gradient_accumulation=2),
-    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=1)),
-    _slow({"data": 2, "pipeline": 2}, sync=Zero(stage=1), gradient_accumulation=2),
     _slow({"data": 2, "sequence": 2}, sync=Zero(stage=1)),
     _slow({"data": 2, "sequence": 2}, sync=Zero(stage=3)),
     _slow({"shard": 2, "sequence": 2}, sync=Zero(stage=3), gradient_accumulation=2),
-    _slow({"shard": 2, "sequence": 2}, sync=Zero(stage=2)),
     _slow({"data": 2, "tensor": 2}, sync=Zero(stage=3), gradient_checkpointing="all"),
-    _slow({"pipeline": {"stages": 2, "schedule": "gpipe"}}, gradient_accumulation=3),
     _slow({"pipeline": {"stages": 2, "schedule": "interleaved", "virtual": 2}}, gradient_accumulation=2),
     _slow({"pipeline": {"stages": 2, "schedule": "zero_bubble"}}, gradient_accumulation=3),
-    _slow({"pipeline": {"stages": 2, "schedule": "naive"}}),
     _slow({"pipeline": 2}, gradient_accumulation=2, gradient_checkpointing="all"),
 ]
 
@@ -296,14 +283,10 @@ OVER_EXPERTS = [
     _slow({"expert": 4}, gradient_accumulation=3),
     _slow({"sequence": 4}),
     _slow({"data": 2, "expert": 2}, gradient_accumulation=3),
-    _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3),
-    _slow({"data": 2, "sequence": 2}, gradient_accumulation=3),
     _slow({"data": 2, "pipeline": 2}, gradient_accumulation=3, sync=Zero(stage=1)),
     _slow({"data": 2, "sequence": 2}, sync=Zero(stage=1)),
     _slow({"data": 2, "tensor": 2}, gradient_accumulation=3),
     _slow({"expert": 2, "tensor": 2}),
-    _slow({"expert": 2, "pipeline": 2}, gradient_accumulation=3),
-    _slow({"expert": 2, "sequence": 2}, gradient_accumulation=3),
     _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=3),
     _slow({"pipeline": 2, "sequence": 2}, gradient_accumulation=3),
     _slow({"sequence": 2, "tensor": 2}),
@@ -312,9 +295,6 @@ OVER_EXPERTS = [
     _slow({"expert": 2, "sequence": 2}, gradient_checkpointing="all"),
     _slow({"pipeline": {"stages": 2, "schedule": "interleaved", "virtual": 2}}, gradient_accumulation=2),
     _quick({"expert": 2}, sync=Zero(stage=2), gradient_accumulation=2),
-    _slow({"expert": 2}, sync=Zero(stage=1), gradient_accumulation=2),
-    _slow({"data": 2, "expert": 2}, sync=Zero(stage=2), gradient_accumulation=2),
-    _slow({"shard": 2, "expert": 2}, sync=Zero(stage=2)),
     _slow({"shard": 2, "expert": 2}, sync=Zero(stage=1), gradient_accumulation=2),
     _slow({"expert": 2, "tensor": 2}, sync=Zero(stage=2)),
 ]
@@ -365,17 +345,13 @@ ADAPTED = {
 }
 OVER_ADAPTERS = [
     _quick({"tensor": 2}),
-    _slow({"data": 2, "tensor": 2}, gradient_accumulation=2),
     _slow({"tensor": 2, "sequence_parallel": True}, gradient_accumulation=2),
-    _slow({"data": 2, "tensor": 2}, sync=Zero(stage=1)),
     _slow({"data": 2, "tensor": 2}, sync=Zero(stage=3), gradient_checkpointing="all"),
     _slow({"shard": 2, "tensor": 2}, sync=Zero(stage=2)),
     _quick({"pipeline": 2}, gradient_accumulation=2),
     _slow({"data": 2, "pipeline": 2}, gradient_accumulation=2, sync=Zero(stage=1)),
     _slow({"pipeline": 2, "tensor": 2}, gradient_accumulation=2),
     _slow({"pipeline": {"stages": 2, "schedule": "zero_bubble"}}, gradient_accumulation=3),
-    _slow({"pipeline": {"stages": 2, "schedule": "interleaved", "virtual": 2}}, gradient_accumulation=2),
-    _slow({"sequence": 2}),
     _slow({"data": 2, "sequence": 2}, sync=Zero(stage=2)),
     _slow({"sequence": 2, "tensor": 2}),
     _slow({"data": 2, "shard": 2}, sync=Zero(stage=3)),

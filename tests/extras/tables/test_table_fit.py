@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_training_steps import KillOnce
 from parity import assert_equal_weights
 from programs import run_program
 from pyspark.ml import Pipeline
@@ -184,16 +183,6 @@ def test_a_resume_continues_with_the_columns_of_the_first_start(table: Any, tmp_
     (tmp_path / "run" / "table.json").write_text("{}")
     with pytest.raises(ValueError, match=r"table.json in runUri .* is damaged .*; give runUri a new folder"):
         TorchRegressor(**given, resume=True).fit(few)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_changes_no_weight(table: Any, tmp_path: Path) -> None:
-    (tmp_path / "kill").touch()
-    given = {**FAST, "numWorkers": 2, "batchSize": 32, "epochs": 3, "checkpointEveryEpochs": 1}
-    stage = TorchRegressor(**given, callbacks=[KillOnce(str(tmp_path / "kill"), 8, is_killed=True)])
-    killed, whole = (stage.fit(table.drop("late", "when")) for _ in range(2))
-    assert (killed.summary.restarts, whole.summary.restarts) == (1, 0)
-    assert_equal_weights(killed, whole)
 
 
 @pytest.mark.slow
