@@ -167,22 +167,12 @@ def texts(make_shards: Any, tmp_path: Path) -> MakeConfig:
     return partial(config_of, manifest, tmp_path / "run", **settings)
 
 
-# Options with which compression loses nothing. In 16 bits, only gradients of equal rows round equally.
-WHOLE = {name: {"ratio": 1.0} for name in ("topk", "randomk", "sparsify")} | {"bf16": {}, "fp16": {}}
-COMPARED = [
-    (name, axis)
-    for name in WHOLE
-    for axis in ("tensor", "pipeline", "sequence")
-    if axis != "sequence" or "ratio" in WHOLE[name]
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "axis"), COMPARED)
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "sequence"])
 def test_a_mesh_trains_as_plain_replicas_if_compression_loses_nothing(
-    cut: MakeConfig, texts: MakeConfig, name: str, axis: str
+    cut: MakeConfig, texts: MakeConfig, axis: str
 ) -> None:
-    sync = _sync({"name": name, "least": 1, **WHOLE[name]})
+    sync = _sync({"name": "topk", "least": 1, "ratio": 1.0})
     made = texts(sync=sync) if axis == "sequence" else cut(sync, learning_rate=0.001)
     plain = train_gang(replace(made, run_uri=f"{made.run_uri}-plain", **over({"data": 2})))
     mesh = train_gang(replace(made, **over({"data": 2, axis: 2})))
@@ -191,10 +181,9 @@ def test_a_mesh_trains_as_plain_replicas_if_compression_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_SHARDS)
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_a_failed_training_over_a_mesh_resumes_to_the_bit(cut: MakeConfig, name: str, axis: str) -> None:
-    made = cut(_small(name), **over({"data": 2, axis: 2}))
+def test_a_failed_training_over_a_mesh_resumes_to_the_bit(cut: MakeConfig, axis: str) -> None:
+    made = cut(_small("gradiveq"), **over({"data": 2, axis: 2}))
     _, resumed = equal_to_undisturbed(made)
     assert resumed.resumed_steps == (6,)
     assert resumed.history[-1].train_loss < 0.9 * resumed.history[0].train_loss
