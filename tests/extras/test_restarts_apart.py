@@ -49,16 +49,13 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 HITS = [
     ("ssp", KILL, 0, "torch"),
     ("asp", KILL, 1, "torch"),
-    ("asp", KILL, 0, "horovod"),
     ("hogwild", KILL, 0, "torch"),
     ("average", KILL, 1, "torch"),
     ("one-shot", KILL, 0, "torch"),
     ("streaming", KILL, 0, "horovod"),
     ("elastic", KILL, 1, "torch"),
     ("ssp", STOP, 1, "torch"),
-    ("asp", STOP, 0, "torch"),
     ("hogwild", STOP, 1, "horovod"),
-    ("streaming", STOP, 1, "torch"),
 ]
 
 
