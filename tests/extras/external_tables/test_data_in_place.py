@@ -12,13 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from failing_callback import Fails
 from pyspark.ml import Pipeline
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from spark_tables import spark_conf
 
-from ringspark.estimators import TorchRegressor, WorkerError
+from ringspark.estimators import TorchRegressor
 from ringspark.estimators.stages import fit_data
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.extras.external_tables.in_place.file_scan import find_scan
@@ -205,38 +204,6 @@ def test_a_pipeline_trains_the_same_weights(spark: Any, table: str, tmp_path: Pa
     assert _weights(models[0]) == _weights(models[1])
     histories = [model.summary.history for model in models]
     assert histories[0].validation_loss.tolist() == histories[1].validation_loss.tolist()
-
-
-@pytest.mark.slow
-def test_a_run_continues_with_its_rows_and_refuses_changed_files(
-    spark: Any, tmp_path: Path, table: str
-) -> None:
-    root = str(tmp_path / "table")
-    spark.read.parquet(table).select("wave", "narrow").coalesce(1).write.parquet(root)
-    frame = spark.read.parquet(root).where("narrow % 3 = 0")
-    alone = _linear(tmp_path, data="copy", epochs=6).fit(frame)
-    settings: dict[str, Any] = {"data": "inPlace", "epochs": 6, "numWorkers": 2, "collective": "torch"}
-    settings |= {"storageUri": None, "runUri": str(tmp_path / "run"), "checkpointEverySteps": 9}
-    settings |= {"callbacks": [Fails(tmp_path / "failed", step=20)]}
-    with pytest.raises(WorkerError, match=r"step 20.*resume=True"):
-        _linear(tmp_path, **settings).fit(frame)
-    resumed = _linear(tmp_path, **settings, resume=True).fit(frame)
-    assert resumed.summary.resumed_steps == (18,)
-    assert np.allclose(_weights(resumed)[0], _weights(alone)[0], rtol=1e-5, atol=1e-5)
-    manifest = ShardManifest.load(tmp_path / "run" / "shards")
-    assert manifest.file_columns
-    with pytest.raises(ValueError, match="train rows: 3000 -> 4500"):
-        _linear(tmp_path, **settings, resume=True).fit(spark.read.parquet(root).where("narrow % 2 = 0"))
-
-    (tmp_path / "failed").unlink()
-    settings["runUri"] = str(tmp_path / "other")
-    with pytest.raises(WorkerError):
-        _linear(tmp_path, **settings).fit(frame)
-    (file,) = (tmp_path / "table").glob("*.parquet")
-    pq.write_table(pq.read_table(file), file)
-    file.with_name(f".{file.name}.crc").unlink()  # Hadoop's checksum
-    with pytest.raises(ValueError, match=r"\.parquet' has changed since the training listed its table"):
-        _linear(tmp_path, **settings, resume=True).fit(spark.read.parquet(root).where("narrow % 3 = 0"))
 
 
 def test_row_numbers_of_many_small_files_repeat(spark: Any, tmp_path: Path) -> None:
