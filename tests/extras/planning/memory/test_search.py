@@ -176,7 +176,7 @@ def test_sizes_are_shown_in_the_unit_that_fits() -> None:
     assert shown == ["12 B", "1.5 KiB", "5.0 MiB", "6.1 GiB"]
 
 
-WIDE = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 2, "out_features": 1})
+WIDE = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 3, "out_features": 1})
 
 
 def fit(spark: Any, folder: Path, **params: Any) -> Any:
