@@ -240,17 +240,8 @@ def test_only_ignored_rows_are_as_no_rows() -> None:
 def test_names_are_checked_on_the_driver() -> None:
     check_metrics(["accuracy", "auroc"], "classification")
     check_metrics(["accuracy", "r2"], "any")
-    for names, task, message in (
-        (["accuracyy"], "any", r"metrics must be one of \[.*\], got 'accuracyy'; did you mean 'accuracy'"),
-        (
-            ["mse", "f1"],
-            "regression",
-            r"metrics of a regression must be among \['mae', .* got 'f1' of classif",
-        ),
-        (["mse", "mse"], "regression", "got 'mse' more than once"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_metrics(names, task)
+    with pytest.raises(ValueError, match="got 'mse' more than once"):
+        check_metrics(["mse", "mse"], "regression")
     with pytest.raises(ValueError, match="did you mean 'auroc'"):
         metric_info("auroc_")
 

@@ -71,19 +71,6 @@ def test_one_cycle_agrees_with_torchs() -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shares"),
-    [
-        ("linear", {0: 1.0, 3: 0.25, 1: 0.75}),
-        (lambda step, num_steps: (step + 1) / num_steps, {1: 0.5}),
-    ],
-)
-def test_a_schedule_is_a_factor_on_the_rate_of_each_group(schedule: Any, shares: dict[int, float]) -> None:
-    planned = Planned(schedule, 4)
-    for step, share in shares.items():
-        assert planned.at(step) == pytest.approx([0.4 * share, 0.02 * share])
-
-
 def test_warm_up_is_linear_and_the_schedule_runs_over_the_rest() -> None:
     schedule = add_warmup(SCHEDULES["linear"], 3)
     assert [schedule(step, 7) for step in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25])
@@ -224,11 +211,6 @@ def test_a_schedulers_factory_leaves_the_optimizer_itself_alone() -> None:
 def test_unfit_schedules_are_refused(schedule: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_rates(schedule, _optimizer(), 10)
-
-
-def test_a_warm_up_that_never_ends_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"warmupSteps must be below .* number of steps \(10\), got 10"):
-        make_rates("constant", _optimizer(), 10, warmup_steps=10)
 
 
 def test_a_schedule_that_ends_earlier_has_its_whole_warm_up_and_decay() -> None:

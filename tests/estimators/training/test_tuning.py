@@ -185,23 +185,6 @@ def test_an_adapter_that_would_change_nothing_or_that_a_merge_would_change_is_re
         runs.check(100, UserObjects(module=_Reads(calls)), lora=lora)
 
 
-class _OwnLora(nn.Linear):
-    """User-defined layer with low-rank matrices."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 1)
-        self.lora_A, self.lora_B = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.zeros(1, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
-
-
-def test_a_network_with_adapters_of_a_user_s_own_is_trained_and_saved(runs: Runs) -> None:
-    state = state_of(runs.here(100, UserObjects(module=_OwnLora()), epochs=1))
-    assert sorted(state) == ["bias", "lora_A", "lora_B", "weight"]
-    assert state["lora_B"].any()
-
-
 class _Saves(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
