@@ -7,16 +7,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import GANGS, run_ranks
+from ranks import GANGS
 from small_training import Runs, columns_of, train_ranks, weights_of
 from torch import nn
 
-from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.callbacks import Callback, TrainingState
@@ -153,19 +151,6 @@ def test_a_saved_scaler_goes_on_where_it_was() -> None:
     assert second.current_scale == 8.0
     second.load_state_dict({})
     assert second.current_scale == 8.0
-
-
-def _sharded_scaler(collective: Collective) -> Any:
-    """Runs three steps; only the gradient of rank 1 overflows, in the second step."""
-    scaler = LossScaler("fp16", CPU, lambda found: collective.all_reduce(found, "max"), init_scale=8.0)
-    return _take_steps(scaler, 1.0, math.inf if collective.rank == 1 else 1.0, 1.0)
-
-
-def test_ranks_with_parts_of_the_gradients_skip_together(collective: str) -> None:
-    for weight, skipped, scales in run_ranks(2, collective, _sharded_scaler):
-        assert skipped == [False, True, False]
-        assert scales[-1] == 4.0
-        assert weight == pytest.approx(0.8)
 
 
 class _Net(nn.Module):

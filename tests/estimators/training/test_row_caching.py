@@ -94,16 +94,6 @@ def test_every_cache_trains_alike_and_frees_what_it_kept(
     assert all(other.equal(weights[0]) for other in weights)
 
 
-def test_a_rank_counts_only_the_rows_that_it_reads_again(runs: Runs) -> None:
-    manifest = runs.shards(300, row_group_rows=10)
-    config = runs.config(manifest)
-    parts = [find_cached_rows(config, manifest, "train", rank, 3) for rank in range(3)]
-    # Two epochs assign row groups to three ranks at random, so a rank gets about a ninth of them twice.
-    assert all(0 < part.num_bytes < 300 * ROW_BYTES / 2 for part in parts)
-    assert all(part.num_bytes == 10 * len(part.row_groups) * ROW_BYTES for part in parts)
-    assert find_cached_rows(replace(config, epochs=1), manifest, "train", 0, 3).num_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "memory", "disk", "chosen"),
     [

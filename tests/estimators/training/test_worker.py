@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ import pytest
 import torch
 from parity import equal_to_one_worker
 from ranks import GANGS
-from small_training import Runs, columns_of, weights_of
+from small_training import Runs, columns_of, train_on_one_gang, weights_of
 from torch import nn
 
-from ringspark.estimators import WorkerError
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.estimators.training.checkpoint.weights import load_checkpoint
 from ringspark.estimators.training.history import read_history, read_progress
 from ringspark.estimators.training.settings.config import UserObjects
@@ -84,12 +81,32 @@ def test_integer_weights_equal_repeated_rows(runs: Runs) -> None:
     assert _distance(weighted, runs.here(repeated, batch_size=400, epochs=10)) < 1e-5
 
 
+class _Draws(Callback):
+    """Draws a number from each random generator, on every rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def on_train_start(self, state: TrainingState) -> None:
+        drawn = [torch.rand(1).item(), np.random.random(), random.random()]
+        Path(f"{self.path}-{state.rank}").write_text(json.dumps(drawn))
+
+
 def test_two_runs_with_one_seed_are_bitwise_equal(runs: Runs, collective: str) -> None:
+    """Every rank draws from streams of its own, which the seed decides."""
     spec = ModelSpec("mlp", {"in_features": 4, "hidden": [8], "out_features": 1, "dropout": 0.3})
-    results = [runs.gang(300, model=spec, collective=collective, seed=seed) for seed in (0, 0, 1)]
+    gang = {"model": spec, "num_workers": 2, "collective": collective}
+    trainings = {
+        name: (runs.config(300, seed=seed, **gang), UserObjects(callbacks=(_Draws(runs.folder / name),)))
+        for name, seed in (("first", 0), ("second", 0), ("other", 1))
+    }
+    results = train_on_one_gang(trainings, catches=False)[0].values()
     first, second, other = (weights_of(result, spec.build()) for result in results)
     assert first.equal(second)
     assert not first.equal(other)
+    drawn = [[json.loads((runs.folder / f"{name}-{r}").read_text()) for r in (0, 1)] for name in trainings]
+    assert drawn[0] == drawn[1]
+    assert len({number for ranks in drawn[1:] for rank in ranks for number in rank}) == 12
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
@@ -161,52 +178,6 @@ def test_training_changes_neither_the_users_module_nor_the_random_state(runs: Ru
     assert not _weights(result).equal(torch.cat([p.flatten() for p in before]))
 
 
-class _Draws(Callback):
-    """Draws a number from each random generator, on every rank."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def on_train_start(self, state: TrainingState) -> None:
-        drawn = [torch.rand(1).item(), np.random.random(), random.random()]
-        Path(self.folder, str(state.rank)).write_text(json.dumps(drawn))
-
-
-@pytest.mark.distributed
-def test_every_rank_draws_from_streams_of_its_own_that_the_seed_decides(runs: Runs) -> None:
-    drawn = []
-    for seed in (5, 5, 6):
-        runs.gang(65, UserObjects(callbacks=(_Draws(runs.folder),)), epochs=1, seed=seed)
-        drawn.append([json.loads((runs.folder / str(rank)).read_text()) for rank in range(2)])
-    assert drawn[0] == drawn[1]
-    assert len({number for ranks in drawn[1:] for rank in ranks for number in rank}) == 12
-
-
-class _BreaksInValidation(nn.Linear):
-    """Fails on the second batch of held-out rows."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training and len(x) > PROBE_ROWS:
-            self.calls += 1
-            if self.calls == 2:
-                raise RuntimeError("the held-out rows broke")
-        return super().forward(x)
-
-
-def test_an_error_in_a_validation_ends_its_reader(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Many blocks, so that the reader is still running ahead.
-    monkeypatch.setattr("ringspark.pipelines.readers.base._BLOCK_ROWS", 32)
-    manifest = runs.shards(1000, validation=np.arange(1000) >= 40)
-    before = set(threading.enumerate())
-    with pytest.raises(RuntimeError, match="the held-out rows broke") as raised:
-        runs.here(manifest, UserObjects(module=_BreaksInValidation(4, 1)))
-    # The error keeps the frames of the training and everything in them.
-    assert raised.value is not None
-    assert set(threading.enumerate()) == before
-
-
 class _Shared(list[float]):
     """Is not copied for a training in this process."""
 
@@ -234,27 +205,6 @@ def test_a_users_optimizer_with_two_groups_and_schedule_is_used(runs: Runs) -> N
     assert not trained[1].equal(start[1])
     # The driver tries the whole schedule before the training.
     assert asked[: result.steps] == asked[result.steps :]
-
-
-class _FailsAtStep(nn.Linear):
-    """Fails on rank 1, in its third step."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        distributed = torch.distributed
-        if self.training and torch.is_grad_enabled():
-            self.calls += 1
-            if self.calls == 3 and distributed.is_initialized() and distributed.get_rank() == 1:
-                raise RuntimeError("the model broke")
-        return super().forward(x)
-
-
-@pytest.mark.distributed
-def test_a_model_that_raises_on_one_rank_is_named_with_its_step(runs: Runs) -> None:
-    message = r"rank 1 .* 'training, epoch 1, step 3': RuntimeError: the model broke"
-    with pytest.raises(WorkerError, match=message):
-        runs.gang(300, UserObjects(module=_FailsAtStep(4, 1)))
 
 
 @pytest.mark.extras
