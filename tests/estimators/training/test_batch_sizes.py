@@ -123,22 +123,6 @@ COURSES: dict[str, tuple[Any, Callable[[int, int], float]]] = {
 }
 
 
-@pytest.mark.parametrize("scaling", [LINEAR, SQRT], ids=lambda scaling: scaling.rule)
-@pytest.mark.parametrize("name", COURSES)
-def test_rates_of_all_groups_are_the_closed_form(name: str, scaling: ScaleLearningRate) -> None:
-    spec, course = COURSES[name]
-    one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [one], "lr": 0.5}, {"params": [two]}], lr=0.02)
-    steps = Steps(BatchSizes.of(16, SCHEDULE, 5), ROWS)
-    rates = make_rates(spec, optimizer, steps.total, 0, RateScaling.of(scaling, steps))
-    expected = _rate_factors(scaling, course)
-    # A resumed training jumps to a step.
-    for step in (*range(steps.total), 3, 17):
-        rates.set(step)
-        found = [group["lr"] for group in optimizer.param_groups]
-        assert found == pytest.approx([0.5 * expected[step], 0.02 * expected[step]])
-
-
 STEADY = Steps(BatchSizes.of(32, (), 3), 160)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,7 @@ from small_training import Runs, state_of, train_in_threads
 from torch import nn
 
 from ringspark.estimators.options.sync import AllReduce, Zero
-from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.optimizer_state import place_value
-from ringspark.estimators.training.checkpoint.reading import load_training_state
-from ringspark.estimators.training.checkpoint.record import Position
-from ringspark.estimators.training.checkpoint.snapshot import take_snapshot, write_snapshot
 from ringspark.estimators.training.settings.config import UserObjects
 
 
@@ -76,31 +71,6 @@ def _net() -> nn.Module:
     return nn.Linear(4, 1)
 
 
-def test_state_of_no_parameter_survives_a_resume(tmp_path: Path) -> None:
-    def train(sync: GradientSync, steps: int) -> None:
-        sync.optimizer.train()  # type: ignore[attr-defined]
-        for _ in range(steps):
-            sync.optimizer.zero_grad()
-            sync.module(torch.ones(2, 4)).sum().backward()
-            sync.optimizer.step()
-
-    def make() -> GradientSync:
-        network = _net()
-        return GradientSync(network, Modal(network.parameters()))
-
-    first, second = make(), make()
-    train(first, 3)
-    snapshot = take_snapshot(first, Position(epoch=1, step=3))
-    assert snapshot is not None
-    write_snapshot(str(tmp_path / "state"), snapshot)
-    second.optimizer.train()  # type: ignore[attr-defined]
-    load_training_state(str(tmp_path / "state"), second)
-    for sync in (first, second):
-        train(sync, 3)
-    for one, two in zip(first.network.parameters(), second.network.parameters(), strict=True):
-        assert one.equal(two)
-
-
 def test_an_optimizer_trains_and_is_saved_in_its_modes(runs: Runs) -> None:
     columns, plain = make_columns(83), _net()
     manifest = runs.shards(columns, num_files=1)
@@ -142,16 +112,18 @@ class Scaled(torch.optim.SGD):
 
 
 class Counted(CountsCalls):
-    """Its `state` has a value that belongs to no parameter."""
+    """Its `state` has a tensor and a number that belong to no parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, 0.05)
-        self.state["steps"] = 0  # type: ignore[index, assignment]
+        self.state["common"] = {"sum": torch.zeros(3), "steps": 0}  # type: ignore[index]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        common: Any = self.state["common"]  # type: ignore[index]
         self.calls += 1
-        self.state["steps"] += 2  # type: ignore[index, operator]
-        self.param_groups[0]["weight_decay"] = 0.1 * self.calls / self.state["steps"] ** 2  # type: ignore[index, operator]
+        common["steps"] += 2
+        common["sum"] += self.calls
+        self.param_groups[0]["weight_decay"] = self.calls / common["steps"] ** 2 / float(common["sum"][0])
         super().step()
 
 
