@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.linalg import Vectors
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, LongType, StructType
 from small_networks import Net
@@ -172,25 +170,6 @@ def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark, t
         loaded.transform(shorter).collect()
 
 
-def test_arrays_of_any_length_reach_a_bag_with_their_starts(spark, tmp_path):
-    rows = [(i, [i % 5] * (i % 4), float(i % 4)) for i in range(60)]
-    table = spark.createDataFrame(rows, "id int, tags array<int>, label double")
-    kind = {"inputCols": ["tags"], "columns": {"tags": Ragged()}}
-    settings = {"epochs": 30, "batchSize": 8, "learningRate": 0.1}
-    bag = nn.EmbeddingBag(5, 1, mode="sum")
-    regressor = quiet(TorchRegressor, tmp_path, model=bag, **kind, **settings)
-    model = regressor.fit(table)
-    scored = model.transform(table).collect()
-    weights = model.module().weight.detach().numpy()[:, 0]
-    wanted = [weights[row.tags].sum() for row in scored]
-    assert np.allclose([row.prediction for row in scored], wanted, atol=1e-5)
-    loss = model.summary.history["train_loss"]
-    assert loss.iloc[-1] < 0.1 * loss.iloc[0], list(loss)
-    small = regressor.copy({regressor.model: nn.EmbeddingBag(3, 1)})
-    with pytest.raises(ValueError, match=r"cannot take the input columns \[tags.values "):
-        small.fit(table.withColumn("tags", F.array(F.lit(7))))
-
-
 @pytest.mark.extras
 def test_each_element_of_an_array_may_have_its_own_embedding_table(table, tmp_path):
     spec = ModelSpec("tabular", {"cardinalities": [2, 9], "num_numeric": 1, "hidden": [4], "out_features": 2})
@@ -198,28 +177,3 @@ def test_each_element_of_an_array_may_have_its_own_embedding_table(table, tmp_pa
     codes = codes.withColumn("numbers", F.array("odd"))
     settings = {"model": spec, "inputCols": ["codes", "numbers"], "labelCol": "weather"}
     assert quiet(TorchClassifier, tmp_path, **settings).fit(codes).labels == ["cold", "warm"]
-
-
-@pytest.mark.slow
-def test_a_search_learns_the_words_of_each_fold(table, tmp_path):
-    estimator = _classifier(tmp_path, metrics=["accuracy"])
-    grid = ParamGridBuilder().addGrid(estimator.learningRate, [0.3]).build()
-
-    class Accuracy:
-        def evaluate(self, frame: Any) -> float:
-            return float(frame.where("predictedLabel = weather").count() / frame.count())
-
-        def isLargerBetter(self) -> bool:  # noqa: N802
-            return True
-
-        def copy(self, extra: Any = None) -> Any:
-            return self
-
-    search = CrossValidator(
-        estimator=estimator,
-        estimatorParamMaps=grid,
-        evaluator=Accuracy(),
-        numFolds=2,
-        seed=1,
-    )
-    assert search.fit(table).avgMetrics[0] > 0.9

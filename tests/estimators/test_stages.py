@@ -11,13 +11,12 @@ import torch
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import functions as F
-from small_networks import Net, linear, mlp, outputs_of
-from spark_tables import quiet, values_of
+from small_networks import Net, linear, mlp
+from spark_tables import quiet
 from torch import nn
 
 from ringspark.estimators import (
     Callback,
-    TorchClassificationModel,
     TorchClassifier,
     TorchRegressor,
     TrainingState,
@@ -56,23 +55,6 @@ def _stage(folder: Any, kind: Any = TorchClassifier, **params: Any) -> Any:
     return quiet(kind, folder, **{"model": MLP, "epochs": 2, "batchSize": 64} | params)
 
 
-@pytest.mark.parametrize("network", [LINE, MLP], ids=["one logit", "two"])
-def test_probabilities_and_raw_predictions_agree_with_the_module(table, storage_uri, network):
-    model = _stage(storage_uri, model=network, epochs=5, batchSize=32, learningRate=0.1).fit(table)
-    assert model.numClasses == 2
-    rows = model.transform(table).orderBy("id").collect()
-    inputs = torch.tensor([[row.a, row.b] for row in rows], dtype=torch.float32)
-    logits = outputs_of(model.module(), inputs).double()
-    probabilities = logits.softmax(1)
-    if network is LINE:
-        logits = torch.cat([-logits, logits], 1)
-        probabilities = logits.sigmoid()
-    np.testing.assert_allclose([row.rawPrediction.toArray() for row in rows], logits, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose([row.probability.toArray() for row in rows], probabilities, rtol=1e-5)
-    assert [row.prediction for row in rows] == logits.argmax(1).tolist()
-    assert np.mean([row.prediction == row.label for row in rows]) > 0.9
-
-
 def test_a_regression_finds_the_line_and_keeps_fractions(table, storage_uri):
     settings = {"labelCol": "target", "epochs": 40, "batchSize": 32, "learningRate": 0.05}
     model = _stage(storage_uri, TorchRegressor, model=LINE, **settings).fit(table)
@@ -105,36 +87,6 @@ def test_column_names_with_dots_are_names(table, storage_uri):
     assert model.transform(frame).count() == 240
 
 
-def test_array_labels_give_array_predictions(table, storage_uri):
-    frame = table.select("id", "features", F.array("target", "a").alias("label"))
-    settings = {"epochs": 40, "batchSize": 32, "learningRate": 0.05}
-    model = _stage(storage_uri, TorchRegressor, model=linear(2), **settings).fit(frame)
-    rows = model.transform(frame).collect()
-    np.testing.assert_allclose([row.prediction for row in rows], [row.label for row in rows], atol=0.2)
-
-
-class Own(nn.Sequential):
-    """A user-defined network class."""
-
-
-def test_an_estimator_with_users_code_needs_a_yes_to_be_loaded_and_its_model_does_not(
-    table, storage_uri, tmp_path, monkeypatch
-):
-    module = Own(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    estimator = _stage(storage_uri, model=module, epochs=1)
-    estimator.save(str(tmp_path / "estimator"))
-    refusal = r"holds pickled Python code for .*'model'.*RINGSPARK_ALLOW_PICKLE=1"
-    with pytest.raises(ValueError, match=refusal):
-        TorchClassifier.load(str(tmp_path / "estimator"))
-    with monkeypatch.context() as allowed:
-        allowed.setenv("RINGSPARK_ALLOW_PICKLE", "1")
-        model = TorchClassifier.load(str(tmp_path / "estimator")).fit(table)
-    path = str(tmp_path / "model")
-    model.save(path)
-    loaded = TorchClassificationModel.load(path)
-    assert values_of(loaded.transform(table)) == values_of(model.transform(table))
-
-
 @pytest.mark.modes
 def test_fit_on_shards_leaves_the_shards_and_equals_fit(table, storage_uri, tmp_path):
     # In one order, because two writes may order the partitions differently.
@@ -145,14 +97,6 @@ def test_fit_on_shards_leaves_the_shards_and_equals_fit(table, storage_uri, tmp_
     manifest.verify()
     for a, b in zip(first.module().parameters(), second.module().parameters(), strict=True):
         assert a.equal(b)
-
-
-@pytest.mark.modes
-def test_the_indicator_tells_validation_rows_apart(table, storage_uri):
-    frame = table.withColumn("held_out", F.col("id") % 4 == 0)
-    model = _stage(storage_uri, validationIndicatorCol="held_out").fit(frame)
-    assert model.summary.rows == 2 * 180
-    assert model.summary.history["validation_loss"].notna().all()
 
 
 class LayersSeen(Callback):

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from failing_callback import Fails
 from pyspark.ml import Pipeline, PipelineModel
-from pyspark.sql import functions as F
 from spark_tables import quiet, run_stream, values_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from ringspark.estimators import TorchClassifier, WorkerError
+from ringspark.estimators import TorchClassifier
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Tokens
 
@@ -112,32 +110,6 @@ def test_a_recurrent_network_in_chunks_of_time_fits_and_is_saved_whole(table, tm
     said = {row.text: row.predictedLabel for row in again.transform(table).collect()}
     assert said == dict(zip(TEXTS, by_hand(model, TEXTS), strict=True))
     assert [said[text] for text in TEXTS] == CLASSES
-
-
-@pytest.mark.slow
-def test_a_run_of_texts_goes_on_exactly(table, tmp_path):
-    settings: dict[str, Any] = {"model": TRANSFORMER, "epochs": 2}
-    whole = classifier(tmp_path, **settings).fit(table)
-    settings |= {"runUri": str(tmp_path / "run"), "checkpointEverySteps": 5}
-    settings["callbacks"] = [Fails(tmp_path / "failed", step=11)]
-    with pytest.raises(WorkerError, match="step 11"):
-        classifier(tmp_path, **settings).fit(table)
-    resumed = classifier(tmp_path, **settings, resume=True).fit(table)
-    assert resumed.summary.resumed_steps
-    for name, values in whole.module().state_dict().items():
-        assert torch.equal(values, resumed.module().state_dict()[name])
-
-
-@pytest.mark.slow
-def test_null_texts_are_refused_left_out_or_kept_without_a_prediction(table, tmp_path):
-    holey = table.withColumn("text", F.when(F.col("id") != 5, F.col("text")))
-    with pytest.raises(ValueError, match="column 'text' has nulls in 1 of 71 rows"):
-        classifier(tmp_path).fit(holey)
-    model = classifier(tmp_path, handleInvalid="skip", epochs=1).fit(holey)
-    assert next(iter(model.summary.history.rows)) == 70
-    assert model.transform(holey).count() == 70
-    kept = model.copy({model.handleInvalid: "keep"}).transform(holey)
-    assert [row.id for row in kept.where("prediction is null").collect()] == [5]
 
 
 @pytest.mark.extras
