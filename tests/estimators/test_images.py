@@ -12,8 +12,6 @@ import torch
 from PIL import Image as Pillow
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.image import ImageSchema
-from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
 from spark_tables import quiet
 from torch import nn
 
@@ -123,19 +121,6 @@ def test_broken_images_in_transform_are_refused_left_out_or_kept(table, tmp_path
     assert len(kept) == 4
 
 
-@pytest.mark.slow
-def test_an_image_struct_without_pixels_is_a_null(table, tmp_path):
-    model = classifier(tmp_path, epochs=1).fit(table)
-    whole = ("", 2, 2, 1, 0, bytearray(4))
-    schema = StructType().add("id", "long").add("content", ImageSchema.columnSchema)
-    frame = table.sparkSession.createDataFrame([(0, whole), (1, whole)], schema)
-    pixels = F.when(F.col("id") == 0, F.col("content.data"))
-    frame = frame.withColumn("content", F.col("content").withField("data", pixels))
-    assert [row.id for row in model.copy({model.handleInvalid: "skip"}).transform(frame).collect()] == [0]
-    kept = model.copy({model.handleInvalid: "keep"}).transform(frame).orderBy("id").collect()
-    assert [row.prediction is None for row in kept] == [False, True]
-
-
 @pytest.mark.extras
 def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table, tmp_path):
     wide = classifier(tmp_path, epochs=1, batchSize=40, columns={"content": Image(64, 64)}).fit(table)
@@ -146,13 +131,3 @@ def test_a_forward_pass_takes_fewer_images_than_numbers_unless_told(table, tmp_p
     small = wide.copy()
     small._inputs = ()
     assert small._predictor().batch_size == 2048
-
-
-@pytest.mark.slow
-def test_broken_images_are_left_out_of_the_training(table, tmp_path):
-    bad = table.sparkSession.createDataFrame([(99, b"\x89PNG", "red")], table.schema)
-    broken = table.union(bad)
-    with pytest.raises(ValueError, match=r"column 'content' holds 4 bytes .* handleInvalid='skip'"):
-        classifier(tmp_path).fit(broken)
-    model = classifier(tmp_path, handleInvalid="skip", epochs=1).fit(broken)
-    assert next(iter(model.summary.history.rows)) == 40

@@ -17,7 +17,7 @@ from py4j.protocol import MEMORY_COMMAND_NAME
 from pyspark.sql import functions as F
 from ready_models import ready_model
 from small_networks import Net, shows
-from spark_tables import quiet, values_of
+from spark_tables import quiet, time_zone, values_of
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchRegressionModel, TorchRegressor, trained_model
@@ -76,8 +76,7 @@ def _seen(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def test_fit_and_transform_see_the_same_numbers(spark, tmp_path):
     from pyspark.ml.linalg import Vectors
 
-    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
-    try:
+    with time_zone(spark, "America/New_York"):
         frame = spark.range(40)
         for column, sql in COLUMNS.items():
             frame = frame.withColumn(column, F.expr(sql))
@@ -96,8 +95,6 @@ def test_fit_and_transform_see_the_same_numbers(spark, tmp_path):
         given = frame.select("key", *values).toDF("key", *names)
         schema = ", ".join(["key long", *(f"{name} string" for name in names)])
         rows = given.mapInArrow(_seen, schema).sort("key").collect()
-    finally:
-        spark.conf.unset("spark.sql.session.timeZone")
     (batch,) = open_reader(manifest, batch_size=100, engine="arrow").batches(0)
     order = np.argsort(batch["key"])
     for name in frame.columns:
@@ -278,15 +275,6 @@ def test_nulls_of_booleans_that_the_shards_keep_are_zeros(spark, tmp_path):
         for row in range(12)
     ]
     assert values_of(model.transform(frame)) == wanted
-
-
-def test_a_null_boolean_gets_no_prediction_where_nulls_are_kept(spark, tmp_path):
-    frame = spark.range(8).selectExpr("id", "id % 2 = 0 as flag", "1D as label")
-    network = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
-    model = quiet(TorchRegressor, tmp_path, model=network, inputCols=["flag"], epochs=1).fit(frame)
-    model.setHandleInvalid("keep")
-    rows = model.transform(frame.selectExpr("id", "if(id = 3, null, flag) as flag")).collect()
-    assert [row.id for row in rows if row.prediction is None] == [3]
 
 
 def test_nulls_of_a_struct_that_the_shards_keep_are_zeros(spark, tmp_path):

@@ -377,7 +377,7 @@ INVALID = {
 
 
 # The other types differ in their elements only.
-QUICK = ("array<double>", "double", "date")
+QUICK = ("array<double>", "double", "boolean", "date")
 
 
 @pytest.mark.parametrize(

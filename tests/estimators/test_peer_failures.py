@@ -1,8 +1,8 @@
 """Failures of the horovod.spark estimators, with one test each: `fit` and `transform` avoid them.
 
 The claims are from the source of horovod 0.28.1. Other files have the rest: test_stages.py exact ids and
-fractions, training/test_loop.py the best checkpoint, training/test_worker.py the learning rate of several
-workers, and tests/pipelines/test_peer_failures.py failures in data.
+fractions, training/test_loop.py callbacks and the best checkpoint, training/test_worker.py shuffle=False and
+the learning rate of several workers, and tests/pipelines failures in data, such as an unseeded split.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from acting_callback import Acts
-from changing_frames import ROWS, random_function
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
@@ -81,16 +80,6 @@ def order(path: Path) -> Acts:
     return Acts(train_start=lambda state: state.module.register_forward_pre_hook(record))
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_shuffle_false_and_callbacks_are_obeyed(spark, regressor, tmp_path, shuffle):
-    """horovod.spark accepts shuffle=False and callbacks, and ignores both."""
-    df = spark.range(0, 50, 1, 1).selectExpr("double(id) as features", "0D as target")
-    regressor(model=constant(), shuffle=shuffle, callbacks=[order(tmp_path / "order")]).fit(df)
-    rows = [int(line) for line in (tmp_path / "order").read_text().split()]
-    assert sorted(rows) == list(range(50))
-    assert (rows == list(range(50))) is not shuffle
-
-
 def record_start(path: Path, state: TrainingState) -> None:
     """Records the initial weights of each training."""
     with open(path, "a") as file:
@@ -112,21 +101,6 @@ def test_no_fold_starts_from_another_folds_weights(table, tmp_path):
     starts = (tmp_path / "start").read_text().splitlines()
     assert len(starts) == 5
     assert len(set(starts)) == 1, "every training starts from the seed's weights"
-
-
-def test_an_unseeded_split_gives_each_row_to_one_side(spark, regressor, tmp_path):
-    """horovod.spark writes train and validation separately: an unseeded split puts rows in both or in
-    neither.
-    """
-    # Random in every execution of the plan, so a second execution would show.
-    rows = random_function(spark)
-    df = rows.selectExpr("double(id) as features", "0D as target", "x < 0.5 as held_out")
-    seen = tmp_path / "order"
-    stage = regressor(model=constant(), callbacks=[order(seen)], validationIndicatorCol="held_out")
-    model = stage.fit(df)
-    trained = [int(line) for line in seen.read_text().split()]
-    assert len(set(trained)) == len(trained) == model.summary.rows < ROWS
-    assert model.summary.epochs[0].validation_loss is not None
 
 
 @pytest.mark.parametrize("num_workers", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])

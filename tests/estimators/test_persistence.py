@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml import Pipeline
 from pyspark.ml.feature import VectorAssembler
 from ready_models import ready_model
 from safetensors.torch import load_file
@@ -66,21 +66,6 @@ def broken(folder: Path, missing: str, seed: int = 0) -> TorchRegressionModel:
 
 def predictions(model: Any, frame: Any) -> list[float]:
     return values_of(model.transform(frame))
-
-
-@pytest.mark.slow
-@pytest.mark.modes
-def test_a_pipeline_may_be_saved_over_the_folder_it_came_from(pairs, tmp_path):
-    """Spark removes the folder before it saves the model's weights."""
-    path = str(tmp_path / "pipeline")
-    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
-    model = make(tmp_path / "c")
-    expected = predictions(model, pairs)
-    PipelineModel([assembler, model]).save(path)
-    loaded = PipelineModel.load(path)
-    loaded.write().overwrite().save(path)
-    for pipeline in (loaded, PipelineModel.load(path)):
-        assert predictions(pipeline, pairs.drop("features")) == expected
 
 
 def test_a_model_may_be_saved_over_its_own_folder(pairs, tmp_path):
