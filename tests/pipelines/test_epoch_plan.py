@@ -259,10 +259,8 @@ def test_numbers_that_make_no_plan_are_refused(changes: dict[str, Any], message:
         plan_of(**({"row_groups": [1]} | changes))
 
 
-def test_a_shard_or_step_out_of_range_is_refused() -> None:
+def test_a_step_out_of_range_is_refused() -> None:
     plan = plan_of([3], 2, 2)
-    with pytest.raises(ValueError, match="shard must be from 0 to 1"):
-        plan.shard(2)
     with pytest.raises(ValueError, match="step must be from 0 to 1"):
         plan.global_rows(2)
 

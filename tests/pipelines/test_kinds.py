@@ -17,6 +17,7 @@ import pytest
 from pyspark.ml.linalg import SparseVector, Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
+from spark_tables import time_zone
 
 from ringspark.pipelines import (
     Binary,
@@ -292,17 +293,14 @@ def examples(spark: Any) -> dict[str, Example]:
 def shards(
     spark: Any, examples: dict[str, Example], tmp_path_factory: pytest.TempPathFactory
 ) -> ShardManifest:
-    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     choices = {name: e.choice for name, e in examples.items() if e.choice is not None}
-    try:
+    with time_zone(spark, "America/New_York"):
         return write_shards(
             frame(spark, examples),
             str(tmp_path_factory.mktemp("kinds") / "s"),
             columns=choices,
             row_group_rows=8,
         )
-    finally:
-        spark.conf.unset("spark.sql.session.timeZone")
 
 
 def _in_order(batch: Batch, rows: np.ndarray, examples: dict[str, Example]) -> None:
@@ -428,15 +426,6 @@ def test_rows_stay_together_in_the_shuffle(shards, examples, engine, num_shards)
     assert sorted(seen) == NUMBERS.tolist()
 
 
-def test_resuming_gives_the_same_batches(shards: ShardManifest, engine: str) -> None:
-    reader = open_reader(shards, batch_size=7, seed=3, engine=engine)
-    whole = list(reader.batches(1))
-    for left, right in zip(reader.batches(1, start_step=3), whole[3:], strict=True):
-        assert {name: values.tobytes() for name, values in left.items()} == {
-            name: values.tobytes() for name, values in right.items()
-        }
-
-
 @pytest.mark.parametrize("cache", ["memory", "disk"])
 def test_cached_row_groups_give_the_same_batches(shards, examples, engine, cache):
     reader = open_reader(shards, batch_size=7, seed=3, engine=engine, cache=cache)
@@ -470,8 +459,6 @@ def test_describe_is_a_table_of_all_columns(shards: ShardManifest) -> None:
     [
         ("int", Struct(), "column 'x' has type int, not a struct"),
         ("struct<a:int>", Struct(fields=(("a",), ("b",))), "'x' lacks the field 'b' in struct<a:int>; build"),
-        ("decimal(38,2)", None, r"decimal\(38,2\), but float64 holds 15 digits; cast it to double"),
-        ("int", Vocabulary(), "Vocabulary is for strings"),
         ("string", Sparse(), "not a vector"),
         ("array<array<int>>", Ragged(), "flatten it first"),
         ("array<int>", Padded(length=0), "of Padded for column 'x' must be a whole number above 0, got 0"),
@@ -491,7 +478,6 @@ def test_what_does_not_fit_is_refused_by_name_with_the_remedy(spark, tmp_path, t
 @pytest.mark.parametrize(
     ("values", "type_", "choice", "message"),
     [
-        ([[1], [1, 2]], "array<int>", None, r"arrays of 1 to 2 elements; .*Padded\(\)\} or Ragged\(\)"),
         (
             [[[1], [2]], [[1, 2], [3, 4]]],
             "array<array<int>>",
@@ -500,13 +486,6 @@ def test_what_does_not_fit_is_refused_by_name_with_the_remedy(spark, tmp_path, t
         ),
         ([[1, 2, 3]], "array<int>", Padded(length=2), "up to 3 elements, but length=2 is set"),
         ([[]], "array<int>", None, "holds only empty arrays"),
-        (
-            [(0.5, 2**53), (0.5, -(2**53) - 1), (0.5, None)],
-            "struct<a:double,id:bigint>",
-            None,
-            "the field 'id' of struct<a:double,id:bigint> holds -9007199254740993, but float64.* up to "
-            "9007199254740992; select that field as a separate column",
-        ),
         ([b"1234"], "binary", Binary("raw", shape=(3,)), "column 'x' holds uint8 of shape"),
         ([b"1234"], "binary", Binary("image", shape=(3, 3)), "4 bytes that decoder 'image' cannot read"),
         ([b"1234"], "binary", Binary("npy", shape=(3, 3)), "4 bytes that decoder 'npy' cannot read"),

@@ -43,8 +43,6 @@ def test_select_is_a_view_of_one_split(shards: ShardManifest) -> None:
     assert (empty.num_rows, empty.row_groups, empty.files, empty.stats) == (0, (), (), {})
     assert empty.columns == shards.columns
     empty.verify_files()
-    with pytest.raises(ValueError, match="split must be one of train, validation, got 'test'"):
-        shards.select("test")
 
 
 def _edit(manifest: ShardManifest, change: Any) -> None:
@@ -70,16 +68,9 @@ def test_a_full_check_names_every_damaged_file(shards: ShardManifest) -> None:
         shards.verify()
 
 
-@pytest.mark.parametrize(
-    ("format_version", "message"),
-    [
-        (FORMAT_VERSION + 1, r"its format is \d, but this ringspark reads \d; upgrade ringspark"),
-        (FORMAT_VERSION - 1, r"before the first release, but this ringspark reads \d; write"),
-    ],
-)
-def test_another_format_is_refused(shards: ShardManifest, format_version: int, message: str) -> None:
-    _edit(shards, lambda data: data.update(format_version=format_version))
-    with pytest.raises(ValueError, match=message):
+def test_an_older_format_is_refused(shards: ShardManifest) -> None:
+    _edit(shards, lambda data: data.update(format_version=FORMAT_VERSION - 1))
+    with pytest.raises(ValueError, match=r"before the first release, but this ringspark reads \d; write"):
         ShardManifest.load(shards.uri)
 
 
@@ -92,17 +83,13 @@ def test_bytes_that_are_no_text_are_refused(shards: ShardManifest) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, "is missing; write the shards again"),
         (lambda data: data + b"x", r"has \d+ bytes, but the manifest says \d+; write"),
         (lambda data: data[:-4] + b"XXXX", "cannot be read"),
     ],
 )
 def test_a_changed_file_is_named(shards: ShardManifest, change: Any, message: str) -> None:
     path = Path(shards.uri) / shards.files[1].path
-    data = path.read_bytes()
-    path.unlink()
-    if change is not None:
-        path.write_bytes(change(data))
+    path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"{shards.files[1].path}' {message}"):
         shards.verify_files()
 

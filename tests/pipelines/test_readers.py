@@ -61,24 +61,6 @@ def test_every_dtype_comes_back_bitwise(shards: ShardManifest, engine: str) -> N
         assert values.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 5, 50])
-def test_every_row_is_read_once(shards: ShardManifest, engine: str, num_shards: int) -> None:
-    rows = []
-    for shard in range(num_shards):
-        reader = open_reader(shards, shard=shard, num_shards=num_shards, batch_size=32, seed=4, engine=engine)
-        batches = list(reader.batches(3))
-        assert len(batches) == reader.num_steps == 8
-        plan = reader.plan(3)
-        assert [len(b["id"]) for b in batches] == [plan.shard_rows(step, shard) for step in range(8)]
-        for batch in batches:
-            # All columns of a row stay together.
-            index = batch["a.b (c)"]
-            for name, values in batch.items():
-                assert values.tobytes() == COLUMNS[name][index].tobytes()
-        rows.append(_joined(batches))
-    assert np.array_equal(np.sort(np.concatenate(rows)), COLUMNS["id"])
-
-
 def test_epochs_may_have_batches_of_their_own_size(shards: ShardManifest, engine: str) -> None:
     """One reader and one cache serve all batch sizes."""
     sizes = [20, 20, 64, 33]
@@ -159,17 +141,6 @@ def test_row_groups_come_in_the_order_asked_for_with_repeats(shards: ShardManife
     wanted = [3, 0, 14, 3, 3, 7, 0]
     for index, columns in zip(wanted, reader.read_row_groups(wanted), strict=True):
         assert np.array_equal(columns["id"], COLUMNS["id"][starts[index] : starts[index + 1]])
-
-
-def test_a_damaged_row_group_is_named(shards: ShardManifest, engine: str) -> None:
-    file = shards.files[1]
-    path = Path(shards.uri) / file.path
-    data = bytearray(path.read_bytes())
-    # Damages the first data page's header; the footer stays intact.
-    data[4:60] = b"\xff" * 56
-    path.write_bytes(bytes(data))
-    with pytest.raises(RuntimeError, match=rf"row group 0 of '.*{file.path}' failed"):
-        list(open_reader(shards, engine=engine, shuffle=False).batches(0))
 
 
 def test_a_file_of_another_dtype_is_refused(shards: ShardManifest, engine: str, ordered_shards: Any) -> None:
