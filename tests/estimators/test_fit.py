@@ -20,7 +20,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import functions as F
 from small_networks import Net, mlp, outputs_of, two_heads
-from spark_tables import values_of
+from spark_tables import spark_conf, values_of
 from torch import nn
 from waiting import wait_for
 
@@ -339,14 +339,11 @@ def test_names_are_found_as_the_session_compares_them(table, common):
 def test_columns_that_differ_in_case_only_are_two_where_the_session_says_so(table, common):
     frame = table.select("a", F.col("b").alias("A"), "label", F.lit(1.0).alias("Label"))
     settings = common | {"model": of_two_numbers(), "epochs": 1}
-    table.sparkSession.conf.set("spark.sql.caseSensitive", "true")
-    try:
+    with spark_conf(table.sparkSession, {"spark.sql.caseSensitive": "true"}):
         model = TorchClassifier(**settings, inputCols=["a", "A"], rawPredictionCol="Prediction").fit(frame)
         rows = model.transform(frame).select("a", "A", "Prediction", "prediction").collect()
         with pytest.raises(ValueError, match="labelCol 'LABEL' is not a column of the DataFrame"):
             TorchClassifier(**settings, inputCols=["a", "A"], labelCol="LABEL").fit(frame)
-    finally:
-        table.sparkSession.conf.unset("spark.sql.caseSensitive")
     module = model.module()
     inputs = [torch.tensor([row[i] for row in rows], dtype=torch.float32) for i in range(2)]
     logits = outputs_of(module, *inputs).numpy()

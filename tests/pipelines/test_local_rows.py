@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from pyspark.sql import functions as F
+from spark_tables import time_zone
 
 from ringspark.pipelines import Array, Kind, Padded, Scalar, Vocabulary
 from ringspark.pipelines.local_rows import LocalInput, read_column
@@ -22,13 +23,9 @@ def read(kind: Kind | None, values: list[Any], **options: Any) -> Any:
 def test_times_without_an_offset_mean_what_they_mean_in_spark(spark: Any) -> None:
     # In Berlin, the first time is skipped, the second comes twice, and others are far away.
     texts = ["2024-03-31 02:30:00", "2024-10-27 02:30:00", "1850-01-01 00:00:00", "2500-06-01 12:00:00.25"]
-    zone = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
-    try:
+    with time_zone(spark, "Europe/Berlin"):
         frame = spark.createDataFrame([(text,) for text in texts], "x string")
         wanted = [row[0] for row in frame.select(F.unix_micros(F.to_timestamp("x"))).collect()]
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", zone)
     found = read(Scalar("int64"), texts, source="timestamp", zone="Europe/Berlin")
     assert found.arrays[""].tolist() == wanted
     days = [datetime.date(1970, 1, 3), "1969-12-31", np.datetime64("1970-01-01T23:00")]

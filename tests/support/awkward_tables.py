@@ -5,8 +5,7 @@ A case is a table of few rows with several columns and a label. Each column is S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from spark_tables import spark_conf
 
 from ringspark.pipelines.columns import quote
 
@@ -240,9 +240,8 @@ class AwkwardTable:
         return rows.repartition(self.partitions, F.col(quote(ID)) % 5)
 
 
-@contextmanager
-def interpreted(spark: Any, **more: str) -> Iterator[None]:
-    """Context in which Spark compiles no plan of few rows, with `more` settings of Spark SQL."""
+def interpreted(spark: Any, **more: str) -> AbstractContextManager[None]:
+    """Returns a context in which Spark compiles no plan of few rows, with `more` settings of Spark SQL."""
     wanted = {
         "spark.sql.shuffle.partitions": "1",
         "spark.sql.codegen.wholeStage": "false",
@@ -250,14 +249,7 @@ def interpreted(spark: Any, **more: str) -> Iterator[None]:
         "spark.sql.adaptive.enabled": "false",
         **{f"spark.sql.{name}": value for name, value in more.items()},
     }
-    before = {name: spark.conf.get(name, None) for name in wanted}
-    for name, value in wanted.items():
-        spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            spark.conf.unset(name) if value is None else spark.conf.set(name, value)
+    return spark_conf(spark, wanted)
 
 
 def settings_of(spark: Any, table: AwkwardTable, zone: str | None = None) -> AbstractContextManager[None]:

@@ -16,17 +16,6 @@ on_this_host = pytest.mark.skipif(not MASTER.startswith("local["), reason="needs
 
 
 @contextmanager
-def in_zone(spark: Any, name: str) -> Iterator[None]:
-    """Context in which the session has another time zone."""
-    before = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", name)
-    try:
-        yield
-    finally:
-        spark.conf.set("spark.sql.session.timeZone", before)
-
-
-@contextmanager
 def no_job(spark: Any) -> Iterator[None]:
     """Context that must run no Spark job."""
     tracker = spark.sparkContext.statusTracker()

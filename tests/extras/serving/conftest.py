@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as Pillow
 from pyspark.sql import functions as F
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
-from spark_tables import in_zone
+from spark_tables import time_zone
 from torch import nn
 from without_ringspark import Served
 
@@ -31,7 +31,7 @@ def exported(stage: Any, folder: Path) -> Path:
 def late(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A classifier of strings, numbers and times, some of them missing or new."""
     folder = tmp_path_factory.mktemp("late")
-    with in_zone(spark, ZONE):
+    with time_zone(spark, ZONE):
         table = spark.range(0, ROWS, 1, 2).select(
             F.when(F.col("id") % 7 > 0, F.sin("id")).alias("delay"),
             F.when(F.col("id") % 5 > 0, F.concat(F.lit("city "), F.col("id") % 4)).alias("city"),

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from pyspark.sql import functions as F
-from spark_tables import in_zone
+from spark_tables import time_zone
 
 from ringspark.estimators import TorchClassifier
 from ringspark.estimators.prepared_fit import TABLE_COLUMN, prepare_fit
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.filterwarnings("ignore::UserWarning
 
 @pytest.mark.parametrize("zone", ["GMT+08:00", pytest.param("PST", marks=pytest.mark.slow)])
 def test_odd_columns_are_served_as_spark_reads_them(spark: Any, tmp_path: Any, zone: str) -> None:
-    with in_zone(spark, zone):
+    with time_zone(spark, zone):
         rows = spark.range(0, 300, 1, 1).selectExpr(
             "id + (1L << 60) AS big", "string(id / 7) AS text", "array(id, 2L * id) AS v",
             "string(date_add(DATE'2020-01-01', int(id))) AS day", "id % 2 AS label",

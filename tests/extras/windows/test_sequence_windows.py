@@ -10,7 +10,7 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
-from spark_tables import in_zone
+from spark_tables import time_zone
 from torch import nn
 
 from ringspark.estimators import SequenceWindows, TorchRegressor
@@ -101,7 +101,7 @@ def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
     else:
         times = [START.date() + timedelta(days=step) for step in steps] if kind == "date" else steps
     type_of = {"timestamp": "double", "smallint": "bigint"}.get(kind, kind)
-    with in_zone(spark, "Europe/Berlin"):
+    with time_zone(spark, "Europe/Berlin"):
         frame = spark.createDataFrame([(time, i) for i, time in enumerate(times)], f"t {type_of}, v int")
         if kind != type_of:
             frame = frame.withColumn("t", F.col("t").cast(kind))
@@ -115,7 +115,7 @@ def test_gaps_of_every_type_of_time(spark: Any, kind: str) -> None:
 @pytest.mark.parametrize("gap", ["1 day", "1 day 30 minutes", timedelta(days=1), "24 hours"])
 def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None:
     """Tests rows at midnight and rows every 24 hours, in weeks with clock changes."""
-    with in_zone(spark, "Europe/Berlin"):
+    with time_zone(spark, "Europe/Berlin"):
         days = spark.range(0, 16, 1, 1).selectExpr(
             "explode(array('2024-10-20', '2025-03-22')) as first", "id", "cast(id as int) as day"
         )
