@@ -31,8 +31,6 @@ JOB_LINES = [
       "--epochs", "must be a whole number, got 'x'", RefusedError),
     R("train: restarts below 0", lambda p: p.job("train", "--max-restarts", "-1"),
       "--max-restarts", "0 means no restart", RefusedError),
-    R("train: time as text", lambda p: p.job("train", "--timeout-seconds", "x"),
-      "--timeout-seconds", "must be a number, got 'x'", RefusedError),
     R("train: unfinished run",
       lambda p: p.job("train", "--data", with_unfinished_run(p)),
       "current holds an unfinished run", "give --resume to continue it, --no-resume", RefusedError),
