@@ -12,11 +12,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 
 from stranger import ATTACKS
 
@@ -30,29 +28,17 @@ TIMEOUT_SECONDS = 60.0
 _PAUSE_SECONDS = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Met:
-    """Seconds until the last rank finished each phase.
-
-    Attributes:
-        attacks: Number of attackers' connections during the phases.
-    """
-
-    join: float
-    meet: float
-    gather: float
-    attacks: int
-
-
-def run(size: int, num_strangers: int) -> Met:
+def run(size: int, num_strangers: int) -> int:
     """Runs `size` ranks that join, synchronize, and gather their numbers on rank 0.
+
+    Returns:
+        Number of attackers' connections in the meantime.
 
     Raises:
         CollectiveError: A rank failed.
     """
     secret = os.urandom(32)
     barrier = threading.Barrier(size)
-    seconds = []
 
     def join(rank: int) -> RendezvousClient:
         barrier.wait()
@@ -70,19 +56,14 @@ def run(size: int, num_strangers: int) -> Met:
         _strangers(server.address, num_strangers) as counts,
         ThreadPoolExecutor(size) as pool,
     ):
-        start = time.monotonic()
         clients = list(pool.map(join, range(size)))
-        seconds.append(time.monotonic() - start)
         list(pool.map(meet, clients))
-        seconds.append(time.monotonic() - start)
         first, *others = pool.map(gather, enumerate(clients))
-        seconds.append(time.monotonic() - start)
         for client in clients:
             client.close()
     assert first == [str(rank).encode() for rank in range(size)]
     assert not any(others)
-    joined, met, gathered = seconds
-    return Met(join=joined, meet=met - joined, gather=gathered - met, attacks=sum(counts))
+    return sum(counts)
 
 
 @contextmanager
