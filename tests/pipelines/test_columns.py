@@ -73,11 +73,6 @@ def test_a_struct_has_the_dtype_that_holds_all_its_fields(types: list[T.DataType
     assert column.kind.fields == (*(("in", name) for name, _ in others), ("f0",), ("z",))
 
 
-def test_two_columns_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two columns are named 'x'"):
-        columns_from_spark(_struct(("x", T.LongType()), ("x", T.LongType())))
-
-
 def test_a_dense_column_has_one_array_of_its_name() -> None:
     cube = Column(name="x", kind=Array("int8", (2, 3)))
     assert cube.is_dense

@@ -365,19 +365,6 @@ def test_closing_early_stops_threads_and_frees_files_at_once(wide: ShardManifest
         gc.enable()
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_resuming_reads_no_row_group_of_the_steps_before(ordered_shards, engine, shuffle):
-    manifest = ordered_shards(_ids(1000), num_files=3)
-    for start in (0, 37, 90, 99, 100):
-        reader = open_reader(manifest, None, 1, 2, 10, seed=3, engine=engine, shuffle=shuffle)
-        seen = _recorded(reader)
-        batches = list(reader.batches(1, start_step=start))
-        assert len(batches) == 100 - start
-        needed = set(_joined(batches))
-        row_of = np.repeat(np.arange(len(manifest.row_groups)), manifest.row_groups)
-        assert sorted(seen) == sorted({int(row_of[row]) for row in needed})
-
-
 @pytest.mark.parametrize("cache", ["memory", "disk"])
 def test_a_cached_epoch_needs_no_file(ordered_shards: Any, engine: str, cache: str) -> None:
     manifest = ordered_shards(_ids(200), num_files=3)
