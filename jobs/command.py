@@ -21,12 +21,12 @@ import ringspark
 from ringspark.jobs import cli
 
 # Command -> its module in this package.
-COMMANDS = {"demo": "quick_demo", "train": "train_job", "score": "score_rows"}
-# Commands of `ringspark.extras`, which may be absent -> their modules in `ringspark.extras.commands`.
-EXTRA_COMMANDS = {
-    **{name: name for name in ("check", "plan", "runs", "report", "shards", "pack", "certify", "verify")},
-    "build-horovod": "build_horovod",
-}
+COMMANDS = {"train": "train_job", "score": "score_rows"}
+# Commands of `ringspark.extras`, which may be absent; their modules are in `ringspark.extras.commands`.
+EXTRA_COMMANDS = (
+    *("demo", "check", "plan", "runs", "report", "shards", "pack", "certify", "verify"),
+    "build-horovod",
+)
 SHELLS = ("bash", "zsh", "tcsh")
 # Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.
 REFUSED = 2
@@ -47,7 +47,7 @@ def build_parser() -> cli.JobParser:
     )
     paths = {name: f"ringspark.jobs.{module}" for name, module in COMMANDS.items()}
     if find_spec("ringspark.extras"):
-        paths |= {name: f"ringspark.extras.commands.{module}" for name, module in EXTRA_COMMANDS.items()}
+        paths |= {name: f"ringspark.extras.commands.{name.replace('-', '_')}" for name in EXTRA_COMMANDS}
     for name, path in paths.items():
         command = import_module(path)
         first_word, rest = command.DESCRIPTION.rstrip(".").split(" ", 1)
