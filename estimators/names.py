@@ -1,4 +1,4 @@
-"""Refuses unknown names that users write, and suggests the nearest known name."""
+"""Texts of error messages: unknown names with the nearest known name, and the cause of another error."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def check_name(kind: str, name: str, known: Iterable[str], otherwise: str = " or
     names = sorted(known)
     if name not in names:
         raise ValueError(f"{kind} must be one of {names}{otherwise}, got {name!r}{nearest(name, names)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, because torch's and Spark's explanations fill pages."""
+    lines = (line.strip().rstrip(" .;:") for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

@@ -251,6 +251,8 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "keep_source": f"{_IN_PLACE}.tables:keep_source",
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
         "plan_least": "ringspark.extras.planning.memory.least:plan_least",
+        "make_samples": "ringspark.extras.export.samples:make_samples",
+        "record_module": "ringspark.extras.export.samples:record_module",
         "loss_figure": "ringspark.extras.report:loss_figure",
         "remove_run_of": "ringspark.extras.runs.listing:remove_run_of",
         "save_logged": "ringspark.extras.serving.served_model:save_logged",

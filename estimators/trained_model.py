@@ -37,7 +37,7 @@ from ringspark.estimators.inference.predict import (
 )
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
-from ringspark.estimators.inference.samples import make_samples, record_module
+from ringspark.estimators.names import first_line
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
@@ -48,8 +48,7 @@ from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.feed import Array
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
-from ringspark.models.program import Program
-from ringspark.models.recording import NoProgramError, first_line
+from ringspark.models.program import NoProgramError, Program
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.columns import Column as ShardColumn
@@ -210,9 +209,9 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             assert isinstance(module, Program)
             return module
         try:
-            return record_module(
-                module, self._inputs, self.getTransformInPrediction(), self.getInnerCols() or ()
-            )
+            prepare, inner = self.getTransformInPrediction(), self.getInnerCols() or ()
+            program: Program = FUNCTIONS["record_module"](module, self._inputs, prepare, inner)
+            return program
         except NoProgramError as error:
             warnings.warn(
                 f"model {type(module).__name__} cannot be recorded as a program ({error}), so it is saved as "
@@ -323,7 +322,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             return names, results
         key = self._trained().info().checkpoint_id, tuple(columns)
         if key not in self._inner:
-            samples = make_samples(self._inputs, self.getTransformInPrediction())
+            samples = FUNCTIONS["make_samples"](self._inputs, self.getTransformInPrediction())
             self._inner = {key: FUNCTIONS["measure_inner"](self.module(), list(columns), samples)}
         return [*names, *columns.values()], FUNCTIONS["inner_results"](base=results, inner=self._inner[key])
 

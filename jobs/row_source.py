@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from ringspark.estimators.names import first_line
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
@@ -139,10 +141,6 @@ def check_apart(spark: SparkSession, output: str, uri: str, what: str) -> None:
     written, read = real_folder(output), real_folder(uri)
     if written.startswith(read) or read.startswith(written):
         raise ValueError(f"{output} would be written over {what} in {uri}; give another folder")
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _silence_query_errors() -> None:

@@ -12,8 +12,9 @@ import uuid
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ringspark.estimators.names import first_line
 from ringspark.jobs import cli
-from ringspark.jobs.row_source import FORMATS, RowSource, check_apart, first_line
+from ringspark.jobs.row_source import FORMATS, RowSource, check_apart
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

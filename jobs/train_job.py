@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ringspark.estimators.names import first_line
 from ringspark.jobs import cli
 from ringspark.jobs.job_file import JobFile, read_section, yaml_or_json
-from ringspark.jobs.row_source import RowSource, check_apart, first_line
+from ringspark.jobs.row_source import RowSource, check_apart
 
 if TYPE_CHECKING:
     from pyspark.ml import Transformer

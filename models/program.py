@@ -37,6 +37,10 @@ _OF_TORCH: dict[str, type] = {
 }
 
 
+class NoProgramError(ValueError):
+    """A network cannot be recorded; the message is a clause, such as "it has no output"."""
+
+
 @dataclass(frozen=True)
 class ValueRef:
     """Refers to a value by number: the tensors come first, then the inputs, then the results of the steps."""

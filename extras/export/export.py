@@ -16,13 +16,14 @@ from torch import nn
 
 from ringspark.estimators.columns.inputs import ModelInput
 from ringspark.estimators.inference.precision import reduce_precision
-from ringspark.estimators.inference.samples import MAX_ROWS, varying_sizes, zeros_of
 from ringspark.estimators.lazy_imports import LazyRegistry
+from ringspark.estimators.names import first_line
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.extras.export.portable_operators import replace_rare_operators
+from ringspark.extras.export.recording import TRACED_ROWS, trace_network
+from ringspark.extras.export.samples import MAX_ROWS, varying_sizes, zeros_of
 from ringspark.models.process_state import PROCESS_LOCK, silence_thread
-from ringspark.models.recording import TRACED_ROWS, first_line, trace_network
 from ringspark.pipelines import storage
 
 # Larger weights than one protobuf message holds go into a separate file.

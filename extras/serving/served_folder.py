@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 
 from ringspark.estimators.inference.local_inputs import local_inputs
 from ringspark.estimators.inference.results import Classes, Values
-from ringspark.estimators.inference.samples import record_module
+from ringspark.estimators.names import first_line
 from ringspark.extras.export.export import EXPORTERS, Export
+from ringspark.extras.export.samples import record_module
 from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
 from ringspark.extras.serving.served_model import class_name, session_zone
 from ringspark.models.outputs import as_outputs
 from ringspark.models.program import Program
-from ringspark.models.recording import first_line
 
 PACKAGE = "ringspark_served"
 """Name of the copied package `plain` in a logged model."""
@@ -69,7 +69,7 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
             break
         except Exception as error:  # the exporters raise errors of many classes
             (folder / FILES[name]).unlink(missing_ok=True)
-            problems.append(f"{name}: {first_line(error) or type(error).__name__}")
+            problems.append(f"{name}: {first_line(error)}")
     else:
         raise ValueError(f"the network cannot be exported ({'; '.join(problems)})")
     text = {

@@ -14,10 +14,10 @@ import pandas as pd
 from pyspark.sql.types import StructType
 
 from ringspark.estimators.inference.local_inputs import predict_frame
+from ringspark.estimators.names import first_line
 from ringspark.estimators.stages.spark_metadata import read_metadata
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
-from ringspark.models.recording import first_line
 from ringspark.pipelines import storage
 
 _CLASSES = {kind.__name__: kind for kind in (TorchModel, TorchClassificationModel, TorchRegressionModel)}

@@ -20,7 +20,6 @@ from ringspark.estimators import (
     TorchRegressor,
 )
 from ringspark.estimators.inference.precision import reduce_precision
-from ringspark.models.recording import record_program
 
 pytestmark = pytest.mark.spark
 
@@ -94,20 +93,6 @@ def test_shards_of_a_run_stay_until_they_are_compared(table, tmp_path):
 
 def test_fp32_is_not_compared(table, tmp_path):
     assert stage(tmp_path).fit(table).summary.precision_difference is None
-
-
-def test_a_recorded_program_quantizes_the_same_layers(tmp_path):
-    layers = {"first": nn.Linear(2, 64), "last": nn.Linear(64, 1)}
-    module = Net(lambda self, x: self.last(torch.tanh(self.first(x))), **layers).eval()
-    x = torch.randn(500, 2)
-    program = record_program(
-        module, lambda rows, length=None: (torch.zeros(rows, 2),), [{0: torch.export.Dim("batch", min=1)}], []
-    )
-    program.load_state_dict(module.state_dict(), assign=True)
-    for precision in REDUCED:
-        outputs = [reduce_precision(each, precision)(x) for each in (module, program)]
-        assert torch.equal(*outputs)
-        assert not torch.equal(outputs[0].float(), module(x))
 
 
 @pytest.mark.parametrize("handling", ["error", pytest.param("skip", marks=pytest.mark.slow), "keep"])

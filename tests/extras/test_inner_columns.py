@@ -12,9 +12,9 @@ from spark_tables import run_stream
 from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchEstimator
+from ringspark.extras.export.recording import record_program
 from ringspark.extras.inner_columns import keep_outputs, measure
 from ringspark.models.program import Program
-from ringspark.models.recording import record_program
 
 pytestmark = pytest.mark.spark
 

@@ -12,8 +12,8 @@ from ringspark.estimators.columns.inputs import ModelInput, layout_of_inputs
 from ringspark.estimators.training.arguments import InputLayout
 from ringspark.estimators.training.batch_transforms import prepare_function, prepare_inputs
 from ringspark.estimators.training.feed import zeros
-from ringspark.models.program import Program
-from ringspark.models.recording import NoProgramError, record_program
+from ringspark.extras.export.recording import record_program
+from ringspark.models.program import NoProgramError, Program
 
 # Without a maximum, torch 2.6 cannot export a mixture of experts.
 MAX_ROWS = 2**31 - 1

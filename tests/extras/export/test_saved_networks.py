@@ -26,18 +26,17 @@ from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchModel, TorchRegressor
 from ringspark.estimators.columns.inputs import ModelInput, model_inputs
-from ringspark.estimators.inference.samples import record_module
 from ringspark.estimators.stages.persistence import ALLOW_PICKLE
 from ringspark.estimators.stages.to_config import config_of
+from ringspark.extras.export.samples import record_module
 from ringspark.models import ModelSpec
 from ringspark.models.hugging_face import build, describe
-from ringspark.models.program import Program
-from ringspark.models.recording import NoProgramError
+from ringspark.models.program import NoProgramError, Program
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Padded, Ragged, Scalar
 from ringspark.pipelines.kinds.base import BatchArray
 
-FILE = Path(__file__).parents[1] / "support" / "networks_of_a_user.py"
+FILE = Path(__file__).parents[2] / "support" / "networks_of_a_user.py"
 ROWS = (0, 1, 2, 1000)
 
 # Inputs (name -> dtype and row shape) and row shapes of outputs.

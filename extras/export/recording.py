@@ -8,10 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ringspark.estimators.names import first_line
+from ringspark.extras.inner_columns import keep_outputs
 from ringspark.models.operators import ON_SIZES, find_operator
 from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import PROCESS_LOCK, silence_thread
-from ringspark.models.program import FORMAT_VERSION, Json, Program, ValueRef, encode
+from ringspark.models.program import FORMAT_VERSION, Json, NoProgramError, Program, ValueRef, encode
 
 Inputs: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -32,13 +34,6 @@ _INSTEAD = {
 }
 _SIZE_NAMES = {function: name for name, function in ON_SIZES.items()}
 _CONSTANT = "constant_of_program"
-
-
-class NoProgramError(ValueError):
-    """The network cannot be recorded.
-
-    The message gives the reason as a clause, such as "it has no output".
-    """
 
 
 def record_program(
@@ -87,34 +82,14 @@ def trace_network(
         )
 
 
-def first_line(error: Exception) -> str:
-    """Returns only the first line of the error, because torch's explanations fill pages."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" .;:") if lines else "no reason given"
-
-
 class _Outputs(nn.Module):
     def __init__(self, module: nn.Module, inner: Sequence[str] = ()) -> None:
         super().__init__()
         self.module, self._inner = module, inner
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        found: dict[str, Any] = {}
-
-        def keep(name: str, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple | list) else output
-            # A copy, because a later layer may change its input in place.
-            found[name] = value.clone()
-
-        hooks = [
-            self.module.get_submodule(name).register_forward_hook(
-                lambda _, __, output, name=name: keep(name, output)
-            )
-            for name in self._inner
-        ]
-        outputs = as_outputs(self.module(*inputs))
-        for hook in hooks:
-            hook.remove()
+        with keep_outputs(self.module, self._inner) as found:
+            outputs = as_outputs(self.module(*inputs))
         outputs += tuple(found[name] for name in self._inner)
         return outputs[0] if len(outputs) == 1 else outputs
 
