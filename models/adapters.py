@@ -10,10 +10,11 @@ from torch import nn
 
 # Package -> module of its adapter, with `adapt(model)` and `build(description)`.
 ADAPTERS = dict.fromkeys(("keras", "tf_keras"), "ringspark.extras.keras_models")
-# Package -> module that prepares the package's networks for a mesh: it has `links(network)`,
-# `prepare_sequence(network)`, `find_experts(network)`, `prepare_experts(network)`, and
-# `shorten(spec, num_blocks)`.
-MESH_SUPPORT = {"transformers": "ringspark.extras.hugging_face"}
+# Package of torch networks -> module about them. `describe(network)`, `build(description)`,
+# `build_from_config(name, ...)` and `shorten(spec, num_blocks)` are for specs and saved models,
+# `stop_caching(network)` for a training, and `links(network)`, `prepare_sequence(network)`,
+# `find_experts(network)` and `prepare_experts(network)` for a mesh.
+LIBRARIES = {"transformers": "ringspark.extras.hugging_face"}
 
 
 class AdaptedNetwork(nn.Module):
@@ -27,9 +28,9 @@ class AdaptedNetwork(nn.Module):
         """Raises ValueError if the network does not fit the task or the losses' names. Runs on the driver."""
 
 
-def find_mesh_support(network: nn.Module) -> Any:
-    """Returns the module of `MESH_SUPPORT` for a network; None if its package has none."""
-    name = MESH_SUPPORT.get(type(network).__module__.partition(".")[0])
+def find_library(network: nn.Module) -> Any:
+    """Returns the module of `LIBRARIES` for a network; None if its package has none."""
+    name = LIBRARIES.get(type(network).__module__.partition(".")[0])
     return None if name is None else import_module(name)
 
 

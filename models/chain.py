@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.models.adapters import find_mesh_support
+from ringspark.models.adapters import find_library
 from ringspark.models.module_hooks import find_hook
 
 State = tuple[torch.Tensor, ...] | None
@@ -56,7 +56,7 @@ def links_of(network: nn.Module) -> list[Link]:
         links = list(own())
     elif type(network).forward is nn.Sequential.forward:
         links = _items(network, "")
-    elif (support := find_mesh_support(network)) is not None:
+    elif (support := find_library(network)) is not None:
         links = support.links(network)
     else:
         raise ValueError(

@@ -17,9 +17,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from ringspark.models.adapters import MESH_SUPPORT, adapt_network
+from ringspark.models.adapters import LIBRARIES, adapt_network
 from ringspark.models.checks import suggest
-from ringspark.models.hugging_face import LIBRARY, build_from_config
 from ringspark.models.registry import MODELS
 
 _IMPORTABLE = "give the class's own import path, in a module that driver and workers have, or an nn.Module"
@@ -64,15 +63,15 @@ class ModelSpec:
         object.__setattr__(self, "kwargs", checked)
 
     @property
-    def is_hugging_face(self) -> bool:
-        """Whether the target is a network of the transformers library, such as "transformers:BertModel"."""
-        return self.target.partition(":")[0] == LIBRARY
+    def library(self) -> str | None:
+        """Module about the library of a target such as "transformers:BertModel"; None for other targets."""
+        return LIBRARIES.get(self.target.partition(":")[0])
 
     def build(self) -> nn.Module:
         cls = _import_class(self.target)
         make: Callable[..., nn.Module] = cls
-        if self.is_hugging_face:
-            make = partial(build_from_config, cls.__name__)
+        if self.library is not None:
+            make = partial(importlib.import_module(self.library).build_from_config, cls.__name__)
         signature = inspect.signature(make)
         try:
             signature.bind(**self.kwargs)
@@ -90,9 +89,9 @@ class ModelSpec:
 
     def shorten(self, num_blocks: int) -> ModelSpec | None:
         """Returns the spec with fewer blocks; None if its library has no such function."""
-        if not self.is_hugging_face:
+        if self.library is None:
             return None
-        shorter: ModelSpec | None = importlib.import_module(MESH_SUPPORT[LIBRARY]).shorten(self, num_blocks)
+        shorter: ModelSpec | None = importlib.import_module(self.library).shorten(self, num_blocks)
         return shorter
 
     def to_json(self) -> str:

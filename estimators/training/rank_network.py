@@ -25,10 +25,10 @@ from ringspark.estimators.training.precision import autocast, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.activation_checkpoint import block_names
+from ringspark.models.adapters import find_library
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.deferred_init import defer_initialization
 from ringspark.models.generators import seed_constructor
-from ringspark.models.hugging_face import stop_caching
 from ringspark.models.meta_device import Buffers, find_changed_buffers, unsaved_buffers
 from ringspark.pipelines import ShardManifest
 
@@ -84,7 +84,8 @@ class RankNetwork:
         if not is_deferred(module):
             module = module.to(self._device)
         accept_single_rows(module)
-        stop_caching(module)
+        if (library := find_library(module)) is not None:
+            library.stop_caching(module)
         if config.precision != "fp32":
             keep_norms_fp32(module)
         self.module = module

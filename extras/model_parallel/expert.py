@@ -17,7 +17,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.shard_spec import ShardSpec, copy_shard, shard_length
 from ringspark.extras.experts.layer import Experts, MixtureOfExperts
 from ringspark.extras.model_parallel.communication import all_to_all
-from ringspark.models.adapters import find_mesh_support
+from ringspark.models.adapters import find_library
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
 
 AXIS = "expert"
@@ -72,7 +72,7 @@ def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardS
     mixtures: dict[str, Any] = {
         name: layer for name, layer in module.named_modules() if isinstance(layer, MixtureOfExperts)
     }
-    if not mixtures and (support := find_mesh_support(module)) is not None:
+    if not mixtures and (support := find_library(module)) is not None:
         mixtures = support.prepare_experts(module)
     if not mixtures:
         raise ValueError(
@@ -101,7 +101,7 @@ def shard_experts(module: nn.Module, collective: Collective) -> dict[str, ShardS
 
 def expert_names(module: nn.Module) -> frozenset[str]:
     found = {name: layer for name, layer in module.named_modules() if isinstance(layer, Experts)}
-    if not found and (support := find_mesh_support(module)) is not None:
+    if not found and (support := find_library(module)) is not None:
         found = support.find_experts(module)
     return frozenset(
         f"{name}.{key}" if name else key

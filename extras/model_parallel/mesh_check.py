@@ -41,7 +41,7 @@ from ringspark.estimators.training.step import Recipe
 from ringspark.extras.model_parallel.pipeline.trainer_passes import PipelinedPasses
 from ringspark.extras.model_parallel.shard_network import shard_network
 from ringspark.extras.model_parallel.tensor import scores_of
-from ringspark.models.adapters import find_mesh_support
+from ringspark.models.adapters import find_library
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import keep_shared_generators, seed_rank
 from ringspark.models.meta_device import copy_module
@@ -201,7 +201,7 @@ class _MeshCheck:
     def run_without_rows(self, module: nn.Module) -> None:
         """Raises ValueError if the network fails on a batch without rows, as expert parallelism may give."""
         network = _with_shared_weights(module).eval()
-        if (support := find_mesh_support(network)) is not None:
+        if (support := find_library(network)) is not None:
             support.prepare_experts(network)
         try:
             with torch.no_grad():

@@ -15,7 +15,7 @@ from ringspark.estimators.names import check_name
 from ringspark.extras.model_parallel.communication import all_reduce, apply_once, scale_gradient
 from ringspark.extras.model_parallel.sequence import CONTEXTS
 from ringspark.extras.model_parallel.sequence.spans import Spans
-from ringspark.models.adapters import find_mesh_support
+from ringspark.models.adapters import find_library
 from ringspark.models.reports import CountingLayer
 from ringspark.models.whole_rows import WholeRows
 
@@ -93,7 +93,7 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
     Prepares networks of other libraries, in place.
     """
     check_name("context", way, CONTEXTS, otherwise="")
-    if not hasattr(module, "rows") and (support := find_mesh_support(module)) is not None:
+    if not hasattr(module, "rows") and (support := find_library(module)) is not None:
         support.prepare_sequence(module)
     name, attentions = type(module).__name__, _attentions(module)
     if not isinstance(getattr(module, "rows", None), WholeRows) or not attentions:

@@ -29,8 +29,8 @@ from ringspark.estimators.columns.inputs import ModelInput, model_inputs
 from ringspark.estimators.stages.persistence import ALLOW_PICKLE
 from ringspark.estimators.stages.to_config import config_of
 from ringspark.extras.export.samples import record_module
+from ringspark.extras.hugging_face import build, describe
 from ringspark.models import ModelSpec
-from ringspark.models.hugging_face import build, describe
 from ringspark.models.program import NoProgramError, Program
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Array, Padded, Ragged, Scalar

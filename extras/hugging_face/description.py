@@ -38,8 +38,6 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(module: nn.Module) -> Description | None:
-    if not type(module).__module__.startswith(f"{LIBRARY}."):
-        return None
     try:
         config: Any = module.config
         description = {
@@ -107,7 +105,7 @@ def build_from_config(
 
 def stop_caching(network: nn.Module) -> None:
     """Turns off key-value caches, because a recomputed block would append its keys and values twice."""
-    for module in network.modules() if type(network).__module__.startswith(f"{LIBRARY}.") else ():
+    for module in network.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
