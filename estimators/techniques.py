@@ -249,6 +249,7 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "find_scan": f"{_IN_PLACE}.file_scan:find_scan",
         "find_table": f"{_IN_PLACE}.catalog:find_table",
         "keep_source": f"{_IN_PLACE}.tables:keep_source",
+        "noise_meter": "ringspark.extras.tuning.noise_scale:NoiseMeter",
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
         "plan_least": "ringspark.extras.planning.memory.least:plan_least",
         "make_samples": "ringspark.extras.export.samples:make_samples",

@@ -13,7 +13,7 @@ import torch
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.techniques import first_made, techniques_of
+from ringspark.estimators.techniques import FUNCTIONS, first_made, techniques_of
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes_labels
@@ -24,7 +24,6 @@ from ringspark.estimators.training.non_finite import FirstBadLoss
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
-from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import LearningRates
 from ringspark.estimators.training.own_step import OwnStep
@@ -90,7 +89,7 @@ class TrainState:
             heads = [replace(head, weight=float(not index)) for index, head in enumerate(heads)]
         self.sums = Sums("train", heads, device, sync.network, with_metrics=predicts, **counted)
         self.validation = Sums("validation", heads, device, sync.network, **counted)
-        self.noise = NoiseMeter(sync, mesh.data) if config.noise_scale else None
+        self.noise = FUNCTIONS["noise_meter"](sync, mesh.data) if config.noise_scale else None
         self.attributes = read_attributes(sync.network)
         self.state: TrainingState
         passes: Passes | None = first_made(

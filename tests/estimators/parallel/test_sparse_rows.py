@@ -10,7 +10,6 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.data.sparse_rows import SparseRows
-from ringspark.estimators.training.observation.noise_scale import NoiseMeter
 
 
 def _network(*, is_sparse: bool) -> nn.Sequential:
@@ -45,8 +44,11 @@ def test_rows_are_clipped_with_all_other_gradients(max_norm):
     assert float(found[1].norm()) <= max_norm
 
 
+@pytest.mark.extras
 def test_rows_count_in_the_noise_as_a_dense_table_does():
     """One rank measures it from micro-batches, several ranks from their local gradients."""
+    from ringspark.extras.tuning.noise_scale import NoiseMeter
+
     states, squares = [], []
     for is_sparse in (False, True):
         module = _network(is_sparse=is_sparse)

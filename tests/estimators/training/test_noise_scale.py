@@ -13,6 +13,8 @@ from torch import nn
 from ringspark.estimators.training.history import GradientNoise
 from ringspark.estimators.training.settings.config import UserObjects
 
+pytestmark = pytest.mark.extras
+
 ROWS, DIM = 8192, 64
 # A rate so low that the weights and the noise do not change.
 SETTINGS = {"task": "any", "optimizer": "sgd", "learning_rate": 1e-12, "noise_scale": True}
@@ -60,7 +62,7 @@ def check(noise: GradientNoise | None, answer: GradientNoise) -> None:
 @pytest.mark.parametrize(
     ("workers", "changes"),
     [
-        (2, {"batch_size": 64}),
+        (2, {"batch_size": 64, "batch_size_schedule": ((2, 96),)}),
         # Of 62 rows, two ranks get 21 and one gets 20.
         pytest.param(
             3, {"batch_size": 62, "weight_column": "w", "collective": "horovod"}, marks=pytest.mark.slow
@@ -72,6 +74,7 @@ def test_a_gang_finds_the_noise_scale_of_a_quadratic(
 ) -> None:
     columns, settings = make_columns(), {"collective": "torch", "epochs": 4} | changes
     results = train_ranks(runs.config(columns, num_workers=workers, **settings), OBJECTS)
+    assert all(record.noise is not None for record in results[0].history)
     assert results[0].history[-1].noise == results[1].history[-1].noise
     check(results[0].history[-1].noise, expected(columns, "weight_column" in changes))
     row = results[0].history[-1].row()
