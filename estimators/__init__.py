@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import make_getattr
+from ringspark.estimators.lazy_imports import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError as TrainingCancelledError
@@ -74,13 +74,5 @@ _NAMES = {
     "ringspark.extras.serving.served_model": "load_stage",
     "ringspark.extras.windows.sequence_windows": "SequenceWindows",
 }
-_PATHS = {name: f"{module}:{name}" for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_PATHS)
-
-
-__getattr__ = make_getattr(__name__, _PATHS)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)

@@ -33,12 +33,19 @@ class LazyRegistry(Mapping[str, T]):
         return len(self.paths)
 
 
-def make_getattr(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for the module `module`; `paths` has the import path of each name."""
+def export_lazily(
+    module: str, names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns `__getattr__`, `__dir__` and `__all__` of the module `module`.
+
+    `names` maps modules to the public names that they define, separated by spaces.
+    """
+    paths = {name: f"{source}:{name}" for source, defined in names.items() for name in defined.split()}
+    public = sorted(paths)
 
     def get(name: str) -> Any:
         if name not in paths:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return load_object(paths[name])
 
-    return get
+    return get, lambda: public, public

@@ -5,24 +5,17 @@ Each name is imported when it is first used, so that `ringspark --help` loads no
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import make_getattr
+from ringspark.estimators.lazy_imports import export_lazily
 
 if TYPE_CHECKING:
-    from ringspark.extras.certificate.certificate import Certificate, certify
-    from ringspark.extras.certificate.verification import Verification, verify_run
+    from ringspark.extras.certificate.certificate import Certificate as Certificate
+    from ringspark.extras.certificate.certificate import certify as certify
+    from ringspark.extras.certificate.verification import Verification as Verification
+    from ringspark.extras.certificate.verification import verify_run as verify_run
 
-_PATHS = {
-    "Certificate": "ringspark.extras.certificate.certificate:Certificate",
-    "Verification": "ringspark.extras.certificate.verification:Verification",
-    "certify": "ringspark.extras.certificate.certificate:certify",
-    "verify_run": "ringspark.extras.certificate.verification:verify_run",
+_NAMES = {
+    "ringspark.extras.certificate.certificate": "Certificate certify",
+    "ringspark.extras.certificate.verification": "Verification verify_run",
 }
 
-__all__ = ["Certificate", "Verification", "certify", "verify_run"]
-
-
-__getattr__ = make_getattr(__name__, _PATHS)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)

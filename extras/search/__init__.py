@@ -5,28 +5,21 @@ Each name is imported when it is first used. Only `OptunaSearch` needs optuna.
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import make_getattr
+from ringspark.estimators.lazy_imports import export_lazily
 
 if TYPE_CHECKING:
-    from ringspark.extras.search.optuna_search import OptunaSearch
-    from ringspark.extras.search.population_search import PopulationSearch
-    from ringspark.extras.search.ranges import Choice, IntRange, Uniform
-    from ringspark.extras.search.search_model import SearchModel
+    from ringspark.extras.search.optuna_search import OptunaSearch as OptunaSearch
+    from ringspark.extras.search.population_search import PopulationSearch as PopulationSearch
+    from ringspark.extras.search.ranges import Choice as Choice
+    from ringspark.extras.search.ranges import IntRange as IntRange
+    from ringspark.extras.search.ranges import Uniform as Uniform
+    from ringspark.extras.search.search_model import SearchModel as SearchModel
 
-_PATHS = {
-    "Choice": "ringspark.extras.search.ranges:Choice",
-    "IntRange": "ringspark.extras.search.ranges:IntRange",
-    "OptunaSearch": "ringspark.extras.search.optuna_search:OptunaSearch",
-    "PopulationSearch": "ringspark.extras.search.population_search:PopulationSearch",
-    "SearchModel": "ringspark.extras.search.search_model:SearchModel",
-    "Uniform": "ringspark.extras.search.ranges:Uniform",
+_NAMES = {
+    "ringspark.extras.search.optuna_search": "OptunaSearch",
+    "ringspark.extras.search.population_search": "PopulationSearch",
+    "ringspark.extras.search.ranges": "Choice IntRange Uniform",
+    "ringspark.extras.search.search_model": "SearchModel",
 }
 
-__all__ = ["Choice", "IntRange", "OptunaSearch", "PopulationSearch", "SearchModel", "Uniform"]
-
-
-__getattr__ = make_getattr(__name__, _PATHS)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
