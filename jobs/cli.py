@@ -28,7 +28,6 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X"}
 # Spark's generated code for a row of 60 columns exceeds Java's default limit for compilation.
 _JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
 _SUBMIT_OPTIONS = "SPARK_SUBMIT_OPTS"
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 # In a job of a minute, Java's thorough compiler takes more time than its code saves.
 _SHORT_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1"
 
@@ -190,14 +189,6 @@ def _start_session(app_name: str, master: str | None, is_short: bool) -> SparkSe
 
 def print_rate(job: str, rows: int, seconds: float) -> None:
     print(f"{job}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s", flush=True)
-
-
-def format_size(num_bytes: float) -> str:
-    for unit in _UNITS[:-1]:
-        if num_bytes < 1024:
-            return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} {_UNITS[-1]}"
 
 
 def _running_session() -> SparkSession | None:

@@ -22,7 +22,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats
 from ringspark.pipelines.columns import Column, check_names
 from ringspark.pipelines.kinds.base import BatchArray
-from ringspark.pipelines.notebook_table import notebook_table
+from ringspark.pipelines.notebook_table import align_table, notebook_table
 from ringspark.pipelines.table_files import (
     TABLE_REMEDY,
     FileColumn,
@@ -230,16 +230,12 @@ class ShardManifest:
             f"{sum(file.num_bytes for file in self.files):,} bytes{skipped}"
         )
         header = ("split", "column", "in a batch", "rows", "nulls", "min", "max", "mean", "std")
-        lines: list[tuple[str, ...]] = [header]
-        for split, columns in self.stats.items():
-            for name, stats in columns.items():
-                lines.append((split, name, str(self.column(name).kind), *_cells(stats)))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        for line in lines:
-            cells = [text.ljust(width) for text, width in zip(line[:3], widths[:3], strict=True)]
-            cells += [text.rjust(width) for text, width in zip(line[3:], widths[3:], strict=True)]
-            title += "\n" + "  ".join(cells).rstrip()
-        return title
+        rows = [
+            (split, name, str(self.column(name).kind), *_cells(stats))
+            for split, columns in self.stats.items()
+            for name, stats in columns.items()
+        ]
+        return f"{title}\n{align_table(header, rows, num_left=3)}"
 
     def verify_files(self) -> None:
         """Compares every file's footer with the manifest.

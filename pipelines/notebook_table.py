@@ -1,4 +1,4 @@
-"""Shows an object as an HTML table in notebooks; limits the number of rows and escapes all text."""
+"""Shows an object as a table: as aligned text, or in notebooks as HTML."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ MOST_ROWS = 50
 MOST_LETTERS = 200
 
 
+def align_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 0) -> str:
+    """Returns lines of text; the first `num_left` columns are left-aligned, the others right-aligned."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    forms = [f"{{:{'<' if n < num_left else '>'}{width}}}" for n, width in enumerate(widths)]
+    return "\n".join("  ".join(forms).format(*line).rstrip() for line in lines)
+
+
 def notebook_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = ""
 ) -> str:
-    """Returns a table as HTML, for a `_repr_html_`.
+    """Returns a table as HTML, for a `_repr_html_`, and escapes all text.
 
     Shows the first `MOST_ROWS` rows, and then the number of the remaining rows.
     """

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.jobs import cli
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ def print_folders(found: Sequence[ListedRun]) -> None:
     for run in found:
         epochs = f"{run.epochs} epochs" if run.epochs != 1 else "1 epoch"
         print(
-            f"{run.name:{width}}  {run.state:10}  {epochs:>10}  {_ago(run):>12}  "
-            f"{cli.format_size(run.num_bytes)}"
+            f"{run.name:{width}}  {run.state:10}  {epochs:>10}  {_ago(run):>12}  {show_bytes(run.num_bytes)}"
         )
 
 
@@ -91,7 +91,7 @@ def _show(uri: str, *, everything: bool, logs: bool) -> None:
 
     listed, facts = inspect_run(uri), read_run(uri)
     print(f"run      {listed.uri}")
-    print(f"state    {listed.state}, last change {_ago(listed)}, {cli.format_size(listed.num_bytes)}")
+    print(f"state    {listed.state}, last change {_ago(listed)}, {show_bytes(listed.num_bytes)}")
     if facts.outcome is not None:
         outcome = facts.outcome
         print(f"trained  {outcome.rows:,} rows in {outcome.steps:,} steps and {outcome.seconds:.1f} s")
@@ -124,17 +124,16 @@ def _show_settings(facts: RunFacts, everything: bool) -> None:
 
 
 def _show_epochs(facts: RunFacts) -> None:
+    from ringspark.pipelines.notebook_table import align_table
+
     if not facts.history:
         return
     rows = [record.row() for record in facts.history]
     # A column without values is hidden. A metric that is always 0 is shown; these counts are not.
     dull = {"skipped_steps": (None, 0), "bytes_sent": (None, 0)}
     names = [name for name in rows[0] if any(row.get(name) not in dull.get(name, (None,)) for row in rows)]
-    table = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(names))]
-    print("epochs")
-    for line in table:
-        print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+    table = align_table(names, [[_cell(row.get(name)) for name in names] for row in rows])
+    _print_lines("epochs", table.splitlines())
 
 
 def _print_lines(title: str, lines: Sequence[str]) -> None:
@@ -171,11 +170,9 @@ def _remove(uri: str, *, yes: bool, stopped: bool) -> None:
         if not sys.stdin.isatty():
             raise ValueError(f"{run.uri} is not removed without confirmation; give --yes")
         loss = "its weights are only in saved models" if run.state == "finished" else "it cannot be resumed"
-        answer = input(
-            f"Remove {run.uri}, {run.state}, {cli.format_size(run.num_bytes)}? Then {loss}. [y/N] "
-        )
+        answer = input(f"Remove {run.uri}, {run.state}, {show_bytes(run.num_bytes)}? Then {loss}. [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             print("runs: nothing removed")
             return
     run = remove_run(uri, stopped=stopped)
-    print(f"runs: {cli.format_size(run.num_bytes)} freed, {run.uri} removed")
+    print(f"runs: {show_bytes(run.num_bytes)} freed, {run.uri} removed")

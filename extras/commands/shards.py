@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 
+from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.jobs import cli
 
 DESCRIPTION = "Show, verify and remove shards, shard caches, and runs that fit left behind."
@@ -67,11 +68,11 @@ def run(args: argparse.Namespace) -> None:
             found = remove_runs(args.root, args.remove_older_than, finished=args.finished)
             what = "removed"
         print_folders(found)
-        total = cli.format_size(sum(run.num_bytes for run in found))
+        total = show_bytes(sum(run.num_bytes for run in found))
         print(f"shards: {len(found)} runs and shards, {total} {what} in {args.root}")
     elif args.what == "remove":
         freed = remove_cached(args.root, None if args.all else args.key)
-        print(f"shards: {cli.format_size(freed)} freed in {args.root}")
+        print(f"shards: {show_bytes(freed)} freed in {args.root}")
     else:
         manifest = ShardManifest.load(args.uri)
         if args.what == "describe":
@@ -87,7 +88,7 @@ def _list(root: str) -> None:
     entries = list_cached(root)
     for entry in entries:
         print(f"{entry.key}  {entry.created or 'unfinished'}  {entry.rows:,} rows  ", end="")
-        print(f"{cli.format_size(entry.num_bytes)}  {', '.join(entry.columns)}")
+        print(f"{show_bytes(entry.num_bytes)}  {', '.join(entry.columns)}")
         print(f"  {entry.uri}")
     total = sum(entry.num_bytes for entry in entries)
-    print(f"shards: {len(entries)} entries, {cli.format_size(total)} in {root}")
+    print(f"shards: {len(entries)} entries, {show_bytes(total)} in {root}")

@@ -17,8 +17,7 @@ from numbers import Integral
 import numpy as np
 
 from ringspark.estimators.names import check_name
-from ringspark.extras.planning.tables import align_table
-from ringspark.pipelines.notebook_table import notebook_table
+from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Growth of the communication with the ranks; each form is 0 for one rank and 1 for two.
 FORMS: dict[str, Callable[[int], float]] = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.layers import NetworkWork
-from ringspark.extras.planning.tables import align_table, describe_link, show_seconds
-from ringspark.pipelines.notebook_table import notebook_table
+from ringspark.extras.planning.tables import describe_link, show_seconds
+from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Smallest efficiency that the verdict calls worthwhile.
 WORTHWHILE = 0.8

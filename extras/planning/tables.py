@@ -1,18 +1,8 @@
-"""Text tables and units of the plans."""
+"""Units of the plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ringspark.extras.planning.exchange_time import Link
-
-
-def align_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines
-    )
 
 
 def describe_link(link: Link) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringspark.estimators.training.history import EpochRecord
-from ringspark.pipelines.notebook_table import notebook_table
+from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Within this factor of the critical size, the gain is smaller than the error of the estimate.
 _NEAR = 2.0
@@ -69,12 +69,7 @@ class BatchAdvice:
         return f"{now} is near the critical size of {self.noise_scale:,.0f} rows; leave it"
 
     def table(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = [
-            "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows
-        ]
-        return "\n".join([*lines, self.verdict])
+        return f"{align_table(_HEADER, self._rows())}\n{self.verdict}"
 
     def __str__(self) -> str:
         return self.table()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.pipelines.notebook_table import notebook_table
+from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 DRAW_CHART = "ringspark.extras.planning.memory_chart:draw_chart"
 # Part -> its title in a table.
@@ -71,10 +71,7 @@ class MemoryPlan:
 
     def table(self) -> str:
         """Returns a text with a line per part: its maximum and its bytes at the peak."""
-        width = max(map(len, TITLES.values()))
-        rows = [("", "most", "at the peak"), *self._rows()]
-        lines = [f"{title:{width}}  {most:>10}  {at_peak:>11}" for title, most, at_peak in rows]
-        return "\n".join([*lines, *filter(None, [self.verdict])])
+        return f"{align_table(_HEADER, self._rows(), num_left=1)}\n{self.verdict}".rstrip()
 
     def _rows(self) -> list[tuple[str, str, str]]:
         parts = TITLES.items()
@@ -95,7 +92,7 @@ class MemoryPlan:
         notes = [self.verdict, *(f"{_label(plan)}: {show_bytes(plan.peak)}." for plan in self.suggest)]
         return notebook_table(
             f"Memory of a step of {self.rows:,} rows: {_label(self)}",
-            ["", "most", "at the peak"],
+            _HEADER,
             self._rows(),
             " ".join(filter(None, notes)),
         )
@@ -105,6 +102,7 @@ def _label(plan: MemoryPlan) -> str:
     return changed_settings(plan.settings, DEFAULTS) or "default settings"
 
 
+_HEADER = ("", "most", "at the peak")
 DEFAULTS: Mapping[str, object] = {
     "precision": "fp32",
     "gradientCheckpointing": "none",

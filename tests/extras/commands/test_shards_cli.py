@@ -41,7 +41,7 @@ def test_list_shows_every_entry(cache, capsys: pytest.CaptureFixture[str]) -> No
     assert lines[1] == f"  {manifest.uri}"
     assert lines[2].startswith("shards: 1 entries, ")
     assert run("list", str(root / "nothing")) == 0
-    assert "0 entries, 0 bytes" in capsys.readouterr().out
+    assert "0 entries, 0 B" in capsys.readouterr().out
 
 
 def test_describe_and_verify(cache, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_remove_takes_a_key_or_all(cache, capsys: pytest.CaptureFixture[str]) ->
     assert " freed in " in capsys.readouterr().out
     assert list(root.iterdir()) == []
     assert run("remove", str(root), "--all") == 0
-    assert "0 bytes freed" in capsys.readouterr().out
+    assert "0 B freed" in capsys.readouterr().out
 
 
 def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,11 +73,11 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     os.utime(tmp_path / "run-0123456789ab" / "owner.json", (0, 0))
     assert run("runs", str(tmp_path)) == 0
     first, second, total = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"run-0123456789ab  stopped       0 epochs  +\d+ days ago  2 bytes", first)
-    assert re.fullmatch(r"run-ba9876543210  in use        0 epochs  +0 min ago  2 bytes", second)
-    assert total == f"shards: 2 runs and shards, 4 bytes found in {tmp_path}"
+    assert re.fullmatch(r"run-0123456789ab  stopped       0 epochs  +\d+ days ago  2 B", first)
+    assert re.fullmatch(r"run-ba9876543210  in use        0 epochs  +0 min ago  2 B", second)
+    assert total == f"shards: 2 runs and shards, 4 B found in {tmp_path}"
     assert run("runs", str(tmp_path), "--remove-older-than", "24") == 0
-    assert f"shards: 1 runs and shards, 2 bytes removed in {tmp_path}\n" in capsys.readouterr().out
+    assert f"shards: 1 runs and shards, 2 B removed in {tmp_path}\n" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["run-ba9876543210"]
     assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 2
     assert "without a change for 1 hours or more, got 0.5" in capsys.readouterr().err
