@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.training import Training
+from ringspark.extras.planning.memory.budget import first_error_line, network_name
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.models import ModelSpec
 
@@ -23,22 +25,22 @@ def make_config(
     labels: Sequence[BatchColumn],
     optimizer: Any,
     loss: Any,
+    *,
+    workers: int = 1,
+    policy: str | int | Sequence[str] = Memory.gradient_checkpointing,
     **settings: Any,
 ) -> tuple[TrainConfig, UserObjects]:
-    """Returns the config of one worker; the batch has as many rows as the columns.
+    """Returns the config of a training in which each worker has the rows of the columns.
 
-    `settings` are other fields of the config.
+    `policy` is `gradientCheckpointing`; `settings` are other fields of the config.
 
     Raises:
         ValueError: A setting is wrong.
     """
     losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
-    losses = [
-        ("cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1))
-        if isinstance(entry, str) and entry == "auto"
-        else entry
-        for entry, label in zip(losses, labels, strict=True)
-    ]
+    for index, (entry, label) in enumerate(zip(losses, labels, strict=False)):
+        if isinstance(entry, str) and entry == "auto":
+            losses[index] = "cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1)
     config = TrainConfig(
         shards_uri="",
         run_uri="",
@@ -48,7 +50,9 @@ def make_config(
         losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
         loss_weights=(1.0,) * len(labels),
         optimizer=optimizer if isinstance(optimizer, str) else Training.optimizer,
-        batch_size=labels[0].shape[0],
+        batch_size=labels[0].shape[0] * workers,
+        num_workers=workers,
+        gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
         reader="arrow",
         **cast(Any, settings),
     )
@@ -58,4 +62,19 @@ def make_config(
         optimizer=None if isinstance(optimizer, str) else optimizer,
     )
     check_names(config, objects)
-    return replace(config, num_workers=1), objects
+    return config, objects
+
+
+@contextmanager
+def explain_failure(config: TrainConfig, objects: UserObjects) -> Iterator[None]:
+    """Raises ValueError if the network fails inside the context, where it runs without data."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"model {network_name(config, objects)} cannot be planned without data: "
+            f"{first_error_line(error)}; check the batch's shapes, and that no shape in forward depends on "
+            "values"
+        ) from error

@@ -7,25 +7,21 @@ count.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import shard_state
-from ringspark.estimators.training.check.driver import check_names
-from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.training import Training
 from ringspark.estimators.training.settings.workers import Workers
-from ringspark.extras.planning.memory.budget import first_error_line, network_name
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.planning.memory.report import MemoryPlan
+from ringspark.extras.planning.planned_config import explain_failure, make_config
 from ringspark.models import ModelSpec
 
 
@@ -77,48 +73,24 @@ def plan_memory(
         ValueError: A setting cannot be used, or the model cannot be run on these shapes without data.
     """
     inputs, labels = columns_of(batch, rows)
-    losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(labels)
-    for index, (entry, label) in enumerate(zip(losses, labels, strict=False)):
-        if isinstance(entry, str) and entry == "auto":
-            losses[index] = "cross_entropy" if label.dtype == torch.int64 else default_loss("any", 1)
-    policy = gradientCheckpointing
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        model=model.to_json() if isinstance(model, ModelSpec) else None,
-        input_columns=tuple(f"input {i}" for i in range(len(inputs))),
-        label_columns=tuple(f"label {i}" for i in range(len(labels))),
-        losses=tuple(entry if isinstance(entry, str) else type(entry).__name__ for entry in losses),
-        loss_weights=(1.0,) * len(labels),
-        optimizer=optimizer if isinstance(optimizer, str) else "adamw",
-        batch_size=labels[0].shape[0] * numWorkers,
+    config, objects = make_config(
+        model,
+        inputs,
+        labels,
+        optimizer,
+        loss,
+        workers=numWorkers,
+        policy=gradientCheckpointing,
         parallelism=Mesh.of(parallelism or {}),
-        num_workers=numWorkers,
         use_gpu=useGpu,
         collective=collective,
-        precision=cast(Any, precision),
-        gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
+        precision=precision,
         gradient_accumulation=gradientAccumulation,
-        activation_offload=cast(Any, activationOffload),
-        activation_compression=cast(Any, activationCompression),
+        activation_offload=activationOffload,
+        activation_compression=activationCompression,
         sync=shard_state(sharding),
-        reader="arrow",
         checkpoint_every_seconds=0.0,
     )
-    objects = UserObjects(
-        module=None if isinstance(model, ModelSpec) else model,
-        losses=tuple(None if isinstance(entry, str) else entry for entry in losses),
-        optimizer=None if isinstance(optimizer, str) else optimizer,
-    )
-    check_names(config, objects)
     limit = None if budget is None else parse_bytes(budget)
-    try:
+    with explain_failure(config, objects):
         return Planner(config, objects, inputs, labels).plan(limit)
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"the memory of model {network_name(config, objects)} cannot be planned without data: "
-            f"{first_error_line(error)}; check the batch's shapes, and that no shape in its forward "
-            "depends on values"
-        ) from error

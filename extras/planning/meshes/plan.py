@@ -15,13 +15,12 @@ from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.exchange_time import Link
-from ringspark.extras.planning.memory.budget import first_error_line, network_name
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, measure_machine
 from ringspark.extras.planning.meshes.predict import plan_meshes
 from ringspark.extras.planning.meshes.profile import Training
 from ringspark.extras.planning.meshes.report import ParallelismPlan
-from ringspark.extras.planning.planned_config import make_config
+from ringspark.extras.planning.planned_config import explain_failure, make_config
 from ringspark.models import ModelSpec
 
 
@@ -93,7 +92,6 @@ def plan_parallelism(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats!r}")
     inputs, labels = columns_of(batch, rows)
-    policy = gradientCheckpointing
     config, objects = make_config(
         model,
         inputs,
@@ -102,7 +100,7 @@ def plan_parallelism(
         loss,
         precision=precision,
         collective="torch",
-        gradient_checkpointing=str(policy) if isinstance(policy, str | int) else tuple(policy),
+        policy=gradientCheckpointing,
         sync=shard_state(sharding),
         parallelism=Mesh(plan=dict(tensorPlan) if tensorPlan else None),
     )
@@ -110,16 +108,8 @@ def plan_parallelism(
         SETTINGS["gradientAccumulation"].check(gradientAccumulation)
     limit = None if memory is None else parse_bytes(memory)
     training = Training(config, objects, inputs, labels)
-    try:
+    with explain_failure(config, objects):
         work = training.step_work()
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"model {network_name(config, objects)} cannot be planned without data: "
-            f"{first_error_line(error)}; check the batch's shapes, and that no shape in forward depends on "
-            "values"
-        ) from error
     own, between = _parse_link(link, "link"), _parse_link(hostLink, "hostLink")
     given = between, stepSeconds, workersPerHost, coresPerHost
     if own is not None and stepSeconds is not None:
