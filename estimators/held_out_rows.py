@@ -85,7 +85,7 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str], is_sketch
     share = _SHARE if fraction is None else fraction
     if is_sketch:
         if time:
-            _find_time(dataset, time)
+            find_time(dataset, time)
         return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN, ())
     if time:
         return hold_out_newest(dataset, time, share)
@@ -150,7 +150,7 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     Raises:
         ValueError: The column holds no times or numbers, no value, or one value in all rows.
     """
-    field = _find_time(dataset, name)
+    field = find_time(dataset, name)
     time = F.col(quote(field.name))
     number = exact_number(dataset, time, field.dataType, 1 - share)
     found = dataset.agg(
@@ -173,12 +173,13 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
     )
 
 
-def _find_time(dataset: DataFrame, name: str) -> StructField:
+def find_time(dataset: DataFrame, name: str) -> StructField:
+    """Returns the column `timeCol`; raises ValueError if it holds no times or numbers."""
     field = find_field(name, "timeCol", dataset.schema, is_case_sensitive(dataset.sparkSession))
     if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
         raise ValueError(
             f"timeCol {name!r} must hold dates, timestamps or numbers, "
-            f"it holds {field.dataType.simpleString()}"
+            f"it holds {field.dataType.simpleString()}; cast it"
         )
     return field
 

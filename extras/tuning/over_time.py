@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, DateType, NumericType, TimestampNTZType, TimestampType
+from pyspark.sql.types import DataType, DateType, NumericType
 
 from ringspark.estimators.columns.schema import find_field
-from ringspark.estimators.held_out_rows import exact_number
+from ringspark.estimators.held_out_rows import exact_number, find_time
 from ringspark.extras.tuning.folds import FOLD, check_count
 from ringspark.pipelines.columns import check_frame, is_case_sensitive, quote
 from ringspark.pipelines.fixed_rows import fix_rows
@@ -74,12 +74,7 @@ def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) 
     """
     check_frame(df, "time_folds")
     check_count("time_folds", k)
-    field = find_field(timeCol, "timeCol", df.schema, is_case_sensitive(df.sparkSession))
-    if not isinstance(field.dataType, (DateType, TimestampType, TimestampNTZType, NumericType)):
-        raise ValueError(
-            f"timeCol {field.name!r} must be a column of numbers, dates or timestamps, got "
-            f"{field.dataType.simpleString()}; cast it"
-        )
+    field = find_time(df, timeCol)
     width, df = _width(gap, field.name, field.dataType), fix_rows(df)
     time = exact_number(df, F.col(quote(field.name)), field.dataType)
     shares = ", ".join(repr(i / (k + 1)) for i in range(1, k + 1))

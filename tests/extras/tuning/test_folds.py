@@ -145,7 +145,7 @@ def test_bad_input_is_refused_in_one_sentence(table: Any) -> None:
         (time_folds, (t, "n", 2, timedelta(1)), r"gap must be a number, because timeCol 'n'"),
         (time_folds, (t, "n", 2, 30), r"leaves fold 0 without training rows, with k=2"),
         (time_folds, (t.withColumn("n", F.lit(1)), "n", 2), r"leaves fold 0 without training"),
-        (time_folds, (t, "label", 2), r"timeCol 'label' must be a column of numbers"),
+        (time_folds, (t, "label", 2), r"timeCol 'label' must hold dates, timestamps or numbers"),
         (time_folds, (t, "some", 2), r"timeCol 'some' .* got 67 rows without"),
         (time_folds, (t.where("false"), "n", 2), r"time_folds needs rows, got none"),
         (fold_pairs, (t, 2, "n"), r"foldCol 'n' must hold each number from 0 to 1 and"),
