@@ -71,7 +71,7 @@ def check(hint: Any, value: Any, subject: str, remedy: str = "") -> Any:
         raise ValueError(f"{subject} {range_rule(hint)}, got {value!r}{remedy and f'; {remedy}'}")
     if isinstance(ready, float) and ready.is_integer():
         return check(hint, int(ready), subject, remedy)
-    raise WrongTypeError(f"{subject} must be {_type_rule(hint)}, got {value!r}")
+    raise WrongTypeError(f"{subject} must be {either(type_rules(hint) or ['None'])}, got {value!r}")
 
 
 def range_rule(hint: Any) -> str:
@@ -111,10 +111,6 @@ def either(words: Iterable[str]) -> str:
 def type_rules(hint: Any) -> list[str]:
     """Returns the types of a hint in words, such as ["a whole number", "'epoch'"]."""
     return [word for part in parts_of(hint) for word in _words_of(part.kind)]
-
-
-def _type_rule(hint: Any) -> str:
-    return either(type_rules(hint) or ["None"])
 
 
 def _words_of(kind: Any) -> list[str]:

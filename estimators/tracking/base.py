@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal
 
+from ringspark.estimators.options.checked import Rule, check
+from ringspark.estimators.options.declare import hints_of
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 from ringspark.estimators.training.step_log import StepRecord
 
+Text = Annotated[str, Rule(bool, "be a non-empty string")]
 EndStatus = Literal["finished", "failed", "cancelled"]
 
 # Stores cannot append to a file, and rewriting it after every epoch takes quadratic time. So a tracker
@@ -101,3 +105,15 @@ class Tracker:
         options = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default for f in fields(self)}
         return {"name": self.name} | {k: v for k, v in options.items() if v != defaults[k]}
+
+
+def check_options(tracker: Any, package: str = "") -> None:
+    """Raises ValueError if an option of a tracker of this package is wrong, or if `package` is missing."""
+    if package and find_spec(package) is None:
+        raise ValueError(
+            f"tracking {tracker.name!r} needs the package {package}, which is not installed; "
+            f"pip install 'ringspark[{package}]', or take it out of tracking"
+        )
+    hints = hints_of(type(tracker))
+    for each in fields(tracker):
+        check(hints[each.name], getattr(tracker, each.name), f"tracking: {each.name} of {tracker.name!r}")

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Gt
 from tqdm.auto import tqdm
 
-from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.base import Listener, RunEnd, RunStart, Tracker, check_options
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
 PERIOD_SECONDS = 30.0
@@ -29,14 +30,10 @@ class ConsoleTracker(Tracker):
     """
 
     name: ClassVar[str] = "console"
-    period_seconds: float = PERIOD_SECONDS
+    period_seconds: Annotated[float, Gt(0)] = PERIOD_SECONDS
 
     def check(self) -> None:
-        seconds = self.period_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(
-                f"tracking: period_seconds of 'console' must be a number above 0, got {seconds!r}"
-            )
+        check_options(self)
 
     def start(self, run: RunStart) -> Listener:
         for change in run.changes:

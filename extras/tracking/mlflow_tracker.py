@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.tracking.base import Listener, RunStart, Tracker
+from ringspark.estimators.tracking.base import Listener, RunStart, Text, Tracker, check_options
 
 # Keys of `RunStart.surroundings`.
 PARENT = "mlflow.parent"
@@ -48,39 +46,20 @@ class MlflowTracker(Tracker):
     """
 
     name: ClassVar[str] = "mlflow"
-    tracking_uri: str | None = None
-    registry_uri: str | None = None
-    experiment: str | None = None
-    run_name: str | None = None
-    tags: Mapping[str, str] | None = None
+    tracking_uri: Text | None = None
+    registry_uri: Text | None = None
+    experiment: Text | None = None
+    run_name: Text | None = None
+    tags: dict[str, Any] | None = None
     log_model: bool = True
-    registered_model_name: str | None = None
-    alias: str | None = None
+    registered_model_name: Text | None = None
+    alias: Text | None = None
     runtime: Literal["onnx", "torch", "ringspark"] | None = None
     nested: bool = True
     parent_run_id: str | None = None
 
     def check(self) -> None:
-        if find_spec("mlflow") is None:
-            raise ValueError(
-                "tracking 'mlflow' needs the package mlflow, which is not installed; "
-                "pip install 'ringspark[mlflow]', or take it out of tracking"
-            )
-        if self.tags is not None and not isinstance(self.tags, Mapping):
-            raise ValueError(
-                f"tracking: tags of 'mlflow' must be a dict of names and strings, got {self.tags!r}"
-            )
-        for option in (
-            "tracking_uri",
-            "registry_uri",
-            "experiment",
-            "run_name",
-            "registered_model_name",
-            "alias",
-        ):
-            value = getattr(self, option)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"tracking: {option} of 'mlflow' must be a non-empty string, got {value!r}")
+        check_options(self, package="mlflow")
         if self.registered_model_name is not None and not self.log_model:
             raise ValueError(
                 "tracking: registered_model_name of 'mlflow' needs the logged model, but log_model is "
@@ -88,11 +67,6 @@ class MlflowTracker(Tracker):
             )
         if self.alias is not None and self.registered_model_name is None:
             raise ValueError("tracking: alias of 'mlflow' needs registered_model_name; set it too")
-        if self.runtime not in (None, "onnx", "torch", "ringspark"):
-            raise ValueError(
-                "tracking: runtime of 'mlflow' must be 'onnx', 'torch', 'ringspark' or None, got "
-                f"{self.runtime!r}"
-            )
 
     def surroundings(self) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -7,12 +7,19 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.tracking.base import GROWTH, Listener, RunEnd, RunStart, Tracker
+from ringspark.estimators.tracking.base import (
+    GROWTH,
+    Listener,
+    RunEnd,
+    RunStart,
+    Text,
+    Tracker,
+    check_options,
+)
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.step_log import StepRecord
 from ringspark.pipelines import storage
@@ -31,18 +38,10 @@ class TensorBoardTracker(Tracker):
     """
 
     name: ClassVar[str] = "tensorboard"
-    log_dir: str | None = None
+    log_dir: Text | None = None
 
     def check(self) -> None:
-        if find_spec("tensorboard") is None:
-            raise ValueError(
-                "tracking 'tensorboard' needs the package tensorboard, which is not installed; "
-                "pip install 'ringspark[tensorboard]', or take it out of tracking"
-            )
-        if self.log_dir is not None and (not isinstance(self.log_dir, str) or not self.log_dir):
-            raise ValueError(
-                f"tracking: log_dir of 'tensorboard' must be a non-empty string, got {self.log_dir!r}"
-            )
+        check_options(self, package="tensorboard")
 
     def start(self, run: RunStart) -> Listener:
         if self.log_dir is not None:

@@ -31,7 +31,7 @@ TRACKING: list[tuple[dict[str, Any], str, str]] = [
     ({"name": "mlflow", "runtime": "onxx"}, "runtime of 'mlflow' must be", "got 'onxx'"),
     ({"name": "jsonl", "path": "/"}, "path of 'jsonl' must be a local file, got '/'", "give one"),
     ({"name": "jsonl", "path": 5}, "path of 'jsonl' must be a local file, got 5", "give one"),
-    ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be", "a non-empty string"),
+    ({"name": "tensorboard", "log_dir": 3}, "log_dir of 'tensorboard' must be", "a string"),
 ]
 SCALING = {"rule": "linear", "baseBatchSize": 4}
 
