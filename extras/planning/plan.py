@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from torch import nn
 
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.options.checked import check
 from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
@@ -27,7 +29,7 @@ from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, 
 from ringspark.extras.planning.fit import WORKERS
 from ringspark.extras.planning.layers import count_layers
 from ringspark.extras.planning.memory.columns import columns_of
-from ringspark.extras.planning.planned_config import make_config
+from ringspark.extras.planning.planned_config import check_counts, make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
 from ringspark.models import ModelSpec
 
@@ -91,14 +93,10 @@ def plan_scaling(
     inputs, labels = columns_of(batch, rows)
     own_rows = labels[0].shape[0]
     workers = _check_workers(workers, batchSize)
-    _check_numbers(
-        compression=(compression, compression >= 1, "at least 1"),
-        overlap=(overlap, 0 <= overlap <= 1, "from 0 to 1"),
-        gangSize=(gangSize, gangSize >= 2, "at least 2"),
-        repeats=(repeats, repeats >= 1, "at least 1"),
-        workersPerHost=(workersPerHost, workersPerHost is None or workersPerHost >= 1, "at least 1"),
-        coresPerHost=(coresPerHost, coresPerHost is None or coresPerHost >= 1, "at least 1"),
-    )
+    check(Annotated[float, Ge(1)], compression, "compression")
+    check(Annotated[float, Ge(0), Le(1)], overlap, "overlap")
+    check(Annotated[int, Ge(2)], gangSize, "gangSize")
+    check_counts(repeats, workersPerHost, coresPerHost)
     if stepSeconds is not None and (
         len(stepSeconds) < 2 or not all(n > 0 and 0 < s < math.inf for n, s in stepSeconds.items())
     ):
@@ -196,9 +194,3 @@ def _check_workers(workers: Sequence[int], batch_size: int | None) -> list[int]:
                 f"batchSize must give each worker a row, got {batch_size} for {min(workers)} workers"
             )
     return found
-
-
-def _check_numbers(**rules: tuple[object, bool, str]) -> None:
-    for name, (value, holds, rule) in rules.items():
-        if not holds:
-            raise ValueError(f"{name} must be {rule}, got {value!r}")

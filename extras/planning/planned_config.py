@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ringspark.estimators.options.checked import AtLeast1, check
 from ringspark.estimators.training.check.driver import check_names
 from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -63,6 +64,12 @@ def make_config(
     )
     check_names(config, objects)
     return config, objects
+
+
+def check_counts(repeats: int, workers_per_host: int | None, cores_per_host: int | None) -> None:
+    check(AtLeast1, repeats, "repeats")
+    for name, value in {"workersPerHost": workers_per_host, "coresPerHost": cores_per_host}.items():
+        check(AtLeast1 | None, value, name)
 
 
 @contextmanager

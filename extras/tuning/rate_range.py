@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from annotated_types import Ge, Gt
 from pyspark.sql import DataFrame
 
+from ringspark.estimators.options.checked import Finite, check
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.extras.runs.listing import remove_run_of
@@ -161,12 +163,10 @@ def rate_range(rates: list[float], losses: list[float], has_diverged: bool = Fal
 def _check(estimator: Any, lowest: Any, highest: Any, steps: Any) -> None:
     check_estimator(estimator, "lr_range_test")
     for name, value in (("lowest", lowest), ("highest", highest)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a finite learning rate above 0, got {value!r}")
+        check(Annotated[float, Gt(0), Finite], value, name)
     if lowest >= highest:
         raise ValueError(f"lowest must be below highest, got {lowest!r} and {highest!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
-        raise ValueError(f"steps must be a whole number of at least 10, got {steps!r}")
+    check(Annotated[int, Ge(10)], steps, "steps")
     if not isinstance(estimator.getOrDefault("optimizer"), str):
         raise ValueError(
             "lr_range_test needs the name of an optimizer, because a factory sets its own rate; set "

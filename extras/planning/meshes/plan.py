@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ringspark.estimators.options.checked import AtLeast1, check
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.sync import shard_state
 from ringspark.estimators.training.settings import training as settings
@@ -20,7 +21,7 @@ from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, mea
 from ringspark.extras.planning.meshes.predict import plan_meshes
 from ringspark.extras.planning.meshes.profile import Training
 from ringspark.extras.planning.meshes.report import ParallelismPlan
-from ringspark.extras.planning.planned_config import explain_failure, make_config
+from ringspark.extras.planning.planned_config import check_counts, explain_failure, make_config
 from ringspark.models import ModelSpec
 
 
@@ -82,15 +83,10 @@ def plan_parallelism(
         ValueError: An argument is wrong, or the network cannot run on tensors without data.
         WorkerError: A process of the calibration run failed.
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"workers must be a number of at least 1, got {workers!r}")
-    for name, value in {"workersPerHost": workersPerHost, "coresPerHost": coresPerHost}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    check(AtLeast1, workers, "workers")
+    check_counts(repeats, workersPerHost, coresPerHost)
     if stepSeconds is not None and len(stepSeconds) < 2:
         raise ValueError(f"stepSeconds must map at least two numbers of rows to seconds, got {stepSeconds!r}")
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats!r}")
     inputs, labels = columns_of(batch, rows)
     config, objects = make_config(
         model,

@@ -25,7 +25,8 @@ from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.predict import CHUNK_BYTES, cached_module, inputs_of
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Classes
-from ringspark.estimators.names import nearest
+from ringspark.estimators.names import check_name
+from ringspark.estimators.options.checked import AtLeast1, NotNegative, check
 from ringspark.estimators.training.feed import Array
 from ringspark.extras.report.held_out.features import features_of
 from ringspark.extras.report.held_out.findings import Attribution, HeldOut
@@ -66,16 +67,9 @@ class HeldOutReport:
 
     def __init__(self, attributions: str, rows: int, seed: int) -> None:
         check_packages()
-        if attributions not in ATTRIBUTIONS:
-            raise ValueError(
-                f"attributions must be one of {', '.join(ATTRIBUTIONS)}, got {attributions!r}"
-                f"{nearest(str(attributions), ATTRIBUTIONS)}"
-            )
-        for name, value, least in (("rows", rows, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{name} of a report must be a whole number of at least {least}, got {value!r}"
-                )
+        check_name("attributions", attributions, ATTRIBUTIONS, otherwise="")
+        check(AtLeast1, rows, "rows of a report")
+        check(NotNegative, seed, "seed of a report")
         if attributions == "captum" and find_spec("captum") is None:
             raise ImportError(
                 "attributions='captum' needs captum, which is not installed; "

@@ -280,7 +280,7 @@ def test_only_a_clearly_faster_mesh_replaces_data_parallelism() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"workers": 0}, "workers must be a number of at least 1, got 0"),
+        ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"workers": 2, "link": {"alpha": 1}}, "link must be a Link, or a dict of seconds per message"),
         ({"workers": 2, "stepSeconds": {4: 1.0}}, "stepSeconds must map at least two numbers of rows"),
         ({"workers": 2, "coresPerHost": 0}, "coresPerHost must be at least 1, got 0"),

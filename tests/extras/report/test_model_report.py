@@ -152,9 +152,9 @@ def test_rows_of_no_finite_output_are_left_out_and_counted(
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
-        ("true", {"attributions": "permutations"}, "attributions must be one of permutation, captum, none"),
-        ("true", {"rows": 0}, "rows of a report must be a whole number of at least 1, got 0"),
-        ("true", {"seed": -1}, "seed of a report must be a whole number of at least 0, got -1"),
+        ("true", {"attributions": "permutations"}, "did you mean 'permutation'"),
+        ("true", {"rows": 0}, "rows of a report must be at least 1, got 0"),
+        ("true", {"seed": -1}, "seed of a report must not be negative, got -1"),
         ("false", {}, "report needs held-out rows, but data has none"),
         ("no label", {}, "labelCol 'city'"),
     ],

@@ -67,8 +67,8 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any) -> None:
     for arguments, message in (
         (("x", df), r"needs an estimator of ringspark, .* got str"),
         ((estimator, df, 1, 1), "lowest must be below highest, got 1 and 1"),
-        ((estimator, df, 1, np.nan), "highest must be a finite learning rate above 0, got nan"),
-        ((estimator, df, 1e-6, 1.0, 5), "steps must be a whole number of at least 10, got 5"),
+        ((estimator, df, 1, np.nan), "highest must be above 0 and finite, got nan"),
+        ((estimator, df, 1e-6, 1.0, 5), "steps must be at least 10, got 5"),
         ((own, df), "needs the name of an optimizer"),
     ):
         with pytest.raises(ValueError, match=message):
