@@ -20,11 +20,9 @@ from typing import Any
 import ringspark
 from ringspark.jobs import cli
 
-# Command -> its module in this package.
-COMMANDS = {"train": "train_job", "score": "score_rows"}
 # Commands of `ringspark.extras`, which may be absent; their modules are in `ringspark.extras.commands`.
 EXTRA_COMMANDS = (
-    *("demo", "check", "plan", "runs", "report", "shards", "pack", "certify", "verify"),
+    *("score", "demo", "check", "plan", "runs", "report", "shards", "pack", "certify", "verify"),
     "build-horovod",
 )
 SHELLS = ("bash", "zsh", "tcsh")
@@ -45,7 +43,7 @@ def build_parser() -> cli.JobParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", parser_class=cli.JobParser
     )
-    paths = {name: f"ringspark.jobs.{module}" for name, module in COMMANDS.items()}
+    paths = {"train": "ringspark.jobs.train_job"}
     if find_spec("ringspark.extras"):
         paths |= {name: f"ringspark.extras.commands.{name.replace('-', '_')}" for name in EXTRA_COMMANDS}
     for name, path in paths.items():

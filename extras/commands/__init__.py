@@ -1,1 +1,1 @@
-"""Commands of `ringspark` besides `train` and `score`."""
+"""Commands of `ringspark` besides `train`."""

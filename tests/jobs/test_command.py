@@ -20,7 +20,6 @@ from ringspark.estimators.training.history import EpochRecord
 from ringspark.jobs import command
 from ringspark.jobs.outputs import mark_output, new_output, remove_output
 from ringspark.jobs.row_source import RowSource
-from ringspark.jobs.score_rows import _select
 from ringspark.pipelines.folder_removal import check_removal
 
 JOB = """stage: TorchRegressor
@@ -185,8 +184,11 @@ def test_runs_are_listed_and_only_what_is_a_run_and_not_in_use_is_removed(tmp_pa
         assert not folder.exists()
 
 
+@pytest.mark.extras
 @pytest.mark.spark
 def test_columns_may_be_written_with_spaces(spark: Any) -> None:
+    from ringspark.extras.commands.score import _select
+
     assert _select(spark.range(1).selectExpr("id as a", "id as b", "id"), " a, b").columns == ["a", "b"]
 
 
