@@ -8,23 +8,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ringspark.estimators.environment import environment
-from ringspark.estimators.options.checked import choices_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ringspark.estimators.training.settings.setting import Setting
-
 DEFAULT_MASTER = "local[2]"
 _INTERRUPTED = 130
-_METAVARS: dict[Any, str] = {int: "N", float: "X"}
 # Spark's generated code for a row of 60 columns exceeds Java's default limit for compilation.
 _JAVA_OPTIONS = "-XX:-DontCompileHugeMethods"
 _SUBMIT_OPTIONS = "SPARK_SUBMIT_OPTS"
@@ -89,37 +84,6 @@ def main(
     prog = getattr(args, "command_prog", parser.prog)
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def option_name(name: str) -> str:
-    return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", name)
-
-
-def add_setting(parser: Any, setting: Setting, default: Any = None) -> None:
-    """Adds an option for an estimator's setting.
-
-    The job may have its own `default`; None means the default of the setting.
-    """
-    kwargs: dict[str, Any] = {
-        "dest": setting.name,
-        "default": setting.default if default is None else default,
-        "help": setting.words.replace("%", "%%"),
-    }
-    if setting.kinds == [bool]:
-        parser.add_argument(option_name(setting.name), action="store_true", **kwargs)
-        return
-
-    def convert(text: str) -> Any:
-        if text == kwargs["default"]:
-            return text  # argparse converts defaults too, and a lookup in a registry imports torch
-        try:
-            return setting.from_text(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    choices = choices_of(setting.hint)
-    metavar = f"{{{','.join(choices)}}}" if choices else _METAVARS.get(setting.kinds[0], "WORD")
-    parser.add_argument(option_name(setting.name), type=convert, metavar=metavar, **kwargs)
 
 
 def positive_int(text: str) -> int:

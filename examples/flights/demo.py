@@ -26,7 +26,7 @@ def build_parser() -> cli.JobParser:
 
 def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
-    given = [text for name in train.FOR_DEMO for text in (cli.option_name(name), str(getattr(args, name)))]
+    given = [text for name in train.FOR_DEMO for text in (train.option_name(name), str(getattr(args, name)))]
     # One session: starting Spark and compiling its code again would take as long as a job.
     with cli.spark("ringspark demo", args.master, is_short=True):
         etl.run(etl.build_parser().parse_args(["--output", args.root]))

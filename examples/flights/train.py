@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import recipes
+from ringspark.estimators.options.checked import choices_of
 from ringspark.estimators.training.settings.data import Data
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.recovery import Recovery
-from ringspark.estimators.training.settings.setting import settings_of
+from ringspark.estimators.training.settings.setting import Setting, settings_of
 from ringspark.estimators.training.settings.training import Training
 from ringspark.estimators.training.settings.workers import Workers
 from ringspark.jobs import cli
@@ -40,13 +42,41 @@ TRAINING: dict[str, Any] = {
     **dict.fromkeys(("precision", "gradientCheckpointing", "gradientAccumulation", "collective"), None),
     **dict.fromkeys(("reader", "cache", "useGpu"), None),
 }
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
 RECOVERY = tuple(settings_of(Recovery))
 
 
 def add_settings(parser: Any, defaults: Mapping[str, Any]) -> None:
     """Adds options for the estimator's settings; None means the setting's own default."""
     for name, default in defaults.items():
-        cli.add_setting(parser, _SETTINGS[name], default)
+        _add_setting(parser, _SETTINGS[name], default)
+
+
+def option_name(name: str) -> str:
+    return "--" + re.sub("[A-Z]", lambda capital: f"-{capital[0].lower()}", name)
+
+
+def _add_setting(parser: Any, setting: Setting, default: Any) -> None:
+    kwargs: dict[str, Any] = {
+        "dest": setting.name,
+        "default": setting.default if default is None else default,
+        "help": setting.words.replace("%", "%%"),
+    }
+    if setting.kinds == [bool]:
+        parser.add_argument(option_name(setting.name), action="store_true", **kwargs)
+        return
+
+    def convert(text: str) -> Any:
+        if text == kwargs["default"]:
+            return text  # argparse converts defaults too, and a lookup in a registry imports torch
+        try:
+            return setting.from_text(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    choices = choices_of(setting.hint)
+    metavar = f"{{{','.join(choices)}}}" if choices else _METAVARS.get(setting.kinds[0], "WORD")
+    parser.add_argument(option_name(setting.name), type=convert, metavar=metavar, **kwargs)
 
 
 def build_parser() -> cli.JobParser:

@@ -79,7 +79,7 @@ class DelayedPasses(PipelinePasses):
         # Versions of this stage by step number, and the step of each unfinished micro-batch.
         self._versions: dict[int, StashedWeights] = {}
         self._step_of: dict[int, int] = {}
-        self._executor.weights = self._weights_of
+        self.executor.weights = self._weights_of
         self.late = max(self._delays) > 0
 
     @property
@@ -113,13 +113,13 @@ class DelayedPasses(PipelinePasses):
             self._versions[step.number] = StashedWeights(self.network)
         orders = step.orders[::-1]  # by rank: rank 0 has the last stage
         steps = with_arrivals(orders, self._place.owners, self._progress)[self._place.rank]
-        self._executor.around = around
-        self._executor.train(self.module, steps, micro_batches, loss, added, step.micros.start)
+        self.executor.around = around
+        self.executor.train(self.module, steps, micro_batches, loss, added, step.micros.start)
         number = step.released.get(stage)
         if number is not None and number in self._versions:
             self._versions.pop(number).release()
         self._progress.forget(step.finished)
-        self._executor.forget(step.finished)
+        self.executor.forget(step.finished)
         for micro in step.finished:
             self._step_of.pop(micro, None)
         self._ties.add(step.released)

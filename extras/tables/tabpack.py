@@ -127,19 +127,10 @@ class TabPack(TableNetwork):
     """Independent networks over the numbers and categories of a table; the prediction is a weighted mean.
 
     Args:
-        edges: For each number, the ascending edges of its bins: at least two.
-        cardinalities: Number of ids of each category; id 0 stands for categories not in training rows.
-        out_features: Outputs per row: classes, or one for a regression.
         dropouts: For each member, the probability of zeroing a hidden unit in training.
         rates: For each member, a factor of the learning rate, above 0.
-        width: Width of each hidden layer.
-        depth: Number of hidden layers.
-        number_width: Width of a number's embedding.
-        category_width: Greatest width of a category's embedding.
-        unknown: Probability of training a category as unknown, so that id 0 is learned.
-        center: Mean of a regression's label.
-        scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
-        averages: "values" averages outputs; "probabilities" averages class probabilities and returns logits.
+        edges, cardinalities, out_features, width, depth, number_width, category_width, unknown, center,
+            scale, averages: See `TabM`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.

@@ -97,14 +97,13 @@ def timelines(
     for _ in range(repeats):
         if not passes.late:
             collective.barrier()
-        passes.record()
+        actions = passes.executor.recorder.actions = []
         for _ in range(steps):
             step(passes, inputs, optimizer)
-        assert passes.timeline is not None
-        rounds.append([(*timed.action, timed.begin, timed.end) for timed in passes.timeline])
+        rounds.append([(*timed.action, timed.begin, timed.end) for timed in actions])
     while passes.steps_in_flight:
         passes.drain()
-    return json.dumps({"rounds": rounds, "live": passes.most_live})
+    return json.dumps({"rounds": rounds, "live": passes.executor.most_live})
 
 
 def timed(entry: Any) -> Timed:

@@ -17,7 +17,7 @@ from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.extras.model_parallel.pipeline.actions import Steps, with_arrivals
-from ringspark.extras.model_parallel.pipeline.executor import Added, Context, Executor, Loss, Timed
+from ringspark.extras.model_parallel.pipeline.executor import Added, Context, Executor, Loss
 from ringspark.extras.model_parallel.pipeline.partition import (
     count_parameters,
     measure_costs,
@@ -160,8 +160,8 @@ class PipelinePasses:
         self._schedule = schedule
         self._num_ranks, self.virtual = collective.size, len(self.stages)
         executor = load_object(CHUNKED_EXECUTOR) if any(place.streams) else Executor
-        self._executor: Executor = executor(place, Wire(cast(PointToPoint, collective), device))
-        collective.on_leave(self._executor.drop)
+        self.executor: Executor = executor(place, Wire(cast(PointToPoint, collective), device))
+        collective.on_leave(self.executor.drop)
         self._plans: dict[int, Steps] = {}
         self.late = False
 
@@ -172,17 +172,6 @@ class PipelinePasses:
     @property
     def steps_in_flight(self) -> int:
         return 0
-
-    @property
-    def most_live(self) -> int:
-        return self._executor.most_live
-
-    @property
-    def timeline(self) -> list[Timed] | None:
-        return self._executor.recorder.actions
-
-    def record(self) -> None:
-        self._executor.recorder.actions = []
 
     def train(
         self,
@@ -203,8 +192,8 @@ class PipelinePasses:
         """
         if not micro_batches:
             return False
-        self._executor.around = around
-        self._executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss, added)
+        self.executor.around = around
+        self.executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss, added)
         self._ties.add()
         return True
 
@@ -214,12 +203,12 @@ class PipelinePasses:
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
         """Returns the network's outputs on the rank of the last stage, None elsewhere; without gradients."""
-        self._executor.around = around
+        self.executor.around = around
         with torch.no_grad():
-            return self._executor.evaluate(self.network, self.stages, inputs)
+            return self.executor.evaluate(self.network, self.stages, inputs)
 
     def finish(self) -> None:
-        self._executor.finish()
+        self.executor.finish()
 
     def share_ties(self) -> None:
         """Overwrites copies of tied parameters with their owner's. Runs on every rank of the pipeline."""

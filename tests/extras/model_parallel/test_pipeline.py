@@ -175,7 +175,7 @@ def _all_gradients(collective: Collective, *, pairs: list[tuple[str, str]], step
             count_live(SCHEDULES[schedule].orders_by_rank(collective.size, passes.virtual, len(rows)))
             for rows in steps
         ]
-        assert passes.most_live == max(by_rank[collective.rank] for by_rank in live)
+        assert passes.executor.most_live == max(by_rank[collective.rank] for by_rank in live)
         # Of the copies of a tied table, the one of the first stage counts.
         is_copy = passes.num_stages - 1 in passes.stages and 0 not in passes.stages
         assert passes.copies == ({"tokens.weight"} if is_copy and family == "transformer_lm" else set())

@@ -127,14 +127,14 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
         for number, rows in enumerate([(2, 2, 1), (3,)]):
             # The second step has rows of other lengths, some shorter than the number of chunks.
             micros = _rows(name, rows, TIMES if number == 0 else 2, number)
-            passes.record()
+            passes.executor.recorder.actions = []
             key = f"{name} {schedule} {chunks} {recomputes} {options} {number}"
             found[key] = _compare(whole, passes, micros)
             # The first rank has the last stage. The last rank has the first stage, which sends its chunks one
             # by one.
             if name != "between" and passes.num_stages == 2 and not collective.rank:
                 num = len(rows) * min(chunks, micros[0][0].shape[1])
-                forward = [t for t in passes.timeline if t.action.kind is PassType.FORWARD]
+                forward = [t for t in passes.executor.recorder.actions if t.action.kind is PassType.FORWARD]
                 assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # chunks, and the head with loss
     return found
 
