@@ -4,20 +4,12 @@
 method `links()`.
 """
 
-from ringspark.extras.hugging_face.description import build, build_from_config, describe, stop_caching
-from ringspark.extras.hugging_face.experts import find_experts, prepare_experts
-from ringspark.extras.hugging_face.links import links
-from ringspark.extras.hugging_face.sequence import prepare_sequence
-from ringspark.extras.hugging_face.short import shorten
-
-__all__ = [
-    "build",
-    "build_from_config",
-    "describe",
-    "find_experts",
-    "links",
-    "prepare_experts",
-    "prepare_sequence",
-    "shorten",
-    "stop_caching",
-]
+from ringspark.extras.hugging_face.description import build as build
+from ringspark.extras.hugging_face.description import build_from_config as build_from_config
+from ringspark.extras.hugging_face.description import describe as describe
+from ringspark.extras.hugging_face.description import stop_caching as stop_caching
+from ringspark.extras.hugging_face.experts import find_experts as find_experts
+from ringspark.extras.hugging_face.experts import prepare_experts as prepare_experts
+from ringspark.extras.hugging_face.links import links as links
+from ringspark.extras.hugging_face.sequence import prepare_sequence as prepare_sequence
+from ringspark.extras.hugging_face.short import shorten as shorten

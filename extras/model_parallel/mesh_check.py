@@ -40,7 +40,7 @@ from ringspark.estimators.training.settings.config import TrainConfig, UserObjec
 from ringspark.estimators.training.step import Recipe
 from ringspark.extras.model_parallel.pipeline.trainer_passes import PipelinedPasses
 from ringspark.extras.model_parallel.shard_network import shard_network
-from ringspark.extras.model_parallel.tensor import scores_of
+from ringspark.extras.model_parallel.tensor.loss import scores_of
 from ringspark.models.adapters import find_library
 from ringspark.models.batch_norm import accept_single_rows
 from ringspark.models.generators import keep_shared_generators, seed_rank

@@ -19,18 +19,17 @@ from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, buil
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.sections import goes_along_time
 from ringspark.extras.model_parallel.sequence.shard_sequence import check_sequence, shard_sequence
-from ringspark.extras.model_parallel.tensor import (
-    PartialGradients,
-    SequenceShardedRows,
+from ringspark.extras.model_parallel.tensor.grid import make_mesh_grids
+from ringspark.extras.model_parallel.tensor.loss import scores_of
+from ringspark.extras.model_parallel.tensor.plan import (
     check_sequence_parallel,
-    make_mesh_grids,
     make_region,
     plan_of,
-    scores_of,
     shard_activations,
     shard_layers,
 )
 from ringspark.extras.model_parallel.tensor.random_state import RankRandomState
+from ringspark.extras.model_parallel.tensor.sequence_parallel import PartialGradients, SequenceShardedRows
 from ringspark.models.chain import links_of
 from ringspark.models.lora import find_adapters
 from ringspark.models.module_hooks import find_hook, has_gradient_hook

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringspark.pipelines.kinds.array import Array
-from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind
-from ringspark.pipelines.kinds.binary import DECODERS, Binary
-from ringspark.pipelines.kinds.image import Image
-from ringspark.pipelines.kinds.ragged import Padded, Ragged
-from ringspark.pipelines.kinds.scalar import Scalar
-from ringspark.pipelines.kinds.sparse import Sparse
-from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
-from ringspark.pipelines.kinds.structs import Struct
-from ringspark.pipelines.kinds.table_row import TableColumn, TableRow
-from ringspark.pipelines.kinds.tokens import Tokens
-from ringspark.pipelines.kinds.vector import Vector
+from ringspark.pipelines.kinds.array import Array as Array
+from ringspark.pipelines.kinds.base import BatchArray as BatchArray
+from ringspark.pipelines.kinds.base import Encoded as Encoded
+from ringspark.pipelines.kinds.base import Kind as Kind
+from ringspark.pipelines.kinds.binary import DECODERS as DECODERS
+from ringspark.pipelines.kinds.binary import Binary as Binary
+from ringspark.pipelines.kinds.image import Image as Image
+from ringspark.pipelines.kinds.ragged import Padded as Padded
+from ringspark.pipelines.kinds.ragged import Ragged as Ragged
+from ringspark.pipelines.kinds.scalar import Scalar as Scalar
+from ringspark.pipelines.kinds.sparse import Sparse as Sparse
+from ringspark.pipelines.kinds.strings import HashBuckets as HashBuckets
+from ringspark.pipelines.kinds.strings import Vocabulary as Vocabulary
+from ringspark.pipelines.kinds.structs import Struct as Struct
+from ringspark.pipelines.kinds.table_row import TableColumn as TableColumn
+from ringspark.pipelines.kinds.table_row import TableRow as TableRow
+from ringspark.pipelines.kinds.tokens import Tokens as Tokens
+from ringspark.pipelines.kinds.vector import Vector as Vector
 from ringspark.pipelines.typed_json import record
 
 KINDS: dict[str, type[Kind]] = {
@@ -30,29 +36,6 @@ KINDS: dict[str, type[Kind]] = {
     )
 }
 """Class of each column type, by its tag in the manifest."""
-
-__all__ = [
-    "DECODERS",
-    "KINDS",
-    "Array",
-    "BatchArray",
-    "Binary",
-    "Encoded",
-    "HashBuckets",
-    "Image",
-    "Kind",
-    "Padded",
-    "Ragged",
-    "Scalar",
-    "Sparse",
-    "Struct",
-    "TableColumn",
-    "TableRow",
-    "Tokens",
-    "Vector",
-    "Vocabulary",
-    "kind_from_json",
-]
 
 
 def kind_from_json(data: dict[str, Any]) -> Kind:

@@ -26,9 +26,10 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.phase import Status
-from ringspark.extras.model_parallel.pipeline import SCHEDULES, PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
 from ringspark.extras.model_parallel.pipeline.executor import Timed
+from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
+from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES
 
 RANKS, LAYERS, MICROS = 4, 8, 8
 # Recorded steps of a schedule without a flush, after the same number of steps to fill the pipeline.

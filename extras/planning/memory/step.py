@@ -28,7 +28,7 @@ from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
 from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
-from ringspark.extras.model_parallel.tensor import scores_of
+from ringspark.extras.model_parallel.tensor.loss import scores_of
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.meter import SENT, Meter, Peak, Weights
 from ringspark.extras.planning.memory.sharing import (

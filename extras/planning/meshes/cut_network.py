@@ -25,7 +25,7 @@ from ringspark.extras.model_parallel.pipeline.partition import (
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.stage import keep_stages
 from ringspark.extras.model_parallel.sequence.shard_sequence import shard_sequence
-from ringspark.extras.model_parallel.tensor import make_region, plan_of, shard_activations, shard_layers
+from ringspark.extras.model_parallel.tensor.plan import make_region, plan_of, shard_activations, shard_layers
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.models.chain import links_of
 from ringspark.models.meta_device import copy_to_meta

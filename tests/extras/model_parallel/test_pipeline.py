@@ -20,8 +20,9 @@ from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.extras.model_parallel.pipeline import SCHEDULES, PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.partition import count_parameters, partition_by_cost
+from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
+from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.chain import Link, belongs_to, links_of, run_links
 from ringspark.models.reports import Reports, add_loss, collect_reports

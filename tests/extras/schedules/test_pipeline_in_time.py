@@ -13,9 +13,9 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.extras.model_parallel.pipeline import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.actions import PassType
 from ringspark.extras.model_parallel.pipeline.partition import count_parameters, measure_costs
+from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.sections import StageSection, chunk_lengths, split_into_sections
 from ringspark.models import Link, ModelSpec, add_loss, apply_activation_checkpoint
 from ringspark.models.chain import links_of, run_links

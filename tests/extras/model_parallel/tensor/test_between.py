@@ -19,8 +19,8 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.shard_network import shard_network
-from ringspark.extras.model_parallel.tensor import make_region, scores_of, shard_layers
-from ringspark.extras.model_parallel.tensor.loss import _CrossEntropy
+from ringspark.extras.model_parallel.tensor.loss import _CrossEntropy, scores_of
+from ringspark.extras.model_parallel.tensor.plan import make_region, shard_layers
 from ringspark.extras.model_parallel.tensor.sequence_parallel import SequenceBoundary
 from ringspark.models import TransformerClassifier, TransformerLM
 from ringspark.models.reports import collect_reports

@@ -9,7 +9,7 @@ from small_networks import Net
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.extras.model_parallel.tensor import make_region, shard_layers
+from ringspark.extras.model_parallel.tensor.plan import make_region, shard_layers
 from ringspark.extras.model_parallel.tensor.random_state import RankRandomState
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.lora import add_lora

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
-from ringspark.extras.model_parallel.tensor import make_region, plan_of, shard_layers
+from ringspark.extras.model_parallel.tensor.plan import make_region, plan_of, shard_layers
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}

@@ -14,7 +14,8 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.shard_network import check_shardable
-from ringspark.extras.model_parallel.tensor import VocabularyEmbedding, make_region, plan_of, shard_layers
+from ringspark.extras.model_parallel.tensor.layers import VocabularyEmbedding
+from ringspark.extras.model_parallel.tensor.plan import make_region, plan_of, shard_layers
 from ringspark.models import TransformerLM
 
 TWO = dict.fromkeys(AXES, 1) | {"tensor": 2}
