@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import export_lazily
+from ringspark.lazy_names import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.estimators.failures import TrainingCancelledError as TrainingCancelledError

@@ -5,7 +5,7 @@ ringspark refers to `ringspark.extras` by such paths, so ringspark works without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -31,21 +31,3 @@ class LazyRegistry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self.paths)
-
-
-def export_lazily(
-    module: str, names: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of the module `module`.
-
-    `names` maps modules to the public names that they define, separated by spaces.
-    """
-    paths = {name: f"{source}:{name}" for source, defined in names.items() for name in defined.split()}
-    public = sorted(paths)
-
-    def get(name: str) -> Any:
-        if name not in paths:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return load_object(paths[name])
-
-    return get, lambda: public, public

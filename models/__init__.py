@@ -3,17 +3,9 @@
 Nothing here imports Spark or Arrow.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ringspark.models.activation_checkpoint import apply_activation_checkpoint
-from ringspark.models.chain import Link
-from ringspark.models.linear import Linear
-from ringspark.models.mlp import MLP
-from ringspark.models.registry import MODELS
-from ringspark.models.reports import CountingLayer, add_counts, add_loss
-from ringspark.models.spec import ModelSpec
-from ringspark.models.transformer import TransformerClassifier, TransformerLM
+from ringspark.lazy_names import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.extras.augmentation import RandomCrop as RandomCrop
@@ -23,46 +15,36 @@ if TYPE_CHECKING:
     from ringspark.extras.networks.resnet import ResNet as ResNet
     from ringspark.extras.tables.tabular import TabularNet as TabularNet
     from ringspark.extras.tables.tabular_ensemble import TabularEnsemble as TabularEnsemble
+    from ringspark.models.activation_checkpoint import (
+        apply_activation_checkpoint as apply_activation_checkpoint,
+    )
+    from ringspark.models.chain import Link as Link
+    from ringspark.models.linear import Linear as Linear
+    from ringspark.models.mlp import MLP as MLP
+    from ringspark.models.registry import MODELS as MODELS
+    from ringspark.models.reports import CountingLayer as CountingLayer
+    from ringspark.models.reports import add_counts as add_counts
+    from ringspark.models.reports import add_loss as add_loss
+    from ringspark.models.spec import ModelSpec as ModelSpec
+    from ringspark.models.transformer import TransformerClassifier as TransformerClassifier
+    from ringspark.models.transformer import TransformerLM as TransformerLM
 
-__all__ = [
-    "MLP",
-    "MODELS",
-    "CountingLayer",
-    "Linear",
-    "Link",
-    "MixtureOfExperts",
-    "ModelSpec",
-    "RandomCrop",
-    "RandomHorizontalFlip",
-    "Recurrent",
-    "ResNet",
-    "TabularEnsemble",
-    "TabularNet",
-    "TransformerClassifier",
-    "TransformerLM",
-    "add_counts",
-    "add_loss",
-    "apply_activation_checkpoint",
-]
-
-
-# Public names of ringspark.extras -> their modules.
-_EXTRAS = {
-    "MixtureOfExperts": "experts.layer",
-    "RandomCrop": "augmentation",
-    "RandomHorizontalFlip": "augmentation",
-    "Recurrent": "networks.recurrent",
-    "ResNet": "networks.resnet",
-    "TabularEnsemble": "tables.tabular_ensemble",
-    "TabularNet": "tables.tabular",
+# Module -> the public names that it defines.
+_NAMES = {
+    "ringspark.models.activation_checkpoint": "apply_activation_checkpoint",
+    "ringspark.models.chain": "Link",
+    "ringspark.models.linear": "Linear",
+    "ringspark.models.mlp": "MLP",
+    "ringspark.models.registry": "MODELS",
+    "ringspark.models.reports": "CountingLayer add_counts add_loss",
+    "ringspark.models.spec": "ModelSpec",
+    "ringspark.models.transformer": "TransformerClassifier TransformerLM",
+    "ringspark.extras.augmentation": "RandomCrop RandomHorizontalFlip",
+    "ringspark.extras.experts.layer": "MixtureOfExperts",
+    "ringspark.extras.networks.recurrent": "Recurrent",
+    "ringspark.extras.networks.resnet": "ResNet",
+    "ringspark.extras.tables.tabular": "TabularNet",
+    "ringspark.extras.tables.tabular_ensemble": "TabularEnsemble",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXTRAS:
-        return getattr(import_module(f"ringspark.extras.{_EXTRAS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)

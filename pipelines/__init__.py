@@ -4,29 +4,9 @@
 of the rows, and `open_reader` reads them. Importing this package imports neither pyspark nor petastorm.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ringspark.pipelines.columns import Column
-from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
-from ringspark.pipelines.kinds import (
-    Array,
-    Binary,
-    HashBuckets,
-    Image,
-    Kind,
-    Padded,
-    Ragged,
-    Scalar,
-    Sparse,
-    Struct,
-    Tokens,
-    Vector,
-    Vocabulary,
-)
-from ringspark.pipelines.manifest import ShardFile, ShardManifest
-from ringspark.pipelines.readers import READERS, ShardReader, check_engine, default_engine, open_reader
-from ringspark.pipelines.writing.shards import write_shards
+from ringspark.lazy_names import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.extras.external_tables import list_parquet as list_parquet
@@ -38,59 +18,46 @@ if TYPE_CHECKING:
     from ringspark.extras.reuse.cache_entries import remove_cached as remove_cached
     from ringspark.extras.reuse.cached_shards import cached_shards as cached_shards
     from ringspark.extras.tokenizer_training import train_tokenizer as train_tokenizer
+    from ringspark.pipelines.columns import Column as Column
+    from ringspark.pipelines.epoch_plan import EpochPlan as EpochPlan
+    from ringspark.pipelines.epoch_plan import plan_epoch as plan_epoch
+    from ringspark.pipelines.kinds import Array as Array
+    from ringspark.pipelines.kinds import Binary as Binary
+    from ringspark.pipelines.kinds import HashBuckets as HashBuckets
+    from ringspark.pipelines.kinds import Image as Image
+    from ringspark.pipelines.kinds import Kind as Kind
+    from ringspark.pipelines.kinds import Padded as Padded
+    from ringspark.pipelines.kinds import Ragged as Ragged
+    from ringspark.pipelines.kinds import Scalar as Scalar
+    from ringspark.pipelines.kinds import Sparse as Sparse
+    from ringspark.pipelines.kinds import Struct as Struct
+    from ringspark.pipelines.kinds import Tokens as Tokens
+    from ringspark.pipelines.kinds import Vector as Vector
+    from ringspark.pipelines.kinds import Vocabulary as Vocabulary
+    from ringspark.pipelines.manifest import ShardFile as ShardFile
+    from ringspark.pipelines.manifest import ShardManifest as ShardManifest
+    from ringspark.pipelines.readers import READERS as READERS
+    from ringspark.pipelines.readers import ShardReader as ShardReader
+    from ringspark.pipelines.readers import check_engine as check_engine
+    from ringspark.pipelines.readers import default_engine as default_engine
+    from ringspark.pipelines.readers import open_reader as open_reader
+    from ringspark.pipelines.writing.shards import write_shards as write_shards
 
-__all__ = [
-    "READERS",
-    "Array",
-    "Binary",
-    "CachedShards",
-    "Column",
-    "EpochPlan",
-    "HashBuckets",
-    "Image",
-    "Kind",
-    "Listing",
-    "Padded",
-    "Ragged",
-    "Scalar",
-    "ShardFile",
-    "ShardManifest",
-    "ShardReader",
-    "Sparse",
-    "Struct",
-    "Tokens",
-    "Vector",
-    "Vocabulary",
-    "cached_shards",
-    "check_engine",
-    "default_engine",
-    "list_cached",
-    "list_delta",
-    "list_parquet",
-    "open_reader",
-    "plan_epoch",
-    "remove_cached",
-    "table_manifest",
-    "train_tokenizer",
-    "write_shards",
-]
-
-# Public names of ringspark.extras -> their modules.
-_EXTRAS = {
-    **dict.fromkeys(("list_parquet", "table_manifest"), "external_tables"),
-    "list_delta": "external_tables.in_place.delta",
-    "Listing": "external_tables.in_place.listing",
-    **dict.fromkeys(("CachedShards", "list_cached", "remove_cached"), "reuse.cache_entries"),
-    "cached_shards": "reuse.cached_shards",
-    "train_tokenizer": "tokenizer_training",
+# Module -> the public names that it defines.
+_NAMES = {
+    "ringspark.pipelines.columns": "Column",
+    "ringspark.pipelines.epoch_plan": "EpochPlan plan_epoch",
+    "ringspark.pipelines.kinds": "Array Binary HashBuckets Image Kind Padded Ragged Scalar "
+    "Sparse Struct Tokens Vector Vocabulary",
+    "ringspark.pipelines.manifest": "ShardFile ShardManifest",
+    "ringspark.pipelines.readers": "READERS ShardReader check_engine default_engine open_reader",
+    "ringspark.pipelines.writing.shards": "write_shards",
+    "ringspark.extras.external_tables": "list_parquet table_manifest",
+    "ringspark.extras.external_tables.in_place.delta": "list_delta",
+    "ringspark.extras.external_tables.in_place.listing": "Listing",
+    "ringspark.extras.reuse.cache_entries": "CachedShards list_cached remove_cached",
+    "ringspark.extras.reuse.cached_shards": "cached_shards",
+    "ringspark.extras.tokenizer_training": "train_tokenizer",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _EXTRAS:
-        return getattr(import_module(f"ringspark.extras.{_EXTRAS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)

@@ -5,7 +5,7 @@ Each name is imported when it is first used, so that `ringspark --help` loads no
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import export_lazily
+from ringspark.lazy_names import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.extras.certificate.certificate import Certificate as Certificate

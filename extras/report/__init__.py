@@ -7,7 +7,7 @@ The report looks the same for running, failed and finished runs. `model.summary.
 held-out rows.
 """
 
-from ringspark.estimators.lazy_imports import export_lazily
+from ringspark.lazy_names import export_lazily
 
 _NAMES = {"ringspark.extras.report.page": "loss_figure report report_summary write_report"}
 __getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)

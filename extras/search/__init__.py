@@ -5,7 +5,7 @@ Each name is imported when it is first used. Only `OptunaSearch` needs optuna.
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import export_lazily
+from ringspark.lazy_names import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.extras.search.optuna_search import OptunaSearch as OptunaSearch

@@ -5,7 +5,7 @@ Each name is imported on first use.
 
 from typing import TYPE_CHECKING
 
-from ringspark.estimators.lazy_imports import export_lazily
+from ringspark.lazy_names import export_lazily
 
 if TYPE_CHECKING:
     from ringspark.extras.tuning.batch_advice import BatchAdvice as BatchAdvice
