@@ -52,27 +52,4 @@ if TYPE_CHECKING:
     from ringspark.extras.serving.served_model import load_stage as load_stage
     from ringspark.extras.windows.sequence_windows import SequenceWindows as SequenceWindows
 
-# Module -> the public names that it defines.
-_NAMES = {
-    "ringspark.estimators.failures": "TrainingCancelledError WorkerError",
-    "ringspark.estimators.options.compression": "BF16 FP16 GradiVeQ PowerSGD QSGD RandomK Sign Sparsify "
-    "SufficientFactors TopK Uncompressed",
-    "ringspark.estimators.options.finetuning": "LoRA Pretrained",
-    "ringspark.estimators.options.mesh": "Mesh Pipeline",
-    "ringspark.estimators.options.privacy": "Privacy",
-    "ringspark.estimators.options.scaling": "ScaleLearningRate",
-    "ringspark.estimators.options.sync": "AllReduce DiLoCo ElasticAveraging Hogwild LocalSGD "
-    "ParameterServer Zero",
-    "ringspark.estimators.torch_estimator": "TorchClassifier TorchEstimator TorchRegressor",
-    "ringspark.estimators.torch_model": "TorchClassificationModel TorchModel TorchRegressionModel",
-    "ringspark.estimators.training.callbacks": "Callback TrainingState",
-    "ringspark.extras.planning.memory.plan": "plan_memory",
-    "ringspark.extras.planning.memory.report": "MemoryPlan",
-    "ringspark.extras.planning": "ParallelismPlan ScalingPlan fit_scaling plan_parallelism plan_scaling",
-    "ringspark.extras.pretraining.autoencoder": "TorchAutoencoder TorchAutoencoderModel",
-    "ringspark.extras.privacy.cpsgd_options": "CpSGD",
-    "ringspark.extras.serving.served_model": "load_stage",
-    "ringspark.extras.windows.sequence_windows": "SequenceWindows",
-}
-
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = export_lazily(__name__)

@@ -29,22 +29,4 @@ if TYPE_CHECKING:
     from ringspark.models.transformer import TransformerClassifier as TransformerClassifier
     from ringspark.models.transformer import TransformerLM as TransformerLM
 
-# Module -> the public names that it defines.
-_NAMES = {
-    "ringspark.models.activation_checkpoint": "apply_activation_checkpoint",
-    "ringspark.models.chain": "Link",
-    "ringspark.models.linear": "Linear",
-    "ringspark.models.mlp": "MLP",
-    "ringspark.models.registry": "MODELS",
-    "ringspark.models.reports": "CountingLayer add_counts add_loss",
-    "ringspark.models.spec": "ModelSpec",
-    "ringspark.models.transformer": "TransformerClassifier TransformerLM",
-    "ringspark.extras.augmentation": "RandomCrop RandomHorizontalFlip",
-    "ringspark.extras.experts.layer": "MixtureOfExperts",
-    "ringspark.extras.networks.recurrent": "Recurrent",
-    "ringspark.extras.networks.resnet": "ResNet",
-    "ringspark.extras.tables.tabular": "TabularNet",
-    "ringspark.extras.tables.tabular_ensemble": "TabularEnsemble",
-}
-
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = export_lazily(__name__)

@@ -43,21 +43,4 @@ if TYPE_CHECKING:
     from ringspark.pipelines.readers import open_reader as open_reader
     from ringspark.pipelines.writing.shards import write_shards as write_shards
 
-# Module -> the public names that it defines.
-_NAMES = {
-    "ringspark.pipelines.columns": "Column",
-    "ringspark.pipelines.epoch_plan": "EpochPlan plan_epoch",
-    "ringspark.pipelines.kinds": "Array Binary HashBuckets Image Kind Padded Ragged Scalar "
-    "Sparse Struct Tokens Vector Vocabulary",
-    "ringspark.pipelines.manifest": "ShardFile ShardManifest",
-    "ringspark.pipelines.readers": "READERS ShardReader check_engine default_engine open_reader",
-    "ringspark.pipelines.writing.shards": "write_shards",
-    "ringspark.extras.external_tables": "list_parquet table_manifest",
-    "ringspark.extras.external_tables.in_place.delta": "list_delta",
-    "ringspark.extras.external_tables.in_place.listing": "Listing",
-    "ringspark.extras.reuse.cache_entries": "CachedShards list_cached remove_cached",
-    "ringspark.extras.reuse.cached_shards": "cached_shards",
-    "ringspark.extras.tokenizer_training": "train_tokenizer",
-}
-
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = export_lazily(__name__)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+import inspect
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def export_lazily(
-    package: str, names: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def export_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
-    `names` maps modules to the public names that they define, separated by spaces.
+    The public names are the imports `from module import name as name` in the package's file, which only type
+    checkers run: they are under `if TYPE_CHECKING`.
     """
-    modules = {name: module for module, defined in names.items() for name in defined.split()}
+    tree = ast.parse(inspect.getsource(sys.modules[package]))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules = {each.asname: str(node.module) for node in imports for each in node.names if each.asname}
     public = sorted(modules)
 
     def get(name: str) -> Any:

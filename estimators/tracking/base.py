@@ -114,6 +114,6 @@ def check_options(tracker: Any, package: str = "") -> None:
             f"tracking {tracker.name!r} needs the package {package}, which is not installed; "
             f"pip install 'ringspark[{package}]', or take it out of tracking"
         )
-    hints = hints_of(type(tracker))
+    hints = hints_of(tracker.__class__)
     for each in fields(tracker):
         check(hints[each.name], getattr(tracker, each.name), f"tracking: {each.name} of {tracker.name!r}")

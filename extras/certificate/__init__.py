@@ -13,9 +13,4 @@ if TYPE_CHECKING:
     from ringspark.extras.certificate.verification import Verification as Verification
     from ringspark.extras.certificate.verification import verify_run as verify_run
 
-_NAMES = {
-    "ringspark.extras.certificate.certificate": "Certificate certify",
-    "ringspark.extras.certificate.verification": "Verification verify_run",
-}
-
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = export_lazily(__name__)

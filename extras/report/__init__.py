@@ -7,7 +7,14 @@ The report looks the same for running, failed and finished runs. `model.summary.
 held-out rows.
 """
 
+from typing import TYPE_CHECKING
+
 from ringspark.lazy_names import export_lazily
 
-_NAMES = {"ringspark.extras.report.page": "loss_figure report report_summary write_report"}
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+if TYPE_CHECKING:
+    from ringspark.extras.report.page import loss_figure as loss_figure
+    from ringspark.extras.report.page import report as report
+    from ringspark.extras.report.page import report_summary as report_summary
+    from ringspark.extras.report.page import write_report as write_report
+
+__getattr__, __dir__, __all__ = export_lazily(__name__)

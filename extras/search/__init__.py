@@ -15,11 +15,4 @@ if TYPE_CHECKING:
     from ringspark.extras.search.ranges import Uniform as Uniform
     from ringspark.extras.search.search_model import SearchModel as SearchModel
 
-_NAMES = {
-    "ringspark.extras.search.optuna_search": "OptunaSearch",
-    "ringspark.extras.search.population_search": "PopulationSearch",
-    "ringspark.extras.search.ranges": "Choice IntRange Uniform",
-    "ringspark.extras.search.search_model": "SearchModel",
-}
-
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = export_lazily(__name__)

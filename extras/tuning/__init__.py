@@ -21,13 +21,4 @@ if TYPE_CHECKING:
     from ringspark.extras.tuning.rate_range import RateRange as RateRange
     from ringspark.extras.tuning.rate_range import lr_range_test as lr_range_test
 
-_NAMES = {
-    "ringspark.extras.tuning.batch_advice": "BatchAdvice advise_batch_size",
-    "ringspark.extras.tuning.batch_fit": "BatchFit batch_that_fits",
-    "ringspark.extras.tuning.cross_validation": "cross_validate",
-    "ringspark.extras.tuning.folds": "grouped_folds stratified_folds",
-    "ringspark.extras.tuning.over_time": "Fold fold_pairs time_folds",
-    "ringspark.extras.tuning.rate_range": "RateRange lr_range_test",
-}
-
-__getattr__, __dir__, __all__ = export_lazily(__name__, _NAMES)
+__getattr__, __dir__, __all__ = export_lazily(__name__)
