@@ -31,9 +31,8 @@ _SAVED = r"metadata/[^/]+|stages/\d+_[^/]+/.+"
 STAGES = {
     **{
         name: f"ringspark.estimators:{name}"
-        for name in ("TorchClassifier", "TorchRegressor", "TorchEstimator")
+        for name in ("TorchClassifier", "TorchRegressor", "TorchEstimator", "TorchAutoencoder")
     },
-    "TorchAutoencoder": "ringspark.estimators:TorchAutoencoder",
     **{name: f"ringspark.extras.search:{name}" for name in ("OptunaSearch", "PopulationSearch")},
 }
 

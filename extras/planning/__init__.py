@@ -2,7 +2,8 @@
 
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.fit import FORMS, ScalingFit, fit_scaling
-from ringspark.extras.planning.meshes import MeshPlan, ParallelismPlan, plan_parallelism
+from ringspark.extras.planning.meshes.plan import plan_parallelism
+from ringspark.extras.planning.meshes.report import MeshPlan, ParallelismPlan
 from ringspark.extras.planning.plan import plan_scaling
 from ringspark.extras.planning.report import ScalingPlan
 
