@@ -33,7 +33,8 @@ _EPILOG = "ringspark COMMAND --help shows a command's options; docs/jobs.md has 
 
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("ringspark", "Train PyTorch networks on Spark's rows.", epilog=_EPILOG)
-    parser.add_argument("--version", action=_Version, help="print the version and stop")
+    version = f"ringspark {ringspark.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and stop")
     parser.add_argument(
         "--print-completion",
         action=_Completion,
@@ -59,15 +60,6 @@ def build_parser() -> cli.JobParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     return cli.main(build_parser(), lambda args: args.command_run(args), argv, refused=REFUSED)
-
-
-class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"ringspark {ringspark.__version__}")
-        parser.exit()
 
 
 class _Completion(argparse.Action):
