@@ -45,13 +45,8 @@ class ShardServer:
         self._sent = 0
         self._closed = False
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(address)
-            self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
-        except OSError:
-            self._listener.close()
-            raise
+        backlog = max(size + MAX_STRANGERS, socket.SOMAXCONN)
+        self._listener = socket.create_server(address, family=family, backlog=backlog)
         self.port: int = self._listener.getsockname()[1]
         # The timeout wakes the accepting thread; closing the listener alone would not.
         self._listener.settimeout(_ACCEPT_SECONDS)
