@@ -33,7 +33,7 @@ from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.estimators.parallel import STRATEGIES, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -101,7 +101,7 @@ def judge(config: TrainConfig, result: TrainResult) -> dict[str, float]:
 
     assert config.model is not None
     module = ModelSpec.from_json(config.model).build()
-    load_checkpoint(result.checkpoint_uri, module)
+    map_checkpoint(result.checkpoint_uri, module)
     manifest = ShardManifest.load(config.shards_uri).select("validation")
     names = [*config.input_columns, *config.label_columns]
     logits, labels = [], []

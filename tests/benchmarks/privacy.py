@@ -22,7 +22,7 @@ from written_shards import written
 
 from ringspark.estimators import Privacy
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -112,7 +112,7 @@ def measure_quality(folder: Path, rows: int, epochs: int) -> None:
             config = replace(config, privacy=Privacy(epsilon=epsilon, delta=DELTA, max_grad_norm=1.0))
         result = train_here(config)
         network = spec.build().eval()
-        load_checkpoint(result.checkpoint_uri, network)
+        map_checkpoint(result.checkpoint_uri, network)
         with torch.no_grad():
             logits = network(torch.from_numpy(x[test])).squeeze(1).numpy()
         sigma = result.privacy.charged[0][0] if result.privacy else 0.0

@@ -36,7 +36,7 @@ from ringspark.estimators.inference import predict
 from ringspark.estimators.inference.predict import choose_inference_device, run
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Classes, Values
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint, map_checkpoint, save_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint, save_checkpoint
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta, copy_to_meta
 from ringspark.pipelines import (
@@ -646,7 +646,7 @@ def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp
             f"ringspark-{info.checkpoint_id}.safetensors"
         ]
         other = nn.Linear(2, 2)
-        load_checkpoint(uri, other)
+        map_checkpoint(uri, other)
         assert other.weight.equal(module.weight)
     finally:
         storage.remove(uri, recursive=True)

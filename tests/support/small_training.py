@@ -23,7 +23,7 @@ from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.train_task import TrainTask
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.checkpoint.weights import WEIGHTS, load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import WEIGHTS, map_checkpoint
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import TrainResult, train_worker
@@ -212,5 +212,5 @@ def state_of(result: TrainResult) -> dict[str, torch.Tensor]:
 
 def weights_of(result: TrainResult, module: nn.Module) -> torch.Tensor:
     """Loads the checkpoint into `module`; returns all parameters, concatenated to 1-D."""
-    load_checkpoint(result.checkpoint_uri, module)
+    map_checkpoint(result.checkpoint_uri, module)
     return torch.cat([p.detach().flatten() for p in module.parameters()])

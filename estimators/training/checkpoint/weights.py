@@ -148,15 +148,6 @@ def parse_info(text: bytes, uri: str) -> CheckpointInfo:
         raise ValueError(f"{uri}/{COMMIT} is damaged ({error}); use another checkpoint") from error
 
 
-def load_checkpoint(
-    uri: str, module: nn.Module, device: str = "cpu", tick: Callable[[], None] | None = None
-) -> CheckpointInfo:
-    """Copies the checkpoint in folder `uri` into the module's own tensors."""
-    with _open_weights(uri, tick=tick) as (info, path):
-        load_state(uri, module, tensor_file.read(path, device))
-    return info
-
-
 def load_state(uri: str, module: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Copies the whole network's tensors into the module, which may hold only shards; messages name `uri`."""
     layout, held, state = layout_of(module), module.state_dict(), {}

@@ -30,7 +30,7 @@ from ringspark.estimators.options.sync import (
     Zero,
 )
 from ringspark.estimators.training.check.schema import check_network, find_monitor
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -57,7 +57,7 @@ def _tensors(*names: str, rows: Any = slice(None)) -> list[torch.Tensor]:
 
 def _module(result: TrainResult, module: nn.Module | None = None) -> nn.Module:
     module = module or SPEC.build()
-    load_checkpoint(result.checkpoint_uri, module)
+    map_checkpoint(result.checkpoint_uri, module)
     return module.eval()
 
 

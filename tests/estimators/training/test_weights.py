@@ -9,7 +9,7 @@ from torch import nn
 
 from ringspark.estimators.training.checkpoint.weights import (
     WEIGHTS,
-    load_checkpoint,
+    map_checkpoint,
     read_info,
     save_checkpoint,
 )
@@ -23,7 +23,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
     saved, loaded = tied(), tied()
     save_checkpoint(str(tmp_path / "c"), saved)
-    load_checkpoint(str(tmp_path / "c"), loaded)
+    map_checkpoint(str(tmp_path / "c"), loaded)
     assert loaded["a"].weight is loaded["b"].weight
     assert loaded["a"].weight.equal(saved["a"].weight)
 
@@ -34,11 +34,11 @@ def test_a_folder_without_checkpoint_a_damaged_one_and_a_foreign_one_are_refused
         read_info(uri)
     save_checkpoint(uri, nn.Linear(3, 2))
     with pytest.raises(ValueError, match="is not of this model"):
-        load_checkpoint(uri, nn.Linear(4, 2))
+        map_checkpoint(uri, nn.Linear(4, 2))
     weights = tmp_path / "c" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(ValueError, match="the file is damaged"):
-        load_checkpoint(uri, nn.Linear(3, 2))
+        map_checkpoint(uri, nn.Linear(3, 2))
 
 
 def test_weights_that_are_a_link_out_of_the_folder_are_refused(tmp_path: Path) -> None:
@@ -49,4 +49,4 @@ def test_weights_that_are_a_link_out_of_the_folder_are_refused(tmp_path: Path) -
     weights.unlink()
     weights.symlink_to(tmp_path / "one" / "model.safetensors")
     with pytest.raises(ValueError, match="is a link that leads out of its folder"):
-        load_checkpoint(str(tmp_path / "two"), module)
+        map_checkpoint(str(tmp_path / "two"), module)

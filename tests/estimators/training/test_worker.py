@@ -18,7 +18,7 @@ from torch import nn
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.history import read_history, read_progress
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
@@ -147,7 +147,7 @@ def test_validation_rows_are_measured_and_never_trained_on(runs: Runs) -> None:
     result = runs.here(runs.shards(columns, validation=held_out), shuffle=False)
     assert result.rows == 2 * 150
     module = SPEC.build()
-    load_checkpoint(result.checkpoint_uri, module)
+    map_checkpoint(result.checkpoint_uri, module)
     with torch.no_grad():
         output = module.eval()(torch.from_numpy(columns["x"][held_out]))[:, 0]
     expected = ((output - torch.from_numpy(columns["y"][held_out])) ** 2).mean().item()
@@ -199,7 +199,7 @@ def test_a_users_optimizer_with_two_groups_and_schedule_is_used(runs: Runs) -> N
     torch.manual_seed(0)
     module = SPEC.build()
     start = [p.detach().clone() for p in module.parameters()]
-    load_checkpoint(result.checkpoint_uri, module)
+    map_checkpoint(result.checkpoint_uri, module)
     trained = list(module.parameters())
     assert trained[0].equal(start[0])
     assert not trained[1].equal(start[1])

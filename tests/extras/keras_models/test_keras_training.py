@@ -15,7 +15,7 @@ from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchClassifier
 from ringspark.estimators.options.sync import Zero
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.keras_models.library import import_keras
 from ringspark.models.adapters import adapt_network
@@ -47,7 +47,7 @@ def config(make_shards: Any, folder: Path, **changes: Any) -> TrainConfig:
 
 def state_of(uri: str, model: Any) -> dict[str, torch.Tensor]:
     module = adapt_network(model)
-    load_checkpoint(uri, module)
+    map_checkpoint(uri, module)
     return module.state_dict()
 
 
@@ -75,7 +75,7 @@ def test_a_keras_model_trains_as_a_torch_network_also_sharded(make_shards: Any, 
     objects = {name: UserObjects(module=twin if name == "twin" else model) for name in configs}
     results = train_in_turn(configs, objects)
     expected = results.pop("twin")
-    load_checkpoint(expected.checkpoint_uri, twin)
+    map_checkpoint(expected.checkpoint_uri, twin)
     for result in results.values():
         trained = match(state_of(result.checkpoint_uri, model))
         assert not torch.equal(trained["0.weight"], network.state_dict()[network.variables[0][0]].T)

@@ -25,7 +25,7 @@ from torch import nn
 
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.callbacks import Callback, TrainingState
-from ringspark.estimators.training.checkpoint.weights import load_checkpoint
+from ringspark.estimators.training.checkpoint.weights import map_checkpoint
 from ringspark.estimators.training.history import read_history
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.privacy.ledger import compute_epsilon, read_ledger
@@ -192,5 +192,5 @@ class Notices(nn.Module):
 def test_no_row_reaches_a_buffer_of_the_trained_network(config: MakeConfig) -> None:
     result = train_here(config(), objects(module=Notices()))
     saved = Notices()
-    load_checkpoint(result.checkpoint_uri, saved)
+    map_checkpoint(result.checkpoint_uri, saved)
     assert not saved.seen.any()
