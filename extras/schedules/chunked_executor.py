@@ -60,13 +60,13 @@ class ChunkedExecutor(Executor):
         live = self._live[stage, micro] = LiveChunks([])
         returned: list[Any] = []
         give = self._giver(stage, micro, live.sent, returned)
-        span = partial(self.recorder.span, action)
+        span = partial(self.span, action)
         # One context for all chunks, because it collects the layers' reports of the micro-batch.
         with self.weights(micro), self.around():
             live.sections = self._run_forward(module, stage, micro, arguments, give, span)
         if stage == self._place.last:
             # Outside autocast, as for whole rows: the loss is computed in fp32.
-            with self.recorder.span(action):
+            with self.span(action):
                 live.sections[-1][0].results = select_differentiable((loss(returned.pop()),))
         elif added() is not None:
             raise ValueError(_ADDS_IN_CHUNKS)
@@ -77,7 +77,7 @@ class ChunkedExecutor(Executor):
             super()._backward(action)
             return
         with self.weights(micro):
-            self._run_backward(stage, micro, self._live[stage, micro], partial(self.recorder.span, action))
+            self._run_backward(stage, micro, self._live[stage, micro], partial(self.span, action))
         del self._live[stage, micro]
 
     def _giver(self, stage: int, micro: int, sent: list[Wait], returned: list[Any]) -> Give:

@@ -18,7 +18,7 @@ from typing import Any
 
 import harness
 import torch
-from simulation import bubble_share
+from simulation import Timed, bubble_share, record_actions
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -27,7 +27,6 @@ from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.phase import Status
 from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
-from ringspark.extras.model_parallel.pipeline.executor import Timed
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES
 
@@ -98,7 +97,7 @@ def timelines(
     for _ in range(repeats):
         if not passes.late:
             collective.barrier()
-        actions = passes.executor.recorder.actions = []
+        actions = record_actions(passes.executor)
         for _ in range(steps):
             step(passes, inputs, optimizer)
         rounds.append([(*timed.action, timed.begin, timed.end) for timed in actions])

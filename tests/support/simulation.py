@@ -1,14 +1,39 @@
-"""Simulates a schedule: when each pass begins and ends if only computing takes time."""
+"""The times of a schedule's actions: simulated as if only computing takes time, or recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from ringspark.extras.model_parallel.pipeline.actions import Action, CompletedActions, Order, PassType
-from ringspark.extras.model_parallel.pipeline.executor import Timed
+from ringspark.extras.model_parallel.pipeline.executor import Executor
 
 # A backward pass takes as long as two forward passes, half of it for the inputs (Qi et al. 2023).
 UNITS = {PassType.FORWARD: 1.0, PassType.BACKWARD: 2.0, PassType.INPUT: 1.0, PassType.WEIGHT: 1.0}
+
+
+class Timed(NamedTuple):
+    """An action with the begin and end of its computation."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+def record_actions(executor: Executor) -> list[Timed]:
+    """Returns the list that the executor's next actions fill, in seconds of the host's monotonic clock."""
+    actions: list[Timed] = []
+
+    @contextmanager
+    def span(action: Action) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        actions.append(Timed(action, begin, time.monotonic()))
+
+    executor.span = span
+    return actions
 
 
 def simulate(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,28 +25,6 @@ Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 # Called with the number of a micro-batch after a stage has run; returns the scalar that it adds to the loss.
 Added = Callable[[int], torch.Tensor | None]
-
-
-class Timed(NamedTuple):
-    """An action with the begin and end of its computation, in seconds of the host's monotonic clock."""
-
-    action: Action
-    begin: float
-    end: float
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.actions: list[Timed] | None = None
-
-    @contextmanager
-    def span(self, action: Action) -> Iterator[None]:
-        if self.actions is None:
-            yield
-            return
-        begin = time.monotonic()
-        yield
-        self.actions.append(Timed(action, begin, time.monotonic()))
 
 
 @dataclass
@@ -76,13 +53,14 @@ class Executor:
     Attributes:
         around: Makes the context of every forward pass, such as autocast.
         weights: (number of a micro-batch) -> context that selects the micro-batch's version of the weights.
+        span: (action) -> context around its computation.
         most_live: Largest number of micro-batches with activations so far.
     """
 
     def __init__(self, place: StagePlacement, wire: Wire) -> None:
         self.around: Context = nullcontext
         self.weights: Callable[[int], AbstractContextManager[object]] = lambda micro: nullcontext()
-        self.recorder = Recorder()
+        self.span: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext()
         self.most_live = 0
         self._place = place
         self._exchange = StageTransfers(place, wire)
@@ -163,7 +141,7 @@ class Executor:
     ) -> None:
         _, stage, micro = action
         values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
-        with self.recorder.span(action):
+        with self.span(action):
             result = self._forward(module, stage, micro, values)
             if stage == self._place.last:
                 scalar = loss(result)
@@ -187,7 +165,7 @@ class Executor:
             if live.sent is not None:
                 # The gradients arrived after the outputs, so this does not wait.
                 live.sent()
-        with self.recorder.span(action), self.weights(micro):
+        with self.span(action), self.weights(micro):
             inputs = select_differentiable(live.inputs)
             if kind is PassType.INPUT:
                 # Without inputs that require gradients, `WEIGHT` runs the whole pass.

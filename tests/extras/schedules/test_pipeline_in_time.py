@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from simulation import record_actions
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -127,14 +128,14 @@ def _gradients(collective: Collective, *, cases: Sequence[Any]) -> Any:
         for number, rows in enumerate([(2, 2, 1), (3,)]):
             # The second step has rows of other lengths, some shorter than the number of chunks.
             micros = _rows(name, rows, TIMES if number == 0 else 2, number)
-            passes.executor.recorder.actions = []
+            actions = record_actions(passes.executor)
             key = f"{name} {schedule} {chunks} {recomputes} {options} {number}"
             found[key] = _compare(whole, passes, micros)
             # The first rank has the last stage. The last rank has the first stage, which sends its chunks one
             # by one.
             if name != "between" and passes.num_stages == 2 and not collective.rank:
                 num = len(rows) * min(chunks, micros[0][0].shape[1])
-                forward = [t for t in passes.executor.recorder.actions if t.action.kind is PassType.FORWARD]
+                forward = [t for t in actions if t.action.kind is PassType.FORWARD]
                 assert len(forward) == num + 2 * len(rows) * (chunks > 1)  # chunks, and the head with loss
     return found
 
