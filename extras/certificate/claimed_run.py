@@ -242,7 +242,7 @@ def _check_files(run: ClaimedRun, end: Link) -> Check:
 def _check_history(run: ClaimedRun) -> Check:
     """Compares the published history with the one in the last checkpoint, which a replay repeats."""
     known = [drop_times(epoch) for epoch in run.records[run.checkpoints[-1].step].position.history]
-    for name, read in ((run_layout.HISTORY, _read_history), (run_layout.RESULT, _read_result)):
+    for name, read in ((run_layout.HISTORY, parse_history), (run_layout.RESULT, _read_result)):
         uri = storage.join(run.uri, name)
         if not storage.exists(uri):
             continue
@@ -257,10 +257,6 @@ def _check_history(run: ClaimedRun) -> Check:
             note = f"no checkpoint has the epochs after {len(known)}"
             return Check(name="history", is_done=False, note=note)
     return Check(name="history")
-
-
-def _read_history(data: bytes) -> Sequence[EpochRecord]:
-    return parse_history(data)
 
 
 def _read_result(data: bytes) -> Sequence[EpochRecord]:

@@ -21,7 +21,8 @@ def row_keys(values: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
     for tensor in values:
         flat = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
         # Equal numbers have equal bits: adding 0 turns -0.0 into 0.0.
-        bits = (flat.float() + 0.0).contiguous().view(torch.int32).long() if _is_float(flat) else flat.long()
+        is_float = tensor.is_floating_point()
+        bits = (flat.float() + 0.0).contiguous().view(torch.int32).long() if is_float else flat.long()
         places = _mix(torch.arange(bits.shape[1], device=bits.device) + 1)
         keys = _mix(keys + _mix(bits + places).sum(1))
     return keys
@@ -45,10 +46,6 @@ def to_unit(hashes: torch.Tensor) -> torch.Tensor:
 def normal(keys: torch.Tensor, shape: Sequence[int], stream: int) -> torch.Tensor:
     """Returns numbers with the standard normal distribution, (rows, *shape) fp32."""
     return math.sqrt(2) * torch.erfinv(2 * uniform(keys, shape, stream) - 1)
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:

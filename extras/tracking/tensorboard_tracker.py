@@ -74,7 +74,7 @@ class _Events(Listener):
         self._copied = 0
         settings = {**run.settings, **{f"data.{key}": value for key, value in run.data.items()}}
         self._writer.add_text("settings", _table(settings), 0)
-        self._hparams = {name: value for name, value in settings.items() if _is_plain(value)}
+        self._hparams = {n: v for n, v in settings.items() if isinstance(v, bool | int | float | str)}
         self._writer.flush()
 
     def steps(self, records: Sequence[StepRecord]) -> None:
@@ -143,10 +143,6 @@ def _values(record: EpochRecord) -> dict[str, float]:
         **record.metrics,
     }
     return {name: float(value) for name, value in values.items() if value is not None}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
 
 
 def _table(settings: Mapping[str, Any]) -> str:

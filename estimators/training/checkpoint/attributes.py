@@ -59,7 +59,8 @@ def _describe(value: Any) -> list[Any] | None:
     if type(value) in (list, deque, dict) and len(value) <= _MOST_ITEMS:
         is_dict = isinstance(value, dict)
         items = value.values() if is_dict else value
-        if all(type(item) in _SCALARS for item in items) and (not is_dict or all(map(_is_text, value))):
+        keys = value if is_dict else ()
+        if all(type(item) in _SCALARS for item in items) and all(type(key) is str for key in keys):
             return [type(value).__name__, dict(value) if is_dict else list(value)]
     if type(value) is torch.Tensor:
         is_plain = value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta
@@ -75,10 +76,6 @@ def _describe(value: Any) -> list[Any] | None:
         except TypeError:  # a generator whose state is an array
             return None
     return None
-
-
-def _is_text(key: object) -> bool:
-    return type(key) is str
 
 
 def _restore(present: Any, kind: str, value: Any, device: torch.device) -> Any:
