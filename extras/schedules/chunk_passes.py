@@ -19,7 +19,7 @@ from ringspark.extras.model_parallel.pipeline.sections import StageSection
 from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, forms_of, mark_gradients
 from ringspark.models.chain import Link, State, as_values
 
-Span = Callable[[], AbstractContextManager[None]]
+Span = Callable[[], AbstractContextManager[object]]
 # (values, section, states of its layers) -> (result, states after it).
 Call = Callable[[Values, StageSection, Sequence[State]], tuple[Any, Sequence[State]]]
 # (result of the last section, number of the chunk) -> tensors whose gradients come back.
