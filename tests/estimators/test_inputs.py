@@ -185,6 +185,7 @@ def _struct_model(tmp_path: Path, frame: Any, **settings: Any) -> TorchRegressio
     return quiet(TorchRegressor, tmp_path / "runs", **params, **settings).fit(frame)
 
 
+@pytest.mark.extras
 def test_the_fields_of_a_struct_are_taken_by_their_names(spark, tmp_path):
     frame = spark.range(30).selectExpr(
         "id",

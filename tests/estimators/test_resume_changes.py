@@ -142,6 +142,7 @@ def test_a_new_loss_scale_starts_with_fp16(table, tmp_path):
     assert model.summary.epochs[1].train_loss < model.summary.epochs[0].train_loss
 
 
+@pytest.mark.extras
 def test_a_compression_of_gradients_stays(table, tmp_path):
     _estimator(tmp_path).fit(table)
     with pytest.raises(ValueError, match="cannot be resumed, because these changed: sync: "):
