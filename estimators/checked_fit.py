@@ -90,7 +90,7 @@ class CheckedFit:
         packed = PackedObjects.of(objects)
         is_split = indicator is not None or fraction is not None
         heads = check_schema(config, objects, columns, ("validation", "train") if is_split else ("train",))
-        slots = check_slots(spark, config.num_workers, config.use_gpu, config.collective)
+        slots = check_slots(spark, config.num_workers, config.use_gpu, config.collective, config.launch)
         data = FitData(
             columns=tuple(column.name for column in columns),
             validation_col=indicator,
@@ -115,7 +115,7 @@ class CheckedFit:
         estimator._check_precision()
         estimator._warn(on_shards=True)
         packed = PackedObjects.of(objects)
-        check_slots(spark, config.num_workers, config.use_gpu, config.collective)
+        check_slots(spark, config.num_workers, config.use_gpu, config.collective, config.launch)
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
         if not estimator.hasParam("labelCol"):

@@ -28,6 +28,10 @@ class ProcessLostError(RuntimeError):
     """A process that the rank started ended without a result."""
 
 
+class RegroupError(RuntimeError):
+    """All ranks ended at a checkpoint, to start again with more ranks."""
+
+
 class TrainingCancelledError(RuntimeError):
     """Somebody cancelled the Spark job of the training."""
 
@@ -64,7 +68,7 @@ class Failure(JsonText):
             message=str(error),
             trace=str(cause) if isinstance(cause, OtherTracebackError) else "".join(lines),
             from_peer=from_peer,
-            may_pass=from_peer or isinstance(error, ProcessLostError) or _may_pass(error),
+            may_pass=from_peer or isinstance(error, (ProcessLostError, RegroupError)) or _may_pass(error),
         )
 
     @classmethod

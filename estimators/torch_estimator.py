@@ -213,6 +213,8 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                 finished = FinishedRun(
                     result=TrainResult.from_json(supervisor.run()[0]),
                     restarts=tuple(supervisor.restarts),
+                    preemptions=tuple(supervisor.preemptions),
+                    seconds_lost=supervisor.seconds_lost,
                     parallelism=config.parallelism.to_values(),
                     changes=run.changes(),
                 ).to_json()

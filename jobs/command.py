@@ -23,7 +23,7 @@ from ringspark.jobs import cli
 # Commands of `ringspark.extras`, which may be absent; their modules are in `ringspark.extras.commands`.
 EXTRA_COMMANDS = (
     *("score", "demo", "check", "plan", "runs", "report", "shards", "pack", "certify", "verify"),
-    "build-horovod",
+    *("rehearse", "build-horovod"),
 )
 SHELLS = ("bash", "zsh", "tcsh")
 # Exit code for wrong input or options, as in argparse; 1 means a failed training, save or evaluation.

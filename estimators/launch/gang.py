@@ -1,4 +1,4 @@
-"""A gang: one Spark barrier stage whose tasks become the ranks of a collective."""
+"""A gang: one Spark stage whose tasks become the ranks of a collective."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.launch.gang_task import SCHEMA, GangTask
-from ringspark.estimators.launch.resources import plan_stage, profile_of
-from ringspark.estimators.launch.slots import count_slots
+from ringspark.estimators.launch.gang_task import SCHEMA
+from ringspark.estimators.launch.resources import most_slots, plan_stage, profile_of
+from ringspark.estimators.launch.slots import count_slots, is_dynamic
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.estimators.stages.session import application_of, spark_conf
 from ringspark.pipelines.spark_errors import explain_worker_errors
@@ -78,7 +78,7 @@ _LOCK = Lock()
 
 class GangStage:
     def __init__(self, spark: SparkSession, use_gpu: bool) -> None:
-        self._spark = spark
+        self.spark = spark
         self._use_gpu = use_gpu
         self._plan = plan_stage(spark_conf(spark) if use_gpu else {}, str(spark.version), use_gpu)
         if self._plan.problem:
@@ -87,20 +87,30 @@ class GangStage:
     def turn(self, num_workers: int) -> Any:
         """Returns a context manager that waits until the gangs of other threads leave room."""
         with _LOCK:
-            queue = _QUEUES.setdefault(application_of(self._spark), GangQueue())
+            queue = _QUEUES.setdefault(application_of(self.spark), GangQueue())
         # Without GPU resources, only the local rank chooses the GPU, so gangs must not run together.
         is_exclusive = self._use_gpu and not self._plan.gives_gpus
-        return queue.turn(num_workers, (lambda: 0) if is_exclusive else self.slots)
+        return queue.turn(num_workers, (lambda: 0) if is_exclusive else self._most_slots)
+
+    def _most_slots(self) -> int | None:
+        conf = spark_conf(self.spark)
+        return most_slots(conf, self._plan.task_cpus) if is_dynamic(conf) else self.slots()
 
     def slots(self) -> int | None:
-        return count_slots(self._spark, self._use_gpu)
+        return count_slots(self.spark, self._use_gpu)
 
-    def run(self, task: GangTask, num_workers: int, job: SparkJob) -> list[Any]:
-        """Runs one barrier stage; returns its rows in rank order."""
+    def run(
+        self, task: Callable[..., Any], num_tasks: int, job: SparkJob, *, is_barrier: bool = True
+    ) -> list[Any]:
+        """Runs one stage; returns its rows in rank order.
+
+        `is_barrier`: whether Spark starts all tasks at once, or each one as soon as it has a slot.
+        """
         # Passed only if needed: before Spark 4.0, stages of a DataFrame accept no profile.
         cpus = self._plan.task_cpus
-        profile = {"profile": profile_of(self._spark, cpus)} if cpus else {}
-        frame = self._spark.range(0, num_workers, 1, num_workers)
+        profile = {"profile": profile_of(self.spark, cpus)} if cpus else {}
+        frame = self.spark.range(0, num_tasks, 1, num_tasks)
         with explain_worker_errors():
-            rows = job.run(lambda: frame.mapInArrow(task, SCHEMA, barrier=True, **profile).collect())
+            made = frame.mapInArrow(task, SCHEMA, barrier=is_barrier, **profile)
+            rows = job.run(made.collect)
         return sorted(rows, key=lambda row: int(row.rank))

@@ -1,15 +1,15 @@
-"""The task of the gang's barrier stage. It becomes a rank, works, and returns one row.
+"""A task of the gang's stage. It becomes a rank, works, and returns one row.
 
 A failure of the work becomes the task's row, because Spark would retry an error and bury it in a JVM trace.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -30,12 +30,12 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.host_allocator import keep_freed_memory
+from ringspark.estimators.launch.meeting import Offer, await_roster, check_offers, gather_offers
 from ringspark.estimators.launch.rank_output import RankOutput
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
 from ringspark.models.process_state import print_any_text
 from ringspark.pipelines import storage
-from ringspark.pipelines.typed_json import record
 
 # The work of a rank: takes the connected collective, the device and the status to update.
 Work = Callable[[Collective, str, Status], str]
@@ -98,64 +98,45 @@ def work_and_leave(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Offer:
-    """A task's message to the other tasks before they connect; only rank 0 has an `address`.
-
-    `problem` is the error that keeps this task from starting.
-    """
-
-    address: str
-    claim: Claim
-    problem: str
-
-    def gather(self, context: Any) -> tuple[str, list[Claim]]:
-        try:
-            # Every task makes this call, even if it cannot start: the other tasks wait for its message.
-            texts = context.allGather(json.dumps(asdict(self)))
-        except Exception as error:
-            raise CollectiveError(f"the workers cannot connect, see the executors' logs: {error}") from error
-        offers = [record(_Offer, json.loads(text)) for text in texts]
-        if self.problem:
-            raise RuntimeError(self.problem)
-        if any(offer.problem for offer in offers):
-            raise CollectiveError("another rank could not start")
-        return next(o.address for o in offers if o.address), [offer.claim for offer in offers]
-
-
-@dataclass(frozen=True, kw_only=True)
 class GangTask:
-    """The function of the barrier stage. Runs on every rank."""
+    """The function of the stage. `is_barrier`: whether it is a barrier stage, and not ordinary tasks."""
 
     collective: str
     work: Work
     use_gpu: bool
     pulse: Pulse
     driver: str
+    is_barrier: bool = True
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in batches:
             pass
-        from pyspark import BarrierTaskContext
+        from pyspark import BarrierTaskContext, TaskContext
 
-        context = BarrierTaskContext.get()
-        # An address is "host:port", with an IPv6 host in brackets.
-        hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
-        member = assign_ranks(hosts)[context.partitionId()]
+        context: Any = BarrierTaskContext.get() if self.is_barrier else TaskContext.get()
         # The driver may have given up this rank, and removed the folder.
-        with (
-            storage.only_where(self.pulse.run_uri, run_layout.OWNER),
-            print_any_text(),
-            RankOutput(self.pulse, member.rank, member.host),
-            keep_freed_memory(),
-        ):
-            result, failure = self._run(context, member)
+        with storage.only_where(self.pulse.run_uri, run_layout.OWNER), print_any_text():
+            roster: Sequence[Offer] = ()
+            if self.is_barrier:
+                # An address is "host:port", with an IPv6 host in brackets.
+                hosts = [info.address.rpartition(":")[0].strip("[]") for info in context.getTaskInfos()]
+            else:
+                roster = await_roster(self.pulse, self._offer(context))
+                hosts = [offer.claim.host for offer in roster]
+            if not hosts:
+                return
+            member = assign_ranks(hosts)[context.partitionId()]
+            with RankOutput(self.pulse, member.rank, member.host), keep_freed_memory():
+                result, failure = self._run(context, member, roster)
         # Not earlier: until here the frames of the work, and of its error, hold tensors.
         release_gpu()
         row = {"rank": member.rank, "result": result, "failure": failure.to_json() if failure else None}
         yield pa.RecordBatch.from_pylist([row], _ARROW_SCHEMA)
 
-    def _run(self, context: Any, member: Member) -> tuple[str | None, Failure | None]:
+    def _run(
+        self, context: Any, member: Member, roster: Sequence[Offer]
+    ) -> tuple[str | None, Failure | None]:
         import torch
 
         status = Status()
@@ -171,7 +152,7 @@ class GangTask:
 
         with heartbeat:
             try:
-                return self._connect_and_work(context, member, status, report), None
+                return self._connect_and_work(context, member, roster, status, report), None
             # SystemExit too, because sys.exit() in user code would end the Python worker silently.
             except (Exception, SystemExit) as error:
                 return None, report(error)
@@ -179,33 +160,43 @@ class GangTask:
                 torch.set_num_threads(threads)
 
     def _connect_and_work(
-        self, context: Any, member: Member, status: Status, report: Callable[[BaseException], object]
+        self,
+        context: Any,
+        member: Member,
+        roster: Sequence[Offer],
+        status: Status,
+        report: Callable[[BaseException], object],
     ) -> str:
         kind = collective_class(self.collective)
         status.phase = "opening the rendezvous"
-        at, rendezvous, problem = member, None, ""
-        claims = [Claim(host=member.host)]
+        at, rendezvous = member, None
+        is_spread = member.local_size < member.size
         # Spark's allGather takes a second. Ranks of one host that share no devices do without it.
-        must_gather = self.use_gpu or member.local_size < member.size
+        must_gather = not roster and (self.use_gpu or is_spread)
         ports = [0] if must_gather else meeting_ports(self.secret)
-        address = f"{member.host}:{','.join(map(str, ports))}"
+        own = Offer(task=context.partitionId(), claim=Claim(host=member.host))
+        roster = roster or [own]
         try:
             try:
-                if member.local_size < member.size:
-                    at = replace(member, host=own_address(member.host, self.driver))
-                claims = [self._claim(context, member)]
+                if must_gather:
+                    if is_spread:
+                        at = replace(member, host=own_address(member.host, self.driver))
+                    own = replace(own, claim=self._claim(context, member.host))
                 if member.rank == 0:
                     rendezvous = kind.open_rendezvous(at, self.secret, ports)
             except Exception as error:
                 if not must_gather:
                     raise
-                problem = str(error)
+                own = replace(own, problem=str(error))
             if must_gather:
-                opened = rendezvous.address if rendezvous else ""
-                offer = _Offer(address=opened, claim=claims[0], problem=problem)
-                address, claims = offer.gather(context)
+                own = replace(own, address=rendezvous.address if rendezvous else "")
+                roster = gather_offers(own, context)
+            check_offers(roster, context.partitionId())
+            # Rank 0 is the first of its host, and hosts have the order of their first task.
+            host = roster[0].claim.host
+            address = roster[0].address or f"{host}:{','.join(map(str, ports))}"
             status.phase = "choosing the devices"
-            device = self._device(claims, context)
+            device = self._device([offer.claim for offer in roster], context)
             status.phase = f"connecting by {self.collective}"
             meeting = RendezvousInfo(
                 address=address,
@@ -219,12 +210,20 @@ class GangTask:
             if rendezvous is not None:
                 rendezvous.close()
 
-    def _claim(self, context: Any, member: Member) -> Claim:
+    def _offer(self, context: Any) -> Offer:
+        host = own_address(socket.gethostname(), self.driver)
+        offer = Offer(task=context.partitionId(), attempt=context.attemptNumber(), claim=Claim(host=host))
+        try:
+            return replace(offer, claim=self._claim(context, host))
+        except Exception as error:
+            return replace(offer, problem=str(error))
+
+    def _claim(self, context: Any, host: str) -> Claim:
         if not self.use_gpu:
-            return Claim(host=member.host)
+            return Claim(host=host)
         gpu = context.resources().get("gpu")
         addresses = tuple(gpu.addresses) if gpu else ()
-        return Claim(host=member.host, addresses=addresses, visible=visible_devices())
+        return Claim(host=host, addresses=addresses, visible=visible_devices())
 
     def _device(self, claims: list[Claim], context: Any) -> str:
         if not self.use_gpu:

@@ -123,6 +123,11 @@ class HangDetector:
         seen = self._seen.values()
         return all(each.beat.ended or now - each.beat_changed >= self._grace for each in seen)
 
+    def is_silent(self, rank: int) -> bool:
+        """Whether the rank had missed two heartbeats at the last update."""
+        seen, now = self._seen[rank], self._last_update or 0.0
+        return now - seen.beat_changed >= self._grace
+
     def _shift_clocks(self, seconds: float) -> None:
         if self._began is not None:
             self._began += seconds

@@ -185,3 +185,4 @@ class Heartbeat:
                 )
             elif owner.launch > self._pulse.launch:
                 self._status.stop("the driver has restarted the workers without this worker")
+            self._status.must_regroup = owner.regroups

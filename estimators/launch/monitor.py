@@ -14,6 +14,7 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.hang_detector import HangDetector
 from ringspark.estimators.launch.heartbeat import Beat, Pulse, interval_seconds, read_beats
+from ringspark.estimators.launch.meeting import Meeting, look_seconds
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
 
@@ -29,12 +30,22 @@ NO_ROOM = "NoRoom"
 class Monitor:
     """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
 
-    `verdict` is the failure for which it cancelled the job, otherwise None.
+    `verdict` is the failure for which it cancelled the job, otherwise None. If the workers are ordinary
+    tasks, they meet in `meeting`, and `find_shortage` says when too few of them have come. `on_training` is
+    called again and again while all ranks train.
     """
 
     def __init__(
-        self, pulse: Pulse, num_workers: int, job: SparkJob, count_slots: Callable[[], int | None]
+        self,
+        pulse: Pulse,
+        num_workers: int,
+        job: SparkJob,
+        count_slots: Callable[[], int | None],
+        meeting: Meeting | None = None,
+        find_shortage: Callable[[Meeting], str | None] = lambda _: None,
+        on_training: Callable[[], None] = lambda: None,
     ) -> None:
+        self._meeting, self._find_shortage, self._on_training = meeting, find_shortage, on_training
         self._pulse = pulse
         self._num_workers = num_workers
         self._job = job
@@ -68,16 +79,23 @@ class Monitor:
         # A remote store is read only as often as beats may change.
         interval = interval_seconds(self._pulse.timeout_seconds)
         poll = POLL_SECONDS if storage.is_local(self._pulse.run_uri) else max(POLL_SECONDS, interval / 2)
-        while not self._done.wait(poll):
+        while not self._done.wait(look_seconds(self._pulse.run_uri) if self._is_meeting else poll):
             # The store or Spark may fail to answer, and that must not end a training.
             with suppress(Exception):
                 self.verdict = self._find_failure()
             if self.verdict is not None:
                 # Repeated, because a cancel may get lost on its way to Spark.
                 while not self._done.is_set():
+                    if self._meeting is not None:
+                        with suppress(Exception):
+                            self._meeting.dismiss()
                     self._job.cancel()
                     self._done.wait(_CANCEL_AGAIN_SECONDS)
                 return
+
+    @property
+    def _is_meeting(self) -> bool:
+        return self._meeting is not None and self._meeting.roster is None
 
     def _read_beats(self) -> None:
         pulse = self._pulse
@@ -85,8 +103,18 @@ class Monitor:
         self._hang_detector.update(beats, time.monotonic())
 
     def _find_failure(self) -> Failure | None:
+        if self._meeting is not None:
+            self._meeting.look()
+            if self._is_meeting:
+                shortage = self._find_shortage(self._meeting)
+                if shortage is None:
+                    return None
+                return Failure.lost(0, "unknown", "starting", shortage, NO_ROOM)
         self._read_beats()
         now = time.monotonic()
+        beats = self.beats
+        if len(beats) == self._num_workers and all(beat.phase.startswith("training") for beat in beats):
+            self._on_training()
         hung = self._hang_detector.find_hung(now)
         if hung is not None:
             try:
@@ -100,6 +128,8 @@ class Monitor:
             host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"
             return Failure.lost(hung.rank, host, phase, message)
+        if self._meeting is not None:
+            return self._find_replaced(self._meeting)
         if not self._hang_detector.is_idle(now):
             self._full_at = now
             return None
@@ -110,3 +140,22 @@ class Monitor:
             message = f"Spark has {room} task slots left for {self._num_workers} workers"
             return Failure.lost(0, "unknown", "starting", message, NO_ROOM)
         return None
+
+    def _find_replaced(self, meeting: Meeting) -> Failure | None:
+        """Returns the failure of a rank whose task Spark has started again.
+
+        Spark also starts speculative copies, so the rank must be silent, or another rank must have failed.
+        """
+        task = meeting.find_replaced()
+        beat = next((beat for beat in self.beats if beat.task == task), None)
+        if task is None or (beat is not None and beat.ended):
+            return None
+        message = "its process died, and Spark started it again"
+        if beat is None:
+            # The first heartbeat comes at once.
+            is_silent = time.monotonic() - meeting.changed_at >= interval_seconds(self._pulse.timeout_seconds)
+            return Failure.lost(task, "unknown", "starting", message) if is_silent else None
+        is_silent = self._hang_detector.is_silent(beat.rank)
+        if not is_silent and all(each.failure is None for each in self.beats):
+            return None
+        return Failure.lost(beat.rank, beat.host, beat.phase, message)

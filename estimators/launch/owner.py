@@ -15,15 +15,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Token of the driver that owns a run, and number of its earlier launches."""
+    """Token of the driver that owns a run, and number of its earlier launches.
+
+    `regroups`: whether the workers are to end at a checkpoint, because the next launch has more of them.
+    """
 
     token: str
     launch: int
+    regroups: bool = False
 
 
-def write_owner(run_uri: str, token: str, launch: int) -> None:
+def write_owner(run_uri: str, token: str, launch: int, *, regroups: bool = False) -> None:
     """Claims the run before a start of the workers, so that rank 0 of an earlier owner ends (`heartbeat`)."""
-    data = json.dumps(asdict(Owner(token=token, launch=launch))).encode()
+    data = json.dumps(asdict(Owner(token=token, launch=launch, regroups=regroups))).encode()
     storage.write_atomic(storage.join(run_uri, run_layout.OWNER), data)
 
 

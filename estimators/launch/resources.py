@@ -96,6 +96,16 @@ def slots_of_conf(
     return executors * slots
 
 
+def most_slots(conf: Mapping[str, str], task_cpus: int | None) -> int | None:
+    """Returns how many workers the conf promises room for, with dynamic allocation too; None if unknown."""
+    if conf.get("spark.dynamicAllocation.enabled", "false").lower() != "true" or is_local(conf):
+        return slots_of_conf(conf, task_cpus)
+    most = conf.get("spark.dynamicAllocation.maxExecutors", str(2**31 - 1))
+    if int(most) == 2**31 - 1:
+        return None
+    return slots_of_conf({**conf, "spark.executor.instances": most}, task_cpus)
+
+
 def cores_per_task(conf: Mapping[str, str]) -> float:
     """Returns the cores of a task; since Spark 4.3, it may be a part of one."""
     return float(conf.get("spark.task.cpus", "1"))

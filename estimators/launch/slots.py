@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.collectives.horovod_collective import check_nccl
 from ringspark.estimators.launch.devices import check_enough
-from ringspark.estimators.launch.resources import plan_stage, profile_of, slots_of_conf
+from ringspark.estimators.launch.resources import most_slots, plan_stage, profile_of, slots_of_conf
 from ringspark.estimators.stages.session import ENCRYPTION, spark_conf
 from ringspark.pipelines import spark_plans
 from ringspark.pipelines.spark_paths import is_local, is_remote
@@ -32,11 +32,19 @@ def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
 
 
 def check_slots(
-    spark: SparkSession, num_workers: int, use_gpu: bool = False, collective: str = "torch"
+    spark: SparkSession,
+    num_workers: int,
+    use_gpu: bool = False,
+    collective: str = "torch",
+    launch: str | None = None,
 ) -> int | None:
     """Returns `count_slots`; raises ValueError for a gang that Spark would only retry and never start."""
     conf = spark_conf(spark)
-    check_fixed_size(conf)
+    if is_dynamic(conf) and launch == "barrier":
+        raise ValueError(
+            "launch='barrier' starts all workers at the same time, which Spark refuses on a cluster with "
+            "spark.dynamicAllocation.enabled=true; leave launch unset"
+        )
     encrypted = [f"{key}=true" for key in ENCRYPTION if conf.get(key, "").lower() == "true"]
     if encrypted and num_workers > 1 and not is_local(conf):
         warnings.warn(
@@ -48,12 +56,19 @@ def check_slots(
     if use_gpu:
         check_address_space(conf)
     task_cpus = plan_stage(conf, str(spark.version), use_gpu).task_cpus
-    expected = slots_of_conf(conf, task_cpus)
+    expected = most_slots(conf, task_cpus)
     if use_gpu and is_local(conf) and not is_remote(spark):
         # The workers have the GPUs and libraries of this process, so they are checked here.
         if collective == "horovod":
             check_nccl()
         check_enough(num_workers, socket.gethostname(), torch.cuda.device_count())
+    if is_dynamic(conf):
+        if expected is not None and num_workers > expected:
+            raise ValueError(
+                f"numWorkers ({num_workers}) must not exceed the {expected} task slots of the executors that "
+                f"spark.dynamicAllocation.maxExecutors allows; lower numWorkers or raise it"
+            )
+        return None  # executors come when the workers wait for them
     # A session exists before its executors do.
     deadline = time.monotonic() + REGISTRATION_SECONDS
     slots = _count(spark, conf, task_cpus)
@@ -94,15 +109,15 @@ def _is_young(spark: SparkSession) -> bool:
     return time.time() - spark.sparkContext.startTime / 1000 < REGISTRATION_SECONDS
 
 
-def check_fixed_size(conf: Mapping[str, str]) -> None:
-    """Refuses dynamic allocation, on which Spark fails every barrier stage (SPARK-24942)."""
+def is_dynamic(conf: Mapping[str, str]) -> bool:
+    """Whether Spark adds and removes executors, with which it refuses barrier stages (SPARK-24942)."""
     enabled = conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
-    if enabled and not is_local(conf):  # a local master ignores it
-        raise ValueError(
-            "all workers of a gang start at the same time, which Spark refuses on a cluster with "
-            "spark.dynamicAllocation.enabled=true; start the session with it set to false and "
-            "spark.executor.instances to the executors that numWorkers needs"
-        )
+    return enabled and not is_local(conf)  # a local master ignores it
+
+
+def runs_as_tasks(conf: Mapping[str, str], launch: str | None) -> bool:
+    """Whether the workers are ordinary tasks, by the setting `launch` or, if unset, by the cluster."""
+    return is_dynamic(conf) if launch is None else launch == "tasks"
 
 
 def check_address_space(conf: Mapping[str, str]) -> None:

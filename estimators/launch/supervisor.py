@@ -1,7 +1,13 @@
-"""Keeps a gang training until it has finished, by restarting it if it was lost or hung.
+"""Keeps a gang training until it has finished, by starting it again if it was lost or hung.
 
-It restarts a gang from its newest checkpoint, up to `max_restarts` times, if a process, a collective or a
-store failed, but not after an error of user code or data.
+It starts a gang again from its newest checkpoint, up to `max_restarts` times, if a process, a collective or a
+store failed, but not after an error of user code or data. The life of a gang, from launch to launch:
+
+    launch -> all tasks have come -> ranks train -> finished
+      ^               |                   |
+      |            too few                |-- lost to the cluster: costs no restart
+      |               |                   |-- failed: one of `max_restarts`
+      +---------------+-------------------+-- free slots: at a checkpoint, with more workers
 """
 
 from __future__ import annotations
@@ -12,21 +18,27 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.sql import SparkSession
 
-from ringspark.estimators.failures import Failure, TrainingCancelledError, WorkerError
+from ringspark.estimators.failures import LOST, Failure, RegroupError, TrainingCancelledError, WorkerError
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
+from ringspark.estimators.launch.meeting import Meeting
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
+from ringspark.estimators.launch.shortage import Shortage
+from ringspark.estimators.launch.spares import Spares
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
+from ringspark.estimators.launch.taken import FREE_LOSSES, find_taken
 from ringspark.estimators.stages.session import spark_conf
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, list_steps
 from ringspark.pipelines.job_names import name_jobs
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
@@ -54,6 +66,10 @@ class GangSettings(Protocol):
     @property
     def collective(self) -> str: ...
     @property
+    def max_workers(self) -> int | None: ...
+    @property
+    def launch(self) -> str | None: ...
+    @property
     def max_restarts(self) -> int: ...
     @property
     def timeout_seconds(self) -> float: ...
@@ -68,7 +84,8 @@ C = TypeVar("C", bound=GangSettings)
 class Supervisor(Generic[C]):
     """Runs one gang.
 
-    `restarts` has the reason of each restart. After a loss, `config` has the number of remaining workers.
+    `restarts` has the reason of each restart, `preemptions` of each loss to the cluster, which costs no
+    restart. `config` has the number of workers of the present launch.
     """
 
     spark: SparkSession
@@ -77,35 +94,80 @@ class Supervisor(Generic[C]):
     token: str
     check_data: Callable[[], None] | None = None
     restarts: list[str] = field(default_factory=list)
+    preemptions: list[str] = field(default_factory=list)
+    seconds_lost: float = 0.0
     _stage: Any = None
     _pulse: Pulse = field(init=False)
+    _launches: int = 0
+    _launched_at: float = 0.0
+    _found: int = 0
+    _failed_at: float | None = None
+    _regroups: bool = False
+    _newest: int = 0
+    _free: int = FREE_LOSSES
 
     def run(self) -> list[str]:
         """Blocks until the gang has finished or has failed for good; returns one text per rank, in order."""
         self._stage = GangStage(self.spark, self.config.use_gpu)
+        self._target = self.config.max_workers or self.config.num_workers
+        conf = spark_conf(self.spark)
+        self._is_barrier = not slots.runs_as_tasks(conf, self.config.launch)
+        self._shortage = Shortage(self.spark, conf)
         with self._stage.turn(self.config.num_workers):
             while True:
                 try:
-                    return self._launch(len(self.restarts))
+                    return self._launch()
                 except WorkerError as error:
-                    if not error.may_pass or len(self.restarts) >= self.config.max_restarts:
-                        raise self._final_error(error) from None
-                    self.restarts.append(error.first.sentence)
-                    _logger.warning(
-                        "restarting the workers (restart %d of %d): %s",
-                        len(self.restarts),
-                        self.config.max_restarts,
-                        error.first.sentence,
-                    )
-                    wait_for_output(error.first, self._pulse)
-                    self._make_room(error.first)
-                    if self.check_data is not None:
-                        # If the store does not answer now, the workers will wait for it.
-                        with suppress(OSError):
-                            self.check_data()
+                    self._failed_at = self._failed_at or time.monotonic()
+                    self._prepare_next(error)
 
-    def _launch(self, launch: int) -> list[str]:
-        config = self.config
+    def _prepare_next(self, error: WorkerError) -> None:
+        """Prepares the next launch after the end of one; raises if there must be none."""
+        cause = error.first
+        if cause.type == RegroupError.__name__:
+            _logger.warning("the training continues with %d workers", self.config.num_workers + self._found)
+            self.config = self.config.with_workers(self.config.num_workers + self._found)
+            return
+        if cause.type == NO_ROOM and not self._is_barrier:
+            self.config = self._shortage.solve(cause, self.config, self._found, self._launches - 1)
+            return
+        if not error.may_pass:
+            raise self._final_error(error) from None
+        taken = find_taken(self.spark, self._launched_at, cause.message) if cause.type == LOST else None
+        if taken and self._has_advanced():
+            self.preemptions.append(f"{cause.sentence} ({taken})")
+            _logger.warning("starting the workers again, because the cluster took an executor: %s", taken)
+        elif len(self.restarts) >= self.config.max_restarts:
+            raise self._final_error(error) from None
+        else:
+            self.restarts.append(cause.sentence)
+            _logger.warning(
+                "restarting the workers (restart %d of %d): %s",
+                len(self.restarts),
+                self.config.max_restarts,
+                cause.sentence,
+            )
+        wait_for_output(cause, self._pulse)
+        if self._is_barrier:
+            self._make_room(cause)
+        if self.check_data is not None:
+            # If the store does not answer now, the workers will wait for it.
+            with suppress(OSError):
+                self.check_data()
+
+    def _has_advanced(self) -> bool:
+        """Whether a loss to the cluster is free: not if many follow each other without a checkpoint."""
+        steps = list_steps(checkpoints_uri(self.config.run_uri))
+        newest = steps[-1] if steps else 0
+        if newest > self._newest:
+            self._newest, self._free = newest, FREE_LOSSES
+        self._free -= 1
+        return self._free >= 0
+
+    def _launch(self) -> list[str]:
+        config, launch = self.config, self._launches
+        self._launches += 1
+        self._launched_at, self._regroups = time.time(), False
         try:
             write_owner(config.run_uri, self.token, launch)
         except OSError as error:
@@ -122,25 +184,54 @@ class Supervisor(Generic[C]):
             use_gpu=config.use_gpu,
             pulse=pulse,
             driver=spark_conf(self.spark).get("spark.driver.host", ""),
+            is_barrier=self._is_barrier,
         )
         job = SparkJob(self.spark)
-        monitor = Monitor(pulse, config.num_workers, job, self._stage.slots)
-        try:
-            with monitor, name_jobs(self.spark, self._describe()):
-                rows = self._stage.run(task, config.num_workers, job)
-        except Exception as error:
-            cause = self._find_cause(error, monitor)
-            if isinstance(cause, (WorkerError, TrainingCancelledError)):
+        meeting = None if self._is_barrier else Meeting(pulse=pulse, num_tasks=config.num_workers)
+        more = self._target - config.num_workers
+        with Spares(self._stage, pulse, more - more % config.workers_per_replica) as spares:
+            monitor = Monitor(
+                pulse,
+                config.num_workers,
+                job,
+                self._stage.slots,
+                meeting,
+                partial(self._shortage.find, config=config, launch=launch),
+                partial(self._on_training, spares),
+            )
+            try:
+                with monitor, name_jobs(self.spark, self._describe()):
+                    rows = self._stage.run(task, config.num_workers, job, is_barrier=self._is_barrier)
+                if monitor.verdict is not None:
+                    raise RuntimeError("the tasks ended without ranks")
+            except Exception as error:
+                self._failed_at = time.monotonic()
+                cause = self._find_cause(error, monitor)
+                if isinstance(cause, (WorkerError, TrainingCancelledError)):
+                    job.wait_until_ended(END_SECONDS)
+                if meeting is not None:
+                    self._found = len(meeting.offers)
+                raise cause from None
+            except BaseException:
+                # After Ctrl-C the folder may be removed next, and then no rank may write into it.
                 job.wait_until_ended(END_SECONDS)
-            raise cause from None
-        except BaseException:
-            # After Ctrl-C the folder may be removed next, and then no rank may write into it.
-            job.wait_until_ended(END_SECONDS)
-            raise
+                raise
         failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
         if failures:
             raise WorkerError(failures)
         return [str(row.result) for row in rows]
+
+    def _on_training(self, spares: Spares) -> None:
+        """Counts the time lost, and asks the ranks to end at a checkpoint once there is room for more."""
+        self._shortage.reset()
+        if self._failed_at is not None:
+            self.seconds_lost += time.monotonic() - self._failed_at
+            self._failed_at = None
+        replica = self.config.workers_per_replica
+        found = spares.count()
+        if found - found % replica and not self._regroups:
+            self._found, self._regroups = found - found % replica, True
+            write_owner(self.config.run_uri, self.token, self._pulse.launch, regroups=True)
 
     def _describe(self) -> str:
         restarted = f", restart {len(self.restarts)}" if self.restarts else ""

@@ -20,6 +20,8 @@ _KEYS = (
     "spark.driver.host",
     "spark.default.parallelism",
     "spark.dynamicAllocation.enabled",
+    "spark.dynamicAllocation.executorIdleTimeout",
+    "spark.dynamicAllocation.maxExecutors",
     "spark.executor.cores",
     "spark.executor.instances",
     "spark.executor.pyspark.memory",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ringspark.estimators.inference.precision import PrecisionDifference
 from ringspark.estimators.options.privacy import PrivacySpent
 from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training import rank_log
-from ringspark.estimators.training.history import EpochRecord, SettingChange
+from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
@@ -37,6 +36,8 @@ class TrainingSummary:
         stop_reason: Why the training ended before its last epoch; None if it did not.
         run_uri: The run directory.
         restart_reasons: Why the workers were started again, one line per restart.
+        preemption_reasons: What the cluster took away, one line per loss; these cost no `maxRestarts`.
+        seconds_lost: Seconds from each such end of the workers until all of them trained again.
         resumed_steps: Steps whose checkpoints the training resumed from, one per resume.
         checkpoint_errors: One line per checkpoint that could not be written.
         setting_changes: One line per setting that a resume changed, with the first epoch and step.
@@ -56,6 +57,8 @@ class TrainingSummary:
     stop_reason: str | None = None
     run_uri: str
     restart_reasons: tuple[str, ...] = ()
+    preemption_reasons: tuple[str, ...] = ()
+    seconds_lost: float = 0.0
     resumed_steps: tuple[int, ...] = ()
     checkpoint_errors: tuple[str, ...] = ()
     non_finite: tuple[str, ...] = ()
@@ -141,13 +144,9 @@ class TrainingSummary:
         return rank_log.read_lines(self.run_uri, rank)
 
     @classmethod
-    def of(
-        cls,
-        result: TrainResult,
-        restarts: tuple[str, ...] = (),
-        parallelism: Mapping[str, Any] | None = None,
-        changes: Sequence[SettingChange] = (),
-    ) -> TrainingSummary:
+    def of(cls, of: FinishedRun | TrainResult) -> TrainingSummary:
+        finished = of if isinstance(of, FinishedRun) else FinishedRun(result=of)
+        result = finished.result
         return cls(
             epochs=result.history,
             rows=result.rows,
@@ -157,12 +156,14 @@ class TrainingSummary:
             model_epoch=result.checkpoint_epoch,
             stop_reason=result.stop_reason,
             run_uri=result.run_uri,
-            restart_reasons=restarts,
+            restart_reasons=finished.restarts,
+            preemption_reasons=finished.preemptions,
+            seconds_lost=finished.seconds_lost,
             resumed_steps=result.resumed_steps,
             checkpoint_errors=result.checkpoint_errors,
             non_finite=tuple(map(str, result.non_finite)),
-            setting_changes=tuple(map(str, changes)),
-            parallelism=dict(parallelism or {}),
+            setting_changes=tuple(map(str, finished.changes)),
+            parallelism=dict(finished.parallelism),
             privacy=result.privacy,
         )
 
@@ -178,7 +179,7 @@ class TrainingSummary:
             ) from None
         weights = storage.join(storage.normalize(run_uri), found.result.checkpoint_uri.rpartition("/")[2])
         result = replace(found.result, run_uri=run_uri, checkpoint_uri=weights)
-        return cls.of(result, found.restarts, found.parallelism, found.changes), result
+        return cls.of(replace(found, result=result)), result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

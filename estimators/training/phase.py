@@ -6,7 +6,12 @@ from ringspark.estimators.failures import WorkerStoppedError
 
 
 class Status:
-    """The rank's present phase; if `ticks` does not rise for `timeoutSeconds`, the rank counts as hung."""
+    """The rank's present phase; if `ticks` does not rise for `timeoutSeconds`, the rank counts as hung.
+
+    `must_regroup`, on rank 0: whether all ranks are to end at a checkpoint, to start again with more ranks.
+    """
+
+    must_regroup = False
 
     def __init__(self, phase: str = "starting") -> None:
         self._phase = phase

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
+from ringspark.estimators.failures import RegroupError
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.average import has_modes
@@ -447,6 +448,9 @@ class Trainer:
                 self._sync.settle()
         with self._timeline.rare_span("checkpoint", self._state):
             self._recovery.save(self._train_state)
+        if self._recovery.schedule.must_regroup:
+            self._recovery.finish()
+            raise RegroupError("the driver starts the workers again with more of them")
 
     def _call(self, event: str) -> None:
         if len(self._train_state.callbacks):

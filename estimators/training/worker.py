@@ -69,12 +69,15 @@ class TrainResult(JsonText):
 class FinishedRun(JsonText):
     """The record of a finished run, `result.json`.
 
-    Holds the result of rank 0, why workers restarted, and which settings changed.
+    Holds the result of rank 0, why workers restarted, what the cluster took away, the seconds without a step
+    after all of that, and which settings changed.
     """
 
     allow_nan = True
     result: TrainResult
     restarts: tuple[str, ...] = ()
+    preemptions: tuple[str, ...] = ()
+    seconds_lost: float = 0.0
     parallelism: dict[str, Any] = field(default_factory=dict)
     changes: tuple[SettingChange, ...] = ()
 

@@ -181,13 +181,8 @@ def _check_slots(
     spark: SparkSession, conf: dict[str, str], args: argparse.Namespace, found: _Findings
 ) -> int | None:
     """Returns how many tasks can run at the same time; None if that is unknown, or is not constant."""
-    from ringspark.estimators.launch.slots import check_fixed_size, check_slots
+    from ringspark.estimators.launch.slots import check_slots
 
-    try:
-        check_fixed_size(conf)
-    except ValueError as error:
-        found.problem("slots", str(error))
-        return None
     slots = _settled_slots(spark, conf, args.gpu)
     if slots == 0:
         found.problem(

@@ -136,6 +136,8 @@ class GangConfig:
     max_restarts: int
     timeout_seconds: float
     min_workers: int | None = None
+    max_workers: int | None = None
+    launch: str | None = None
     workers_per_replica: int = 1
     # Only connects the tasks; the function makes its own process group.
     collective: str = "torch"

@@ -127,7 +127,7 @@ def read_run(run_uri: str) -> RunFacts:
     history = try_read(run_layout.HISTORY, lambda: tuple(read_history(uri)), no_history)
     return RunFacts(
         run_uri=uri,
-        outcome=None if finished is None else TrainingSummary.of(finished.result, finished.restarts),
+        outcome=None if finished is None else TrainingSummary.of(finished),
         config=config,
         history=history if finished is None else finished.result.history,
         steps=try_read(run_layout.STEPS, lambda: tuple(read_steps(uri)), ()),

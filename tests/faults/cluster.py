@@ -28,8 +28,10 @@ class Cluster:
         mark: See `processes`; executors inherit it from their worker.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, cores: int = 2) -> None:
         import pyspark
+
+        self._cores = str(cores)
 
         self.mark = uuid.uuid4().hex
         self._num_workers = num_workers
@@ -50,7 +52,7 @@ class Cluster:
         missing = self._num_workers + 1 - len(self.pids())
         known = self._registered()
         for _ in range(missing):
-            self._start("worker.Worker", "--port", "0", "--cores", "2", "--memory", "4g", self.url)
+            self._start("worker.Worker", "--port", "0", "--cores", self._cores, "--memory", "4g", self.url)
         wait_for("the workers", lambda: self._registered() >= known + missing)
 
     def close(self) -> None:

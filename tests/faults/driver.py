@@ -179,7 +179,8 @@ def fit(command: dict[str, Any]) -> dict[str, Any]:
     try:
         model = TorchEstimator(**settings).fitOnShards(command["shards"])
         weights = {name: value.tolist() for name, value in model.module().state_dict().items()}
-        found = {name: getattr(model.summary, name) for name in ("checkpoint_errors", "restart_reasons")}
+        told = ("checkpoint_errors", "restart_reasons", "preemption_reasons", "seconds_lost")
+        found = {name: getattr(model.summary, name) for name in told}
         return {"ok": True, "weights": weights, **found}
     # Ctrl-C ends the fit, not this program, because the harness asks for a resume next.
     except (Exception, KeyboardInterrupt) as error:

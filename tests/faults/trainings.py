@@ -126,6 +126,7 @@ class Driver:
         environment: Additional environment variables, for executors too.
         keepers: Existing processes with the same mark that must survive: a cluster's.
         mark: See `processes`; new unless the driver's cluster has one.
+        conf: More of Spark's conf.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Driver:
         environment: Mapping[str, str] | None = None,
         keepers: Callable[[], list[int]] = list,
         mark: str | None = None,
+        conf: Mapping[str, str] | None = None,
     ) -> None:
         self.mark = mark or uuid.uuid4().hex
         self._keepers = keepers
@@ -144,7 +146,9 @@ class Driver:
         self.temporary.mkdir()
         self.executors = folder / "executors.jsonl"
         self._errors = (folder / "stderr").open("w")
-        conf = CONF | {
+        conf = {
+            **CONF,
+            **(conf or {}),
             "spark.master": master,
             "spark.local.dir": str(self.temporary),
             "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={self.temporary}",

@@ -7,6 +7,7 @@ facts that only it knows.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import time
@@ -43,6 +44,24 @@ ROLLBACK_FACTOR = 0.5
 _WAIT_SHARE = 0.25
 # Seconds between two looks at the clock if the next checkpoint is far away.
 _LOOK_SECONDS = 10.0
+# Mean time between two losses of a worker, from which the interval between checkpoints is chosen.
+_SECONDS_BETWEEN_LOSSES = 3600.0
+# Largest share of the time in which steps may wait for a checkpoint.
+_MOST_SHARE = 0.01
+_FIRST_SECONDS = 15.0
+
+
+def choose_interval(seconds: float | None) -> float:
+    """Returns the seconds between two checkpoints for which the steps wait `seconds`; None before the first.
+
+    The wait and the steps that a loss costs are least together at sqrt(2 * wait * time between losses)
+    (Young 1974, Daly 2006).
+    """
+    if seconds is None:
+        return _FIRST_SECONDS
+    best = math.sqrt(2 * seconds * _SECONDS_BETWEEN_LOSSES)
+    return max(_FIRST_SECONDS, best, seconds / _MOST_SHARE)
+
 
 _log = logging.getLogger(__name__)
 
@@ -51,19 +70,28 @@ class CheckpointSchedule:
     """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
 
     Only the clock of rank 0 counts. Rank 0 reads it in a few steps, and broadcasts the number of steps until
-    the next reading; 0 means that a checkpoint is due.
+    the next reading; 0 means that a checkpoint is due, and -1 that the training also ends there
+    (`must_regroup`).
     """
 
     def __init__(
-        self, config: TrainConfig, mesh: RankMesh, clock: Callable[[], float] = time.monotonic
+        self,
+        config: TrainConfig,
+        mesh: RankMesh,
+        clock: Callable[[], float] = time.monotonic,
+        status: Status | None = None,
     ) -> None:
+        self._status = status or Status()
+        self.must_regroup = False
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds
         self._in_step = config.is_in_step
         self._mesh = mesh
         self._clock = clock
-        self.is_enabled = bool(self._steps or self._epochs or self._seconds or config.keeps_state)
+        self._has_seconds = self._seconds != 0
+        self._interval = choose_interval(None) if self._seconds is None else self._seconds
+        self.is_enabled = config.writes_checkpoints or config.keeps_state
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -74,32 +102,38 @@ class CheckpointSchedule:
         self._look_at = step + 1
         self._stride = 1
 
+    def measure(self, seconds: float) -> None:
+        """Chooses the interval by the time that steps waited for a checkpoint, unless the user chose it."""
+        if self._seconds is None:
+            self._interval = choose_interval(seconds)
+
     def is_due_after_step(self, step: int) -> bool:
         if self._steps and step % self._steps == 0:
             return True
-        return bool(self._seconds) and self._in_step and step >= self._look_at and self._look(step)
+        return self._has_seconds and self._in_step and step >= self._look_at and self._look(step)
 
     def is_due_after_epoch(self, epoch: int) -> bool:
         if self._epochs and epoch % self._epochs == 0:
             return True
-        if not self._seconds or self._in_step:
+        if not self._has_seconds or self._in_step:
             return False
-        answer = torch.tensor([int(self._clock() - self._last >= self._seconds)])
+        answer = torch.tensor([int(self._clock() - self._last >= self._interval)])
         self._mesh.world.broadcast([answer])
         return bool(answer)
 
     def _look(self, step: int) -> bool:
         answer = torch.zeros(1, dtype=torch.int64)
         if self._mesh.writes:
-            answer[0] = self._steps_to_go(step)
+            answer[0] = -1 if self._status.must_regroup else self._steps_to_go(step)
         self._mesh.world.broadcast([answer])
-        self._look_at = step + int(answer)
-        return not int(answer)
+        self.must_regroup = int(answer) < 0
+        self._look_at = step + max(0, int(answer))
+        return int(answer) <= 0
 
     def _steps_to_go(self, step: int) -> int:
         """Returns the number of steps until the next look at the clock; 0 if a checkpoint is due now."""
         now = self._clock()
-        left = self._seconds - (now - self._last)
+        left = self._interval - (now - self._last)
         if left <= 0:
             return 0
         pace = max(1e-9, (now - self._looked) / max(1, step - self._looked_at))
@@ -115,7 +149,7 @@ class Recovery:
     def __init__(self, config: TrainConfig, mesh: RankMesh, status: Status) -> None:
         self._config, self._mesh, self._status = config, mesh, status
         self._root = checkpoints_uri(config.run_uri)
-        self.schedule = CheckpointSchedule(config, mesh)
+        self.schedule = CheckpointSchedule(config, mesh, status=status)
         self._writer: BackgroundWriter | None = None
         if self.schedule.is_enabled and mesh.checkpoint_part is not None:
             keep = sys.maxsize if config.is_replayable else config.keep_checkpoints
@@ -223,7 +257,7 @@ class Recovery:
 
     def save(self, train_state: TrainState) -> None:
         """Copies the state of the training on every rank, and starts to write the copy."""
-        state = train_state.state
+        state, began = train_state.state, time.monotonic()
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"
         train_state.rates.take_changes()
         reason, patience = "", self._config.timeout_seconds * _WAIT_SHARE
@@ -260,6 +294,7 @@ class Recovery:
         if snapshot is not None and self._writer is not None:
             shard = replace(snapshot.shard, token=f"{tokens[0]:x}", seconds=self._config.timeout_seconds)
             self._writer.start(replace(snapshot, shard=shard))
+        self.schedule.measure(time.monotonic() - began)
 
     def roll_back(self, found: NonFiniteStep, train_state: TrainState) -> None:
         """Returns to the newest good checkpoint; each return halves the learning rate. Runs on every rank."""

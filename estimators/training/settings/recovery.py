@@ -23,9 +23,9 @@ class Recovery(Section):
         remedy="leave it unset for no checkpoints by steps",
         may_differ_on_resume=True,
     )
-    checkpoint_every_seconds: Annotated[float, Ge(0), Finite] = setting(
-        600.0,
-        "seconds between two checkpoints; 0: no checkpoints by time",
+    checkpoint_every_seconds: Annotated[float, Ge(0), Finite] | None = setting(
+        None,
+        "seconds between two checkpoints; 0: no checkpoints by time; unset: chosen by their measured time",
         remedy="0 means no checkpoints by time",
         may_differ_on_resume=True,
     )
@@ -40,7 +40,10 @@ class Recovery(Section):
         "newest checkpoints to keep while the training runs",
         may_differ_on_resume=True,
         without_effect=(
-            lambda given: not any(given[f"checkpointEvery{unit}"] for unit in ("Steps", "Seconds", "Epochs")),
+            lambda given: (
+                given["checkpointEverySeconds"] == 0
+                and not (given["checkpointEverySteps"] or given["checkpointEveryEpochs"])
+            ),
             "no checkpoint interval is set",
         ),
     )
@@ -69,6 +72,11 @@ class Recovery(Section):
         "fewest workers with which a restart may continue if the cluster has no more; unset: numWorkers",
         may_differ_on_resume=True,
         without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 allows no restart"),
+    )
+    max_workers: AtLeast1 | None = setting(
+        None,
+        "most workers with which the training continues once the cluster has room; unset: numWorkers",
+        may_differ_on_resume=True,
     )
     timeout_seconds: Annotated[float, Gt(0), Finite] = setting(
         600.0,

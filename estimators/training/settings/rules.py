@@ -80,10 +80,26 @@ COMBINATIONS: tuple[Combination, ...] = (
         "minWorkers ({min_workers}) must not exceed numWorkers ({num_workers}); lower minWorkers",
     ),
     Combination(
+        "maxWorkers < numWorkers",
+        lambda c: c.max_workers is not None and c.max_workers < c.num_workers,
+        "maxWorkers ({max_workers}) must be numWorkers ({num_workers}) or more; raise maxWorkers",
+    ),
+    Combination(
+        "maxWorkers without checkpoints by time, or with workers that step on their own",
+        lambda c: (
+            c.max_workers is not None
+            and c.max_workers > c.num_workers
+            and (c.checkpoint_every_seconds == 0 or not c.is_in_step)
+        ),
+        "maxWorkers ({max_workers}) adds workers at a checkpoint of all workers together, which needs "
+        "checkpoints by time and a sync whose workers step together; leave checkpointEverySeconds unset and "
+        "set sync=AllReduce(), or leave maxWorkers unset",
+    ),
+    Combination(
         "onNonFinite='rollback' without checkpoints",
         lambda c: c.on_non_finite == "rollback" and not c.writes_checkpoints,
         "onNonFinite 'rollback' resumes from the last checkpoint, but no checkpoints are written; set "
-        "checkpointEverySeconds (default 600) or another checkpoint interval",
+        "checkpointEverySeconds or another checkpoint interval",
     ),
     Combination(
         "loss, labelCols of different lengths",

@@ -131,7 +131,7 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     def writes_checkpoints(self) -> bool:
         """Whether checkpoints are written between the steps of the training."""
         return bool(
-            self.checkpoint_every_steps or self.checkpoint_every_epochs or self.checkpoint_every_seconds
+            self.checkpoint_every_steps or self.checkpoint_every_epochs or self.checkpoint_every_seconds != 0
         )
 
     @property

@@ -56,6 +56,12 @@ class Workers(Section):
         may_differ_on_resume=True,
     )
     use_gpu: bool = setting(False, "whether each worker trains on its own GPU", may_differ_on_resume=True)
+    launch: Literal["barrier", "tasks"] | None = setting(
+        None,
+        "how Spark starts the workers: 'barrier', all at once, or 'tasks', as executors come; unset: 'tasks' "
+        "with dynamic allocation, else 'barrier'",
+        may_differ_on_resume=True,
+    )
     collective: str = setting(
         "torch" if find_spec("horovod") is None else "horovod",
         "library for collectives: 'horovod', 'torch', 'local', or one that a package declares",

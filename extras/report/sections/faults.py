@@ -17,6 +17,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         none = "None: no restart, no failed checkpoint, no step with a loss or gradient that was not finite."
         lists = [
             ("Restarts of the workers, and why", outcome.restart_reasons),
+            ("Workers that the cluster took away", outcome.preemption_reasons),
             ("Resumed from", [f"step {step:,}" for step in outcome.resumed_steps]),
             ("Checkpoints that could not be written", outcome.checkpoint_errors),
             ("Steps whose loss or gradient was not finite", outcome.non_finite),

@@ -13,9 +13,9 @@ from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.resources import plan_stage, slots_of_conf
 from ringspark.estimators.launch.slots import (
     check_address_space,
-    check_fixed_size,
     check_slots,
     may_grow,
+    runs_as_tasks,
 )
 
 EXECUTOR_GPUS, TASK_GPUS = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
@@ -121,18 +121,15 @@ def test_slots_follow_from_cores_gpus_and_the_size_of_a_task(conf, total_cores, 
     assert slots_of_conf(conf, None, total_cores) == slots
 
 
-def test_dynamic_allocation_is_refused_on_every_cluster_before_spark_refuses_it():
-    refused: dict[tuple[str, str], str] = {}
-    for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]", "local[4]", "local"):
-        for enabled in ("true", "false"):
-            try:
-                check_fixed_size(_conf(master, dynamicAllocation_enabled=enabled))
-            except ValueError as error:
-                refused[master, enabled] = str(error)
-    # A local master ignores the setting, and so does ringspark.
-    assert [*refused] == [(master, "true") for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]")]
-    wanted = "spark.dynamicAllocation.enabled=true; start the session with it set"
-    assert all(wanted in sentence for sentence in refused.values())
+def test_the_workers_are_ordinary_tasks_where_spark_refuses_a_barrier_stage():
+    found = [
+        (master, enabled)
+        for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]", "local[4]", "local")
+        for enabled in ("true", "false")
+        if runs_as_tasks(_conf(master, dynamicAllocation_enabled=enabled), None)
+    ]
+    # A local master ignores the setting.
+    assert found == [(master, "true") for master in (STANDALONE, "yarn", K8S, "local-cluster[2,1,1024]")]
 
 
 def test_a_bound_on_the_address_space_of_gpu_workers_is_refused(monkeypatch):

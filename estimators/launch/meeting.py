@@ -1,0 +1,167 @@
+"""How the tasks of a gang meet, in a barrier stage of Spark or, as ordinary tasks, in the run's folder.
+
+Spark refuses a barrier stage on a cluster with dynamic allocation, and runs ordinary tasks as executors come.
+There each task writes an offer and waits. When all tasks have offered, the driver writes the roster: the
+attempts that become the ranks. A lost task that Spark starts again is a new attempt, as is a speculative
+copy; an attempt that is not in the roster waits until Spark or the driver ends it.
+
+    driver: job of N tasks -> offers of 0 ... N - 1 -> roster -> ranks connect -> rows
+                              |                        |
+                              no room: roster without ranks, the tasks end
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.collectives import CollectiveError
+from ringspark.estimators.launch.devices import Claim
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.owner import read_owner
+from ringspark.pipelines import storage
+from ringspark.pipelines.typed_json import JsonText
+
+# Time between two looks into the folder, in seconds.
+_LOCAL_SECONDS, _REMOTE_SECONDS = 0.05, 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer(JsonText):
+    """One attempt of a task, before it is a rank.
+
+    Attributes:
+        address: Where the tasks of a barrier stage reach the rendezvous of rank 0; "" for other ranks.
+        problem: The error that keeps the task from starting.
+    """
+
+    task: int
+    attempt: int = 0
+    claim: Claim
+    address: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster(JsonText):
+    """The offers that become the ranks, in the order of their tasks; none if the tasks are to end."""
+
+    offers: tuple[Offer, ...]
+
+
+def look_seconds(run_uri: str) -> float:
+    """Returns the time between two looks into the run's folder."""
+    return _LOCAL_SECONDS if storage.is_local(run_uri) else _REMOTE_SECONDS
+
+
+def gather_offers(offer: Offer, context: Any) -> tuple[Offer, ...]:
+    """Returns the offers of all tasks of a barrier stage."""
+    try:
+        # Every task makes this call, even if it cannot start: the other tasks wait for its message.
+        texts = context.allGather(offer.to_json())
+    except Exception as error:
+        raise CollectiveError(f"the workers cannot connect, see the executors' logs: {error}") from error
+    return tuple(Offer.from_json(text) for text in texts)
+
+
+def check_offers(offers: Sequence[Offer], own: int) -> None:
+    """Raises the problem of the task `own`, or CollectiveError for the problem of another task."""
+    for offer in sorted(offers, key=lambda offer: offer.task != own):
+        if offer.problem:
+            error = RuntimeError if offer.task == own else CollectiveError
+            raise error(offer.problem if offer.task == own else "another rank could not start")
+
+
+def await_roster(pulse: Pulse, offer: Offer, name: str = "task") -> tuple[Offer, ...]:
+    """Makes the offer of an ordinary task, and waits for the roster; returns () if the task is to end."""
+    parent, pause = os.getppid(), look_seconds(pulse.run_uri)
+    uri = _uri(pulse, f"{name}-{_launch_of(pulse)}-{offer.task}-{offer.attempt}.json")
+    storage.write_atomic(uri, offer.to_json().encode(), durable=False)
+    looks = 0
+    while os.getppid() == parent:
+        offers = _read_roster(pulse, name)
+        if offers is not None and (not offers or offer in offers):
+            return offers
+        looks += 1
+        if looks % 20 == 0:
+            # Another launch or driver has no use for this task.
+            owner = read_owner(pulse.run_uri)
+            if owner is None or (owner.token, owner.launch) != (pulse.token, pulse.launch):
+                return ()
+        time.sleep(pause)
+    os._exit(1)  # nobody is left to take the result
+
+
+def _read_roster(pulse: Pulse, name: str) -> tuple[Offer, ...] | None:
+    # The store may not answer now.
+    with suppress(OSError, ValueError):
+        return Roster.from_json(storage.read_bytes(_roster_uri(pulse, name))).offers
+    return None
+
+
+@dataclass(kw_only=True)
+class Meeting:
+    """The driver's side of the meeting of one launch.
+
+    `name` is "task" for the workers, and "spare" for tasks that only wait, so that the next launch has room
+    for more workers.
+    """
+
+    pulse: Pulse
+    num_tasks: int
+    name: str = "task"
+    roster: Roster | None = None
+    changed_at: float = field(default_factory=time.monotonic)
+    _found: dict[str, Offer] = field(default_factory=dict)
+
+    @property
+    def offers(self) -> list[Offer]:
+        """The newest attempt of each task that has offered, in the order of the tasks."""
+        newest: dict[int, Offer] = {}
+        for offer in self._found.values():
+            if offer.task not in newest or newest[offer.task].attempt < offer.attempt:
+                newest[offer.task] = offer
+        return [newest[task] for task in sorted(newest)]
+
+    def look(self) -> None:
+        """Reads new offers; once there is one of every worker, writes the roster."""
+        own = re.compile(rf"{self.name}-{_launch_of(self.pulse)}-\d+-\d+\.json")
+        for name in storage.list_names(_uri(self.pulse)):
+            if name not in self._found and own.fullmatch(name):
+                self._found[name] = Offer.from_json(storage.read_bytes(_uri(self.pulse, name)))
+                self.changed_at = time.monotonic()
+        if self.name == "task" and self.roster is None and len(self.offers) == self.num_tasks:
+            self._write(Roster(offers=tuple(self.offers)))
+
+    def find_replaced(self) -> int | None:
+        """Returns a task of the roster that Spark has started again, because it lost the first attempt."""
+        known = () if self.roster is None else self.roster.offers
+        newest = {offer.task: offer.attempt for offer in self.offers}
+        return next((offer.task for offer in known if newest[offer.task] != offer.attempt), None)
+
+    def dismiss(self) -> None:
+        """Ends the tasks that still wait."""
+        self._write(Roster(offers=()))
+
+    def _write(self, roster: Roster) -> None:
+        uri = _roster_uri(self.pulse, self.name)
+        storage.write_atomic(uri, roster.to_json().encode(), durable=False)
+        self.roster = roster
+
+
+def _launch_of(pulse: Pulse) -> str:
+    return f"{pulse.token}-{pulse.launch}"
+
+
+def _roster_uri(pulse: Pulse, name: str) -> str:
+    return _uri(pulse, f"{name}s-{_launch_of(pulse)}.json")
+
+
+def _uri(pulse: Pulse, *names: str) -> str:
+    return storage.join(pulse.run_uri, run_layout.HEARTBEAT, *names)

@@ -1,0 +1,138 @@
+"""What a gang of ordinary tasks does while the cluster has started too few of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from pyspark.sql import SparkSession
+
+from ringspark.estimators.failures import Failure
+from ringspark.estimators.launch.meeting import Meeting
+from ringspark.pipelines.spark_paths import is_remote
+
+# A gang that lost workers waits this long for each new executor, before it goes on with fewer workers.
+_FEWER_SECONDS = 5.0
+# Silence after which the user is told what the gang waits for.
+_SAY_SECONDS = 5.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Sizes(Protocol):
+    """Config values about the number of workers."""
+
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def min_workers(self) -> int | None: ...
+    @property
+    def workers_per_replica(self) -> int: ...
+    @property
+    def timeout_seconds(self) -> float: ...
+
+    def with_workers(self: C, num_workers: int) -> C: ...
+
+
+C = TypeVar("C", bound=Sizes)
+
+
+@dataclass
+class Shortage:
+    """Decides how long the tasks of a gang wait for each other.
+
+    Two gangs that each hold a part of the slots would wait for ever, so a gang that gets no more executors
+    ends its tasks, and tries again after a random time in which Spark can give its executors away.
+    """
+
+    spark: SparkSession
+    conf: Mapping[str, str]
+    _since: float | None = None
+    _said: bool = False
+    _patience: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._idle = seconds_of(self.conf.get("spark.dynamicAllocation.executorIdleTimeout", "60s"))
+        self._draw()
+
+    def _draw(self) -> None:
+        self._patience = (2 * self._idle + 10.0) * random.uniform(1.0, 2.0)
+
+    def find(self, meeting: Meeting, config: Sizes, launch: int) -> str | None:
+        """Returns what is missing if the tasks must not wait any longer."""
+        now = time.monotonic()
+        self._since = self._since or now
+        found, wanted = len(meeting.offers), config.num_workers
+        idle = now - meeting.changed_at
+        if idle >= _SAY_SECONDS and not self._said:
+            self._said = True
+            _logger.warning(
+                "found %d of %d workers; waiting up to %g s for executors",
+                found,
+                wanted,
+                config.timeout_seconds,
+            )
+        can_shrink = launch > 0 and self._fitting(config, found) is not None
+        is_over = now - self._since >= config.timeout_seconds
+        if is_over or idle >= (_FEWER_SECONDS if can_shrink else self._patience):
+            return f"Spark has started {found} of {wanted} workers"
+        return None
+
+    def reset(self) -> None:
+        """Ends the waiting: all workers have come."""
+        self._since, self._said = None, False
+
+    def solve(self, cause: Failure, config: C, found: int, launch: int) -> C:
+        """Returns the config of the next launch, after a wait if all workers are needed.
+
+        Raises RuntimeError if the cluster has not given the workers within `timeout_seconds`.
+        """
+        fitting = self._fitting(config, found) if launch > 0 else None
+        if fitting is not None:
+            _logger.warning(
+                "the training continues with %d workers instead of %d", fitting, config.num_workers
+            )
+            return config.with_workers(fitting)
+        waited = time.monotonic() - (self._since or time.monotonic())
+        if waited >= config.timeout_seconds:
+            raise RuntimeError(
+                f"the cluster has started {found} of the {config.num_workers} workers within "
+                f"{config.timeout_seconds:g} s{_holders(self.spark)}; lower numWorkers, free or add "
+                "executors, or raise timeoutSeconds"
+            )
+        pause = min((self._idle + 5.0) * random.uniform(1.0, 3.0), config.timeout_seconds - waited)
+        _logger.warning(
+            "%s and gives its slots back for %.0f s, because other work may wait for them",
+            cause.message,
+            pause,
+        )
+        time.sleep(pause)
+        self._draw()
+        return config
+
+    @staticmethod
+    def _fitting(config: Sizes, found: int) -> int | None:
+        fitting = found - found % config.workers_per_replica
+        return fitting if fitting >= (config.min_workers or config.num_workers) else None
+
+
+def seconds_of(text: str) -> float:
+    """Reads a time of Spark's conf, such as "60s" or "2min"; a number alone is in seconds."""
+    units = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text.strip()[len(number) :]
+    return float(number) * units.get(unit, 1.0)
+
+
+def _holders(spark: SparkSession) -> str:
+    """Says which other stages of this application hold slots, where Spark tells."""
+    if is_remote(spark):
+        return ""
+    tracker: Any = spark.sparkContext.statusTracker()
+    stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+    held = [f"{s.numActiveTasks} by stage {s.stageId} ({s.name})" for s in stages if s and s.numActiveTasks]
+    return f" (slots in use: {', '.join(held)})" if held else ""

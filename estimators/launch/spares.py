@@ -1,0 +1,82 @@
+"""Tasks that hold free slots beside a running gang, so that the next launch can have more workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark import InheritableThread
+
+from ringspark.estimators import run_layout
+from ringspark.estimators.launch.devices import Claim
+from ringspark.estimators.launch.gang import GangStage
+from ringspark.estimators.launch.heartbeat import Pulse
+from ringspark.estimators.launch.meeting import Meeting, Offer, await_roster
+from ringspark.estimators.launch.spark_job import SparkJob
+from ringspark.pipelines import storage
+from ringspark.pipelines.spark_paths import is_remote
+
+# Time for the tasks to see that they are to end, before their job is cancelled.
+_END_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpareTask:
+    """The function of a stage whose tasks hold slots for the workers of the next launch."""
+
+    pulse: Pulse
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        offer = Offer(task=context.partitionId(), attempt=context.attemptNumber(), claim=Claim(host=""))
+        with storage.only_where(self.pulse.run_uri, run_layout.OWNER):
+            await_roster(self.pulse, offer, "spare")
+        yield from ()
+
+
+class Spares:
+    """A context manager that holds slots beside a running gang, from the first call of `count` on."""
+
+    def __init__(self, stage: GangStage, pulse: Pulse, num_tasks: int) -> None:
+        self._stage, self._job = stage, SparkJob(stage.spark)
+        self._meeting = Meeting(pulse=pulse, num_tasks=num_tasks, name="spare")
+        thread_class = threading.Thread if is_remote(stage.spark) else InheritableThread
+        self._thread = thread_class(target=self._run, name="ringspark-spares", daemon=True)
+        self._is_started = False
+
+    def count(self) -> int:
+        """Returns how many slots are held for more workers."""
+        if not self._meeting.num_tasks:
+            return 0
+        if not self._is_started:
+            self._is_started = True
+            self._thread.start()
+        self._meeting.look()
+        return len(self._meeting.offers)
+
+    def __enter__(self) -> Spares:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self._is_started:
+            return
+        # The store may not answer; the tasks end with the next launch too.
+        with suppress(Exception):
+            self._meeting.dismiss()
+        self._thread.join(_END_SECONDS)
+        while self._thread.is_alive():
+            self._job.cancel()
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        # Without spares, the training only stays smaller.
+        with suppress(Exception):
+            task = SpareTask(pulse=self._meeting.pulse)
+            self._stage.run(task, self._meeting.num_tasks, self._job, is_barrier=False)

@@ -1,0 +1,60 @@
+"""Finds out whether a worker was lost because the cluster took its executor away."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from ringspark.pipelines.spark_paths import is_remote
+
+# Losses to the cluster without a new checkpoint between them, after which they count as failures.
+FREE_LOSSES = 10
+# Spark reports an executor's end a moment after its tasks have ended.
+_WAIT_SECONDS = 3.0
+
+_TAKEN = re.compile(
+    r"decommission|preempt|unrelated to the running tasks|worker lost|lost worker|killed by driver|"
+    r"heartbeat|deleted by|released|disassociated|explicit termination|code (?:129|137|143)",
+    re.IGNORECASE,
+)
+_OWN_FAULT = re.compile(r"memory|OOM", re.IGNORECASE)
+
+
+def find_taken(spark: SparkSession, launched_at: float, message: str) -> str | None:
+    """Returns why the cluster took an executor since `launched_at` (time.time()); None if it took none.
+
+    `message` is Spark's own text about the loss. A client of Spark Connect has only this text.
+    """
+    if is_taken(message):
+        return message
+    if is_remote(spark):
+        return None
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        # Spark's status store is no public interface; without it, each loss counts as a failure.
+        with suppress(Exception):
+            reasons = _reasons(spark, launched_at)
+            if reasons:
+                return next((reason for reason in reasons if is_taken(reason)), None)
+        time.sleep(0.2)
+    return None
+
+
+def is_taken(reason: str) -> bool:
+    return _TAKEN.search(reason) is not None and _OWN_FAULT.search(reason) is None
+
+
+def _reasons(spark: SparkSession, launched_at: float) -> list[str]:
+    """Returns why executors were removed since `launched_at`."""
+    store: Any = spark.sparkContext._jsc.sc().statusStore()
+    found = store.executorList(False)
+    executors = [found.apply(index) for index in range(found.size())]
+    return [
+        str(each.removeReason().getOrElse(None) or "its executor was removed")
+        for each in executors
+        if each.removeTime().isDefined() and each.removeTime().get().getTime() / 1000 >= launched_at
+    ]
