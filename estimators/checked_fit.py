@@ -90,7 +90,7 @@ class CheckedFit:
         packed = PackedObjects.of(objects)
         is_split = indicator is not None or fraction is not None
         heads = check_schema(config, objects, columns, ("validation", "train") if is_split else ("train",))
-        slots = check_slots(spark, config.num_workers, config.use_gpu, config.collective, config.launch)
+        slots = _find_slots(spark, config)
         data = FitData(
             columns=tuple(column.name for column in columns),
             validation_col=indicator,
@@ -115,7 +115,7 @@ class CheckedFit:
         estimator._check_precision()
         estimator._warn(on_shards=True)
         packed = PackedObjects.of(objects)
-        check_slots(spark, config.num_workers, config.use_gpu, config.collective, config.launch)
+        _find_slots(spark, config)
         manifest = ShardManifest.load(resolve(spark, uri))
         manifest.verify_files()
         if not estimator.hasParam("labelCol"):
@@ -237,6 +237,11 @@ def _find_columns(
     if not estimator.hasParam("labelCol"):
         config = _with_label_arrays(config, columns)
     return config, columns, kinds
+
+
+def _find_slots(spark: SparkSession, config: TrainConfig) -> int | None:
+    patience = config.timeout_seconds
+    return check_slots(spark, config.num_workers, config.use_gpu, config.collective, config.launch, patience)
 
 
 def _with_label_arrays(config: TrainConfig, columns: Sequence[Column]) -> TrainConfig:

@@ -16,7 +16,7 @@ python=$(command -v python)
 options=(--master "${MASTER:-yarn}" --deploy-mode "$mode" --archives "$archive#environment")
 options+=(--conf spark.pyspark.python=./environment/bin/python)
 options+=(--conf "spark.executor.instances=${WORKERS:-2}" --conf spark.executor.cores=1)
-options+=(--conf spark.dynamicAllocation.enabled=false --conf spark.executor.memoryOverhead="${MEMORY_OVERHEAD:-4g}")
+options+=(--conf spark.executor.memoryOverhead="${MEMORY_OVERHEAD:-4g}")
 if [ "$mode" = client ]; then
 	options+=(--conf "spark.pyspark.driver.python=$python")
 else

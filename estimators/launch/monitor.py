@@ -113,7 +113,8 @@ class Monitor:
         self._read_beats()
         now = time.monotonic()
         beats = self.beats
-        if len(beats) == self._num_workers and all(beat.phase.startswith("training") for beat in beats):
+        # "training, epoch 3, step 7", and the phases of callbacks, checkpoints and validation.
+        if len(beats) == self._num_workers and all(" epoch " in beat.phase for beat in beats):
             self._on_training()
         hung = self._hang_detector.find_hung(now)
         if hung is not None:

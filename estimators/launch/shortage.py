@@ -17,6 +17,8 @@ from ringspark.pipelines.spark_paths import is_remote
 
 # A gang that lost workers waits this long for each new executor, before it goes on with fewer workers.
 _FEWER_SECONDS = 5.0
+# The same after the gang has ended for more workers.
+_GROWN_SECONDS = 30.0
 # Silence after which the user is told what the gang waits for.
 _SAY_SECONDS = 5.0
 
@@ -45,12 +47,15 @@ C = TypeVar("C", bound=Sizes)
 class Shortage:
     """Decides how long the tasks of a gang wait for each other.
 
+    `has_grown`: whether the last launch ended because there were slots for more workers.
+
     Two gangs that each hold a part of the slots would wait for ever, so a gang that gets no more executors
     ends its tasks, and tries again after a random time in which Spark can give its executors away.
     """
 
     spark: SparkSession
     conf: Mapping[str, str]
+    has_grown: bool = False
     _since: float | None = None
     _said: bool = False
     _patience: float = field(init=False)
@@ -77,8 +82,10 @@ class Shortage:
                 config.timeout_seconds,
             )
         can_shrink = launch > 0 and self._fitting(config, found) is not None
+        # There were slots for all workers a moment ago.
+        fewer = _GROWN_SECONDS if self.has_grown else _FEWER_SECONDS
         is_over = now - self._since >= config.timeout_seconds
-        if is_over or idle >= (_FEWER_SECONDS if can_shrink else self._patience):
+        if is_over or idle >= (fewer if can_shrink else self._patience):
             return f"Spark has started {found} of {wanted} workers"
         return None
 

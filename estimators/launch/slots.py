@@ -23,6 +23,8 @@ _logger = logging.getLogger(__name__)
 
 # Time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
+# Wait after which the user is told what a fit waits for.
+_SAY_SECONDS = 5.0
 
 
 def count_slots(spark: SparkSession, use_gpu: bool = False) -> int | None:
@@ -37,8 +39,12 @@ def check_slots(
     use_gpu: bool = False,
     collective: str = "torch",
     launch: str | None = None,
+    patience: float = REGISTRATION_SECONDS,
 ) -> int | None:
-    """Returns `count_slots`; raises ValueError for a gang that Spark would only retry and never start."""
+    """Returns `count_slots`; raises ValueError for a gang that Spark would only retry and never start.
+
+    Waits `patience` seconds for executors that the conf promises, such as pods that wait for a node.
+    """
     conf = spark_conf(spark)
     if is_dynamic(conf) and launch == "barrier":
         raise ValueError(
@@ -70,9 +76,20 @@ def check_slots(
             )
         return None  # executors come when the workers wait for them
     # A session exists before its executors do.
-    deadline = time.monotonic() + REGISTRATION_SECONDS
-    slots = _count(spark, conf, task_cpus)
+    begun, is_promised = time.monotonic(), expected is not None and expected >= num_workers
+    deadline = begun + (max(patience, REGISTRATION_SECONDS) if is_promised else REGISTRATION_SECONDS)
+    slots, said = _count(spark, conf, task_cpus), False
     while may_grow(slots, num_workers, expected, _is_young(spark)) and time.monotonic() < deadline:
+        if not said and time.monotonic() - begun > _SAY_SECONDS:
+            said = True
+            _logger.warning(
+                "found %d task slots for %d workers; waiting up to %.0f s for executors, of which the conf "
+                "promises %s slots",
+                slots,
+                num_workers,
+                deadline - begun,
+                "an unknown number of" if expected is None else expected,
+            )
         time.sleep(0.1)
         slots = _count(spark, conf, task_cpus)
     if slots is not None and num_workers > slots:

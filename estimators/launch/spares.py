@@ -33,6 +33,9 @@ class SpareTask:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
+        # Spark reuses this process for a worker, which then starts at once.
+        import ringspark.estimators.launch.train_task  # noqa: F401
+
         context = TaskContext.get()
         assert context is not None
         offer = Offer(task=context.partitionId(), attempt=context.attemptNumber(), claim=Claim(host=""))

@@ -68,6 +68,8 @@ class GangSettings(Protocol):
     @property
     def max_workers(self) -> int | None: ...
     @property
+    def can_grow(self) -> bool: ...
+    @property
     def launch(self) -> str | None: ...
     @property
     def max_restarts(self) -> int: ...
@@ -118,13 +120,13 @@ class Supervisor(Generic[C]):
                 try:
                     return self._launch()
                 except WorkerError as error:
-                    self._failed_at = self._failed_at or time.monotonic()
                     self._prepare_next(error)
 
     def _prepare_next(self, error: WorkerError) -> None:
         """Prepares the next launch after the end of one; raises if there must be none."""
         cause = error.first
-        if cause.type == RegroupError.__name__:
+        self._shortage.has_grown = cause.type == RegroupError.__name__
+        if self._shortage.has_grown:
             _logger.warning("the training continues with %d workers", self.config.num_workers + self._found)
             self.config = self.config.with_workers(self.config.num_workers + self._found)
             return
@@ -134,7 +136,7 @@ class Supervisor(Generic[C]):
         if not error.may_pass:
             raise self._final_error(error) from None
         taken = find_taken(self.spark, self._launched_at, cause.message) if cause.type == LOST else None
-        if taken and self._has_advanced():
+        if taken and self.config.max_restarts and self._has_advanced():
             self.preemptions.append(f"{cause.sentence} ({taken})")
             _logger.warning("starting the workers again, because the cluster took an executor: %s", taken)
         elif len(self.restarts) >= self.config.max_restarts:
@@ -188,7 +190,7 @@ class Supervisor(Generic[C]):
         )
         job = SparkJob(self.spark)
         meeting = None if self._is_barrier else Meeting(pulse=pulse, num_tasks=config.num_workers)
-        more = self._target - config.num_workers
+        more = self._target - config.num_workers if config.can_grow else 0
         with Spares(self._stage, pulse, more - more % config.workers_per_replica) as spares:
             monitor = Monitor(
                 pulse,
@@ -205,7 +207,7 @@ class Supervisor(Generic[C]):
                 if monitor.verdict is not None:
                     raise RuntimeError("the tasks ended without ranks")
             except Exception as error:
-                self._failed_at = time.monotonic()
+                self._failed_at = self._failed_at or time.monotonic()
                 cause = self._find_cause(error, monitor)
                 if isinstance(cause, (WorkerError, TrainingCancelledError)):
                     job.wait_until_ended(END_SECONDS)
@@ -218,6 +220,7 @@ class Supervisor(Generic[C]):
                 raise
         failures = [Failure.from_json(row.failure) for row in rows if row.failure is not None]
         if failures:
+            self._failed_at = self._failed_at or time.monotonic()
             raise WorkerError(failures)
         return [str(row.result) for row in rows]
 
@@ -230,8 +233,8 @@ class Supervisor(Generic[C]):
         replica = self.config.workers_per_replica
         found = spares.count()
         if found - found % replica and not self._regroups:
-            self._found, self._regroups = found - found % replica, True
             write_owner(self.config.run_uri, self.token, self._pulse.launch, regroups=True)
+            self._found, self._regroups = found - found % replica, True
 
     def _describe(self) -> str:
         restarted = f", restart {len(self.restarts)}" if self.restarts else ""

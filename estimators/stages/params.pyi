@@ -96,6 +96,7 @@ class TrainingParams(DeclaredParams, HasWeightCol, HasValidationIndicatorCol, Ha
     sync: Param[Any]; getSync: Getter[Sync]; setSync: Setter[Sync | str | int | Mapping[str, Any] | None]
     parallelism: Param[Any]; getParallelism: Getter[Mesh | Literal['auto']]; setParallelism: Setter[Mesh | str | int | Mapping[str, Any] | Literal['auto'] | None]
     useGpu: Param[Any]; getUseGpu: Getter[bool]; setUseGpu: Setter[bool | None]
+    launch: Param[Any]; getLaunch: Getter[Literal['barrier', 'tasks'] | None]; setLaunch: Setter[Literal['barrier', 'tasks'] | None]
     collective: Param[Any]; getCollective: Getter[str]; setCollective: Setter[str | None]
     compile: Param[Any]; getCompile: Getter[bool | Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs']]; setCompile: Setter[bool | Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None]
     precision: Param[Any]; getPrecision: Getter[Literal['fp32', 'bf16', 'fp16']]; setPrecision: Setter[Literal['fp32', 'bf16', 'fp16'] | None]
@@ -104,7 +105,7 @@ class TrainingParams(DeclaredParams, HasWeightCol, HasValidationIndicatorCol, Ha
     activationCompression: Param[Any]; getActivationCompression: Getter[Literal['none', 'bits', 'int8', 'fp8']]; setActivationCompression: Setter[Literal['none', 'bits', 'int8', 'fp8'] | None]
     memoryBudget: Param[Any]; getMemoryBudget: Getter[int | None]; setMemoryBudget: Setter[Any]
     checkpointEverySteps: Param[Any]; getCheckpointEverySteps: Getter[int | None]; setCheckpointEverySteps: Setter[int | None]
-    checkpointEverySeconds: Param[Any]; getCheckpointEverySeconds: Getter[float]; setCheckpointEverySeconds: Setter[float | None]
+    checkpointEverySeconds: Param[Any]; getCheckpointEverySeconds: Getter[float | None]; setCheckpointEverySeconds: Setter[float | None]
     checkpointEveryEpochs: Param[Any]; getCheckpointEveryEpochs: Getter[int | None]; setCheckpointEveryEpochs: Setter[int | None]
     keepCheckpoints: Param[Any]; getKeepCheckpoints: Getter[int]; setKeepCheckpoints: Setter[int | None]
     keepTrainingState: Param[Any]; getKeepTrainingState: Getter[bool]; setKeepTrainingState: Setter[bool | None]
@@ -112,6 +113,7 @@ class TrainingParams(DeclaredParams, HasWeightCol, HasValidationIndicatorCol, Ha
     onNonFinite: Param[Any]; getOnNonFinite: Getter[Literal['stop', 'skip', 'rollback']]; setOnNonFinite: Setter[Literal['stop', 'skip', 'rollback'] | None]
     maxRestarts: Param[Any]; getMaxRestarts: Getter[int]; setMaxRestarts: Setter[int | None]
     minWorkers: Param[Any]; getMinWorkers: Getter[int | None]; setMinWorkers: Setter[int | None]
+    maxWorkers: Param[Any]; getMaxWorkers: Getter[int | None]; setMaxWorkers: Setter[int | None]
     timeoutSeconds: Param[Any]; getTimeoutSeconds: Getter[float]; setTimeoutSeconds: Setter[float | None]
     runUri: Param[Any]; getRunUri: Getter[str | None]; setRunUri: Setter[str | None]
     resume: Param[Any]; getResume: Getter[bool]; setResume: Setter[bool | None]
@@ -155,7 +157,7 @@ class ClassifierKeywords:
         trainingStep: Any = ..., callbacks: Any = ..., numWorkers: int | None = ...,
         sync: Sync | str | int | Mapping[str, Any] | None = ...,
         parallelism: Mesh | str | int | Mapping[str, Any] | Literal['auto'] | None = ..., useGpu: bool | None = ...,
-        collective: str | None = ...,
+        launch: Literal['barrier', 'tasks'] | None = ..., collective: str | None = ...,
         compile: bool | Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None = ...,
         precision: Literal['fp32', 'bf16', 'fp16'] | None = ..., gradientCheckpointing: Any = ...,
         activationOffload: Literal['none', 'host', 'disk'] | None = ...,
@@ -163,9 +165,10 @@ class ClassifierKeywords:
         checkpointEverySteps: int | None = ..., checkpointEverySeconds: float | None = ...,
         checkpointEveryEpochs: int | None = ..., keepCheckpoints: int | None = ..., keepTrainingState: bool | None = ...,
         certify: bool | None = ..., onNonFinite: Literal['stop', 'skip', 'rollback'] | None = ...,
-        maxRestarts: int | None = ..., minWorkers: int | None = ..., timeoutSeconds: float | None = ...,
-        runUri: str | None = ..., resume: bool | None = ..., logEverySteps: int | None = ...,
-        timelineEverySteps: int | None = ..., profileSteps: Any = ..., showProgress: bool | None = ..., tracking: Any = ...
+        maxRestarts: int | None = ..., minWorkers: int | None = ..., maxWorkers: int | None = ...,
+        timeoutSeconds: float | None = ..., runUri: str | None = ..., resume: bool | None = ...,
+        logEverySteps: int | None = ..., timelineEverySteps: int | None = ..., profileSteps: Any = ...,
+        showProgress: bool | None = ..., tracking: Any = ...
     ) -> None: ...
 
 class RegressorKeywords:
@@ -193,7 +196,7 @@ class RegressorKeywords:
         trainingStep: Any = ..., callbacks: Any = ..., numWorkers: int | None = ...,
         sync: Sync | str | int | Mapping[str, Any] | None = ...,
         parallelism: Mesh | str | int | Mapping[str, Any] | Literal['auto'] | None = ..., useGpu: bool | None = ...,
-        collective: str | None = ...,
+        launch: Literal['barrier', 'tasks'] | None = ..., collective: str | None = ...,
         compile: bool | Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None = ...,
         precision: Literal['fp32', 'bf16', 'fp16'] | None = ..., gradientCheckpointing: Any = ...,
         activationOffload: Literal['none', 'host', 'disk'] | None = ...,
@@ -201,9 +204,10 @@ class RegressorKeywords:
         checkpointEverySteps: int | None = ..., checkpointEverySeconds: float | None = ...,
         checkpointEveryEpochs: int | None = ..., keepCheckpoints: int | None = ..., keepTrainingState: bool | None = ...,
         certify: bool | None = ..., onNonFinite: Literal['stop', 'skip', 'rollback'] | None = ...,
-        maxRestarts: int | None = ..., minWorkers: int | None = ..., timeoutSeconds: float | None = ...,
-        runUri: str | None = ..., resume: bool | None = ..., logEverySteps: int | None = ...,
-        timelineEverySteps: int | None = ..., profileSteps: Any = ..., showProgress: bool | None = ..., tracking: Any = ...
+        maxRestarts: int | None = ..., minWorkers: int | None = ..., maxWorkers: int | None = ...,
+        timeoutSeconds: float | None = ..., runUri: str | None = ..., resume: bool | None = ...,
+        logEverySteps: int | None = ..., timelineEverySteps: int | None = ..., profileSteps: Any = ...,
+        showProgress: bool | None = ..., tracking: Any = ...
     ) -> None: ...
 
 class EstimatorKeywords:
@@ -232,7 +236,7 @@ class EstimatorKeywords:
         trainingStep: Any = ..., callbacks: Any = ..., numWorkers: int | None = ...,
         sync: Sync | str | int | Mapping[str, Any] | None = ...,
         parallelism: Mesh | str | int | Mapping[str, Any] | Literal['auto'] | None = ..., useGpu: bool | None = ...,
-        collective: str | None = ...,
+        launch: Literal['barrier', 'tasks'] | None = ..., collective: str | None = ...,
         compile: bool | Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None = ...,
         precision: Literal['fp32', 'bf16', 'fp16'] | None = ..., gradientCheckpointing: Any = ...,
         activationOffload: Literal['none', 'host', 'disk'] | None = ...,
@@ -240,7 +244,8 @@ class EstimatorKeywords:
         checkpointEverySteps: int | None = ..., checkpointEverySeconds: float | None = ...,
         checkpointEveryEpochs: int | None = ..., keepCheckpoints: int | None = ..., keepTrainingState: bool | None = ...,
         certify: bool | None = ..., onNonFinite: Literal['stop', 'skip', 'rollback'] | None = ...,
-        maxRestarts: int | None = ..., minWorkers: int | None = ..., timeoutSeconds: float | None = ...,
-        runUri: str | None = ..., resume: bool | None = ..., logEverySteps: int | None = ...,
-        timelineEverySteps: int | None = ..., profileSteps: Any = ..., showProgress: bool | None = ..., tracking: Any = ...
+        maxRestarts: int | None = ..., minWorkers: int | None = ..., maxWorkers: int | None = ...,
+        timeoutSeconds: float | None = ..., runUri: str | None = ..., resume: bool | None = ...,
+        logEverySteps: int | None = ..., timelineEverySteps: int | None = ..., profileSteps: Any = ...,
+        showProgress: bool | None = ..., tracking: Any = ...
     ) -> None: ...

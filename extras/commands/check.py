@@ -181,9 +181,10 @@ def _check_slots(
     spark: SparkSession, conf: dict[str, str], args: argparse.Namespace, found: _Findings
 ) -> int | None:
     """Returns how many tasks can run at the same time; None if that is unknown, or is not constant."""
-    from ringspark.estimators.launch.slots import check_slots
+    from ringspark.estimators.launch.slots import check_slots, is_dynamic
 
-    slots = _settled_slots(spark, conf, args.gpu)
+    # Dynamic allocation adds executors only while tasks wait for them.
+    slots = None if is_dynamic(conf) else _settled_slots(spark, conf, args.gpu)
     if slots == 0:
         found.problem(
             "slots",
@@ -197,6 +198,7 @@ def _check_slots(
         found.problem("slots", str(error))
     else:
         known = "an unknown number of task slots" if slots is None else f"task slots: {slots}"
+        known = "dynamic allocation" if is_dynamic(conf) else known
         found.ok("slots", f"{known}, needed: {args.workers}")
     return slots
 

@@ -137,6 +137,7 @@ class GangConfig:
     timeout_seconds: float
     min_workers: int | None = None
     max_workers: int | None = None
+    can_grow: bool = False
     launch: str | None = None
     workers_per_replica: int = 1
     # Only connects the tasks; the function makes its own process group.

@@ -51,7 +51,7 @@ class AutoencoderParams(DeclaredParams):
         trainingStep: Any = ..., callbacks: Any = ..., numWorkers: int | None = ...,
         sync: Sync | str | int | Mapping[str, Any] | None = ...,
         parallelism: Mesh | str | int | Mapping[str, Any] | Literal['auto'] | None = ..., useGpu: bool | None = ...,
-        collective: str | None = ...,
+        launch: Literal['barrier', 'tasks'] | None = ..., collective: str | None = ...,
         compile: bool | Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None = ...,
         precision: Literal['fp32', 'bf16', 'fp16'] | None = ..., gradientCheckpointing: Any = ...,
         activationOffload: Literal['none', 'host', 'disk'] | None = ...,
@@ -59,11 +59,11 @@ class AutoencoderParams(DeclaredParams):
         checkpointEverySteps: int | None = ..., checkpointEverySeconds: float | None = ...,
         checkpointEveryEpochs: int | None = ..., keepCheckpoints: int | None = ..., keepTrainingState: bool | None = ...,
         certify: bool | None = ..., onNonFinite: Literal['stop', 'skip', 'rollback'] | None = ...,
-        maxRestarts: int | None = ..., minWorkers: int | None = ..., timeoutSeconds: float | None = ...,
-        runUri: str | None = ..., resume: bool | None = ..., logEverySteps: int | None = ...,
-        timelineEverySteps: int | None = ..., profileSteps: Any = ..., showProgress: bool | None = ..., tracking: Any = ...,
-        noise: float | None = ..., mask: float | None = ..., maskValue: float | Sequence[float] | None = ...,
-        maskId: int | None = ...
+        maxRestarts: int | None = ..., minWorkers: int | None = ..., maxWorkers: int | None = ...,
+        timeoutSeconds: float | None = ..., runUri: str | None = ..., resume: bool | None = ...,
+        logEverySteps: int | None = ..., timelineEverySteps: int | None = ..., profileSteps: Any = ...,
+        showProgress: bool | None = ..., tracking: Any = ..., noise: float | None = ..., mask: float | None = ...,
+        maskValue: float | Sequence[float] | None = ..., maskId: int | None = ...
     ) -> None: ...
     noise: Param[Any]; getNoise: Getter[float]; setNoise: Setter[float | None]
     mask: Param[Any]; getMask: Getter[float | None]; setMask: Setter[float | None]

@@ -135,6 +135,11 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
         )
 
     @property
+    def can_grow(self) -> bool:
+        """Whether all workers can end at a checkpoint together, to start again with more workers."""
+        return self.is_in_step and self.checkpoint_every_seconds != 0
+
+    @property
     def keeps_state(self) -> bool:
         """Whether a checkpoint is written at the end of the training, and stays."""
         return self.keep_training_state or self.certify or self.pause_after is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from standalone import spark_environment, standalone_cluster
 
-_PROGRAM = '''
+_PROGRAM = """
 import json, sys, threading
 from pyspark.sql import SparkSession
 from ringspark.estimators import TorchRegressor
@@ -43,7 +43,7 @@ for collective in ("torch", "horovod"):
     losses[collective] = [record.train_loss for record in model.summary.epochs]
     assert model.transform(rows).count() == 200
 print(json.dumps(losses))
-'''
+"""
 
 
 @pytest.mark.slow
