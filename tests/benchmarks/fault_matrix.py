@@ -55,6 +55,7 @@ def main() -> int:
         timeout_seconds=(round(TIMEOUT_SECONDS), 30),
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first moment of each cell")
+    parser.add_argument("--launch", choices=("barrier", "tasks"), default="barrier")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="rows, cells as 'row/column', columns, or meshes"
     )
@@ -72,7 +73,7 @@ def main() -> int:
     faults.sort(key=lambda f: ("standalone" in f.place, "s3" in f.place, bool(f.mesh), f.mesh))
     cells = load(args.output)
     skipped: dict[tuple[str, str], str] = {}
-    with Lab(epochs=args.epochs, timeout_seconds=args.timeout_seconds) as lab:
+    with Lab(epochs=args.epochs, timeout_seconds=args.timeout_seconds, launch=args.launch) as lab:
         for fault in faults:
             if reason := lab.reason_not_to(fault):
                 skipped[fault.target, fault.kind] = reason

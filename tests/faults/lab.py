@@ -50,10 +50,14 @@ class Lab:
         epochs: Epochs of every training.
         timeout_seconds: Timeout of every training; on a busy machine, starting a rank takes longer than the
             timeout of a quiet machine.
+        launch: The setting: a barrier stage, or ordinary tasks.
     """
 
-    def __init__(self, epochs: int = EPOCHS, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, epochs: int = EPOCHS, timeout_seconds: float = TIMEOUT_SECONDS, launch: str = "barrier"
+    ) -> None:
         self.epochs = epochs
+        self._launch = launch
         self._timeout_seconds = timeout_seconds
         self._dead: list[Driver] = []
         self._stack = ExitStack()
@@ -177,6 +181,7 @@ class Lab:
         folder, more = self.root / name, {}
         if spread := meshes.MESHES.get(mesh):
             more = {"network": spread.network(), "more": spread.settings(), "num_workers": meshes.NUM_WORKERS}
+        more["more"] = {**more.get("more", {}), "launch": self._launch}
         return Plan(
             **more,
             run=str(folder / "run"),
