@@ -121,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ringspark.extras.planning.tables import align_table
     from ringspark.jobs.train_job import make_estimator, read_job
+    from ringspark.pipelines.notebook_table import align_table
 
     names = [name.strip() for name in args.faults.split(",")]
     if unknown := [name for name in names if name not in FAULTS]:
