@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"    {outcome.last_line}\n    what helps: {FAULTS[name].helps}", flush=True)
     head = ["fault", "survived", "seconds", "more", "resumes", "taken by the cluster"]
     print()
-    print(align_table(head, rows))
+    print(align_table(head, rows, num_left=1))
 
 
 @dataclass(frozen=True, kw_only=True)
