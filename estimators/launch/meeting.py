@@ -1,9 +1,9 @@
-"""How the tasks of a gang meet, in a barrier stage of Spark or, as ordinary tasks, in the run's folder.
+"""Lets the tasks of a gang find each other: in a barrier stage, or as ordinary tasks in the run directory.
 
-Spark refuses a barrier stage on a cluster with dynamic allocation, and runs ordinary tasks as executors come.
-There each task writes an offer and waits. When all tasks have offered, the driver writes the roster: the
-attempts that become the ranks. A lost task that Spark starts again is a new attempt, as is a speculative
-copy; an attempt that is not in the roster waits until Spark or the driver ends it.
+With dynamic allocation, Spark refuses barrier stages, but starts ordinary tasks as executors come. Each
+ordinary task writes an offer and waits. Once every task has an offer, the driver writes the roster. It lists
+the task attempts that become the ranks. Spark makes a new attempt for a lost task and for a speculative copy.
+An attempt that is not in the roster waits until Spark or the driver ends it.
 
     driver: job of N tasks -> offers of 0 ... N - 1 -> roster -> ranks connect -> rows
                               |                        |
@@ -34,11 +34,11 @@ _LOCAL_SECONDS, _REMOTE_SECONDS = 0.05, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Offer(JsonText):
-    """One attempt of a task, before it is a rank.
+    """A task attempt that can become a rank.
 
     Attributes:
-        address: Where the tasks of a barrier stage reach the rendezvous of rank 0; "" for other ranks.
-        problem: The error that keeps the task from starting.
+        address: Address of the rendezvous, from the task of rank 0 in a barrier stage; "" from other tasks.
+        problem: The error that keeps the task from starting; "" if there is none.
     """
 
     task: int
@@ -79,7 +79,7 @@ def check_offers(offers: Sequence[Offer], own: int) -> None:
 
 
 def await_roster(pulse: Pulse, offer: Offer, name: str = "task") -> tuple[Offer, ...]:
-    """Makes the offer of an ordinary task, and waits for the roster; returns () if the task is to end."""
+    """Writes the offer of an ordinary task and waits for the roster; returns () if the task must end."""
     parent, pause = os.getppid(), look_seconds(pulse.run_uri)
     uri = _uri(pulse, f"{name}-{_launch_of(pulse)}-{offer.task}-{offer.attempt}.json")
     storage.write_atomic(uri, offer.to_json().encode(), durable=False)
@@ -107,10 +107,9 @@ def _read_roster(pulse: Pulse, name: str) -> tuple[Offer, ...] | None:
 
 @dataclass(kw_only=True)
 class Meeting:
-    """The driver's side of the meeting of one launch.
+    """Collects the offers of one launch on the driver, and writes the roster.
 
-    `name` is "task" for the workers, and "spare" for tasks that only wait, so that the next launch has room
-    for more workers.
+    `name` is "task" for the workers, and "spare" for tasks that only hold slots for the next launch.
     """
 
     pulse: Pulse
@@ -140,7 +139,7 @@ class Meeting:
             self._write(Roster(offers=tuple(self.offers)))
 
     def find_replaced(self) -> int | None:
-        """Returns a task of the roster that Spark has started again, because it lost the first attempt."""
+        """Returns a task of the roster that has a newer attempt: it was lost, or has a speculative copy."""
         known = () if self.roster is None else self.roster.offers
         newest = {offer.task: offer.attempt for offer in self.offers}
         return next((offer.task for offer in known if newest[offer.task] != offer.attempt), None)

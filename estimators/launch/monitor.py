@@ -31,8 +31,8 @@ class Monitor:
     """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
 
     `verdict` is the failure for which it cancelled the job, otherwise None. If the workers are ordinary
-    tasks, they meet in `meeting`, and `find_shortage` says when too few of them have come. `on_training` is
-    called again and again while all ranks train.
+    tasks, `meeting` collects their offers, and `find_shortage` returns why they must stop waiting for each
+    other. The monitor calls `on_training` at every poll while all ranks train.
     """
 
     def __init__(
@@ -143,15 +143,16 @@ class Monitor:
         return None
 
     def _find_replaced(self, meeting: Meeting) -> Failure | None:
-        """Returns the failure of a rank whose task Spark has started again.
+        """Returns the failure of a rank whose task has a newer attempt; None if the rank may still live.
 
-        Spark also starts speculative copies, so the rank must be silent, or another rank must have failed.
+        The newer attempt may be a speculative copy. So the rank is lost only if it is silent or if any rank
+        has reported a failure.
         """
         task = meeting.find_replaced()
         beat = next((beat for beat in self.beats if beat.task == task), None)
         if task is None or (beat is not None and beat.ended):
             return None
-        message = "its process died, and Spark started it again"
+        message = "its process died, and Spark started its task again"
         if beat is None:
             # The first heartbeat comes at once.
             is_silent = time.monotonic() - meeting.changed_at >= interval_seconds(self._pulse.timeout_seconds)

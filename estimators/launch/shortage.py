@@ -1,4 +1,4 @@
-"""What a gang of ordinary tasks does while the cluster has started too few of them."""
+"""Decides how long ordinary tasks wait for executors, and how the gang continues if too few come."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.meeting import Meeting
 from ringspark.pipelines.spark_paths import is_remote
 
-# A gang that lost workers waits this long for each new executor, before it goes on with fewer workers.
+# Wait for each new executor, in seconds, before a gang that lost workers continues with fewer workers.
 _FEWER_SECONDS = 5.0
-# The same after the gang has ended for more workers.
+# The same wait, if the gang has ended in order to grow.
 _GROWN_SECONDS = 30.0
-# Silence after which the user is told what the gang waits for.
+# Time without a new worker, in seconds, after which a warning says what the gang waits for.
 _SAY_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
@@ -49,8 +49,9 @@ class Shortage:
 
     `has_grown`: whether the last launch ended because there were slots for more workers.
 
-    Two gangs that each hold a part of the slots would wait for ever, so a gang that gets no more executors
-    ends its tasks, and tries again after a random time in which Spark can give its executors away.
+    Two gangs that each hold some of the slots would wait for each other forever. So a gang that gets no more
+    executors ends its tasks, and starts them again after a random pause. Other work can use the executors in
+    this pause.
     """
 
     spark: SparkSession
@@ -68,7 +69,7 @@ class Shortage:
         self._patience = (2 * self._idle + 10.0) * random.uniform(1.0, 2.0)
 
     def find(self, meeting: Meeting, config: Sizes, launch: int) -> str | None:
-        """Returns what is missing if the tasks must not wait any longer."""
+        """Returns why the tasks must stop waiting; None while they may wait."""
         now = time.monotonic()
         self._since = self._since or now
         found, wanted = len(meeting.offers), config.num_workers
@@ -94,7 +95,7 @@ class Shortage:
         self._since, self._said = None, False
 
     def solve(self, cause: Failure, config: C, found: int, launch: int) -> C:
-        """Returns the config of the next launch, after a wait if all workers are needed.
+        """Returns the config of the next launch: with fewer workers, or the same after a random pause.
 
         Raises RuntimeError if the cluster has not given the workers within `timeout_seconds`.
         """
@@ -113,7 +114,7 @@ class Shortage:
             )
         pause = min((self._idle + 5.0) * random.uniform(1.0, 3.0), config.timeout_seconds - waited)
         _logger.warning(
-            "%s and gives its slots back for %.0f s, because other work may wait for them",
+            "%s; the training gives its slots back for %.0f s, because other work may wait for them",
             cause.message,
             pause,
         )

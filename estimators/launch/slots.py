@@ -72,7 +72,7 @@ def check_slots(
         if expected is not None and num_workers > expected:
             raise ValueError(
                 f"numWorkers ({num_workers}) must not exceed the {expected} task slots of the executors that "
-                f"spark.dynamicAllocation.maxExecutors allows; lower numWorkers or raise it"
+                "spark.dynamicAllocation.maxExecutors allows; lower numWorkers or raise maxExecutors"
             )
         return None  # executors come when the workers wait for them
     # A session exists before its executors do.

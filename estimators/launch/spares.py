@@ -1,4 +1,4 @@
-"""Tasks that hold free slots beside a running gang, so that the next launch can have more workers."""
+"""Holds free slots next to a running gang, so that the next launch can have more workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SpareTask:
 
 
 class Spares:
-    """A context manager that holds slots beside a running gang, from the first call of `count` on."""
+    """A context manager that holds slots next to a running gang; the first `count` starts its tasks."""
 
     def __init__(self, stage: GangStage, pulse: Pulse, num_tasks: int) -> None:
         self._stage, self._job = stage, SparkJob(stage.spark)

@@ -86,8 +86,10 @@ C = TypeVar("C", bound=GangSettings)
 class Supervisor(Generic[C]):
     """Runs one gang.
 
-    `restarts` has the reason of each restart, `preemptions` of each loss to the cluster, which costs no
-    restart. `config` has the number of workers of the present launch.
+    Attributes:
+        config: The settings, with the number of workers of the current launch.
+        restarts: The reason of each restart that counts for `max_restarts`.
+        preemptions: The reason of each loss to the cluster, which costs no restart.
     """
 
     spark: SparkSession
@@ -158,7 +160,7 @@ class Supervisor(Generic[C]):
                 self.check_data()
 
     def _has_advanced(self) -> bool:
-        """Whether a loss to the cluster is free: not if many follow each other without a checkpoint."""
+        """Whether this loss costs no restart: `FREE_LOSSES` are free after each new checkpoint."""
         steps = list_steps(checkpoints_uri(self.config.run_uri))
         newest = steps[-1] if steps else 0
         if newest > self._newest:

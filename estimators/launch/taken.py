@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from ringspark.pipelines.spark_paths import is_remote
 
-# Losses to the cluster without a new checkpoint between them, after which they count as failures.
+# Losses to the cluster that cost no restart after each new checkpoint; later losses count as failures.
 FREE_LOSSES = 10
 # Spark reports an executor's end a moment after its tasks have ended.
 _WAIT_SECONDS = 3.0

@@ -5,7 +5,8 @@
 
 The cluster is a Spark master and one Spark worker process for each of the job's workers, plus one, with
 dynamic allocation. Each fault is one run of the job, in a folder that is removed afterwards; the first run is
-undisturbed. The table says what survived, what it cost, and which setting would have helped.
+undisturbed. The table says whether the job survived each fault, and how many seconds the fault cost. For a
+failed job, the command also prints which setting helps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-DESCRIPTION = "Run a job on a small cluster of this machine, and break it."
+DESCRIPTION = "Run a job on a small cluster on this machine, and inject faults."
 _CONF = {
     "spark.dynamicAllocation.enabled": "true",
     "spark.dynamicAllocation.minExecutors": "0",
@@ -92,7 +93,9 @@ FAULTS = {
         act=_kill_executor,
     ),
     "late": Fault(
-        what=f"a node joins {_LATE_SECONDS:.0f} s late", helps="raise timeoutSeconds", is_late=True
+        what=f"all nodes except one join {_LATE_SECONDS:.0f} s late",
+        helps="raise timeoutSeconds",
+        is_late=True,
     ),
     "slow": Fault(
         what=f"a worker stops for {_SLOW_SECONDS:.0f} s", helps="raise timeoutSeconds", act=_stop_rank
@@ -135,7 +138,10 @@ def run(args: argparse.Namespace) -> None:
     rows, calm = [], 0.0
     for name in dict.fromkeys(["calm", *names]):
         with tempfile.TemporaryDirectory(prefix="ringspark-rehearse-") as folder:
-            outcome = Rehearsal(args, Path(folder), workers).play(FAULTS[name])
+            rehearsal = Rehearsal(args, Path(folder), workers)
+            if job.evaluation is not None and job.evaluation.output is not None:
+                rehearsal.changes.append(f"evaluation.output={folder}/evaluation.json")
+            outcome = rehearsal.play(FAULTS[name])
         if name == "calm":
             calm = outcome.seconds
             if not outcome.survived:
@@ -169,13 +175,19 @@ class Outcome:
 
 
 class Rehearsal:
-    """One run of the job on a cluster of its own."""
+    """One run of the job on a cluster of its own; `changes` replace values of the job file."""
 
     process: subprocess.Popen[bytes]
 
     def __init__(self, args: argparse.Namespace, folder: Path, workers: int) -> None:
         self._args, self._folder, self._workers = args, folder, workers
         self.run_uri = str(folder / "run")
+        self.changes = [
+            *args.set,
+            f"params.runUri={self.run_uri}",
+            f"save.model={folder / 'model'}",
+            "save.overwrite=true",
+        ]
 
     def play(self, fault: Fault) -> Outcome:
         """Runs the job, with the fault once it trains."""
@@ -208,19 +220,13 @@ class Rehearsal:
         return [beat.pid for beat in beats if beat is not None and not beat.ended]
 
     def _start(self, url: str) -> None:
-        changes = [
-            *self._args.set,
-            f"params.runUri={self.run_uri}",
-            f"save.model={self._folder / 'model'}",
-            "save.overwrite=true",
-        ]
         conf = " ".join(f"--conf {key}={value}" for key, value in _CONF.items())
         self._log = self._folder / "job.log"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "ringspark.jobs.command", "train", self._args.file),
-                    *(part for change in changes for part in ("--set", change)),
+                    *(part for change in self.changes for part in ("--set", change)),
                     *("--master", url, "--resume"),
                 ],
                 stdout=log,

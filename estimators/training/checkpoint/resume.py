@@ -52,10 +52,10 @@ _FIRST_SECONDS = 15.0
 
 
 def choose_interval(seconds: float | None) -> float:
-    """Returns the seconds between two checkpoints for which the steps wait `seconds`; None before the first.
+    """Returns the interval between checkpoints, in seconds, if training waits `seconds` for each checkpoint.
 
-    The wait and the steps that a loss costs are least together at sqrt(2 * wait * time between losses)
-    (Young 1974, Daly 2006).
+    `seconds` is None before the first checkpoint. The interval sqrt(2 * wait * time between losses) minimizes
+    the sum of two costs: the wait, and the steps that a loss repeats (Young 1974, Daly 2006).
     """
     if seconds is None:
         return _FIRST_SECONDS
@@ -67,11 +67,11 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointSchedule:
-    """Decides after which steps and epochs to write a checkpoint, equally on all ranks.
+    """Decides after which steps and epochs to write a checkpoint. All ranks decide the same.
 
-    Only the clock of rank 0 counts. Rank 0 reads it in a few steps, and broadcasts the number of steps until
-    the next reading; 0 means that a checkpoint is due, and -1 that the training also ends there
-    (`must_regroup`).
+    Only the clock of rank 0 counts. Rank 0 does not read it at every step, and broadcasts the number of steps
+    until the next reading. 0 means that a checkpoint is due. -1 means that a checkpoint is due and that the
+    gang ends after it, to start again with more workers (`must_regroup`).
     """
 
     def __init__(

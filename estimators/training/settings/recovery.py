@@ -75,7 +75,7 @@ class Recovery(Section):
     )
     max_workers: AtLeast1 | None = setting(
         None,
-        "most workers with which the training continues once the cluster has room; unset: numWorkers",
+        "largest number of workers to which the training grows when slots become free; unset: numWorkers",
         may_differ_on_resume=True,
     )
     timeout_seconds: Annotated[float, Gt(0), Finite] = setting(

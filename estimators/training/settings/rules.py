@@ -87,9 +87,9 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "maxWorkers without checkpoints by time, or with workers that step on their own",
         lambda c: c.max_workers is not None and c.max_workers > c.num_workers and not c.can_grow,
-        "maxWorkers ({max_workers}) adds workers at a checkpoint of all workers together, which needs "
-        "checkpoints by time and a sync whose workers step together; leave checkpointEverySeconds unset and "
-        "set sync=AllReduce(), or leave maxWorkers unset",
+        "maxWorkers ({max_workers}) lets new workers start from a checkpoint, which needs checkpoints by "
+        "time and a sync whose workers step together; leave checkpointEverySeconds unset and set "
+        "sync=AllReduce(), or leave maxWorkers unset",
     ),
     Combination(
         "onNonFinite='rollback' without checkpoints",

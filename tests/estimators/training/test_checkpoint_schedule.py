@@ -10,7 +10,7 @@ import torch
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.traffic import Member
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.checkpoint.resume import CheckpointSchedule
+from ringspark.estimators.training.checkpoint.resume import CheckpointSchedule, choose_interval
 from ringspark.estimators.training.settings.config import TrainConfig
 
 
@@ -79,3 +79,24 @@ def test_the_clock_of_rank_0_decides_for_all() -> None:
     due = _due(Rank(1, 1, 0), clock, checkpoint_every_seconds=60.0)
     clock.now = 1e6
     assert [due.is_due_after_step(step) for step in (1, 2, 3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("wait", [1e-4, 0.03, 0.5, 20.0])
+def test_the_interval_balances_waits_against_lost_steps(wait: float) -> None:
+    """Young's interval, unless it is below 15 s or steps would wait more than 1 % of the time."""
+    best = (2 * wait * 3600.0) ** 0.5
+    assert choose_interval(wait) == pytest.approx(max(15.0, best, 100 * wait))
+    assert wait / choose_interval(wait) <= 0.01 + 1e-12
+
+
+def test_all_ranks_end_at_the_checkpoint_that_the_driver_asks_for() -> None:
+    first, other = (
+        _due(Rank(), Clock(), checkpoint_every_seconds=60.0),
+        _due(Rank(1, -1), Clock(), checkpoint_every_seconds=60.0),
+    )
+    assert not first.is_due_after_step(1)
+    first._status.must_regroup = True
+    assert [first.is_due_after_step(step) for step in (2, 3)] == [False, True]
+    assert first.must_regroup
+    assert [other.is_due_after_step(step) for step in (1, 2)] == [False, True]
+    assert other.must_regroup
