@@ -89,6 +89,8 @@ def spark() -> Iterator[Any]:
             .config("spark.ui.enabled", "false")
             .config("spark.ui.showConsoleProgress", "false")
             .config("spark.sql.shuffle.partitions", "4")
+            # Else Spark forgets what it compiled for a plan after 100 others.
+            .config("spark.sql.codegen.cache.maxEntries", "4000")
             .config("spark.driver.bindAddress", "127.0.0.1")
             .config(DAEMON[0], "warm_daemon")
             .config("spark.executorEnv.PYTHONPATH", str(SUPPORT))
