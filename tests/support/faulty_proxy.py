@@ -24,7 +24,6 @@ _ANSWERS = {
     "slow_down": (503, "SlowDown", "Please reduce your request rate."),
     "internal": (500, "InternalError", "We encountered an internal error. Please try again."),
     "forbidden": (403, "AccessDenied", "Access Denied"),
-    "conflict": (409, "ConditionalRequestConflict", "A conflicting operation is in progress."),
 }
 
 
