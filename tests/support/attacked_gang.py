@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +28,12 @@ OTHER_MACHINE, SAME_MACHINE = "127.0.0.2", "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """Result of a training. `reached` and `refused` count connections of attackers."""
+    """Result of a training. `reached` counts connections of attackers."""
 
     weights: list[str]
     grown_bytes: int
     grown_descriptors: int
-    seconds: float
     reached: int
-    refused: int
 
 
 def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacked:
@@ -49,29 +45,23 @@ def run(collective: str, folder: Path, *, steps: int, attacked: bool) -> Attacke
     """
     stop_file = folder / f"stop-{collective}-{time.monotonic_ns()}"
     work = partial(_train, steps=steps, stop_file=str(stop_file) if attacked else "", gang=os.getpid())
-    start = time.monotonic()
-    with _stranger(os.getpid(), stop_file, OTHER_MACHINE, wanted=attacked) as outside:
+    with _stranger(os.getpid(), stop_file, OTHER_MACHINE, attacked) as outside:
         try:
             ranks = run_ranks(2, collective, work, timeout_seconds=60)
         finally:
             stop_file.touch()
-    counts = Counter(outside)
-    for rank in ranks:
-        counts.update(rank["strangers"])
     return Attacked(
         weights=[rank["weights"] for rank in ranks],
         grown_bytes=max(rank["grown_bytes"] for rank in ranks),
         grown_descriptors=max(rank["grown_descriptors"] for rank in ranks),
-        seconds=time.monotonic() - start,
-        reached=counts["reached"],
-        refused=counts["refused"],
+        reached=sum(outside) + sum(sum(rank["strangers"]) for rank in ranks),
     )
 
 
 @contextmanager
-def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> Iterator[dict[str, int]]:
-    """Runs an attacker in a new process; the counts are complete when the block ends."""
-    counts: dict[str, int] = {}
+def _stranger(gang: int, stop_file: Path, source: str, wanted: bool) -> Iterator[list[int]]:
+    """Runs an attacker in a new process; appends its number of connections when the block ends."""
+    counts: list[int] = []
     if not wanted:
         yield counts
         return
@@ -80,8 +70,7 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool = True) -> I
         assert process.stdout.readline() == "ready\n"
         yield counts
         stop_file.touch()
-        found: dict[str, dict[str, int]] = json.loads(process.communicate(timeout=60)[0])
-    counts.update({kind: sum(ports.values()) for kind, ports in found.items()})
+        counts.append(int(process.communicate(timeout=60)[0]))
 
 
 def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> Any:
@@ -90,7 +79,7 @@ def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> 
     wanted = bool(stop_file) and collective.rank == 0
     process = psutil.Process()
     with _stranger(gang, near, SAME_MACHINE, wanted) as counts:
-        before, result = (0, 0), ""
+        before = (0, 0)
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         sync = synchronize(module, torch.optim.Adam(module.parameters(), lr=0.01), collective)

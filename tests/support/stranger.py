@@ -1,22 +1,21 @@
 """An attacker: connects to every TCP port of a gang's processes, again and again.
 
-Run as `stranger.py PID STOP_FILE [SOURCE]`. Until STOP_FILE exists, it lists the listening ports of process
-PID and its children, and sends one attack after another to each port. It prints when it is ready. At the end
-it prints JSON: for each port, the number of accepted and refused connections. It uses loopback only, sends a
-few bytes per connection, and holds at most `HELD` connections. SOURCE is the source address; the default
-127.0.0.2 acts as another machine for a gang on 127.0.0.1.
+Run as `stranger.py PID STOP_FILE SOURCE`. Until STOP_FILE exists, it lists the listening ports of process
+PID and its children, and sends one attack after another to each port. It prints when it is ready, and at the
+end the number of accepted connections. It uses loopback only, sends a few bytes per connection, and holds at
+most `HELD` connections. SOURCE is the source address; 127.0.0.2 acts as another machine for a gang on
+127.0.0.1.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import socket
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -39,34 +38,26 @@ ATTACKS = {
 
 
 def main(pid: int, stop_file: str, source: str) -> None:
-    """Attacks until the stop file exists, then prints the counts."""
-    attacks = iter(_round_robin())
+    """Attacks until the stop file exists, then prints the number of connections."""
+    attacks = itertools.cycle(ATTACKS.values())
     held: deque[socket.socket] = deque()
-    reached: dict[int, int] = {}
-    refused: dict[int, int] = {}
+    reached = 0
     print("ready", flush=True)
     while not os.path.exists(stop_file):
         for address in _ports(pid):
-            name = next(attacks)
             try:
                 connection = socket.create_connection(address, timeout=0.2, source_address=(source, 0))
             except OSError:
-                refused[address[1]] = refused.get(address[1], 0) + 1
                 continue
-            reached[address[1]] = reached.get(address[1], 0) + 1
+            reached += 1
             with suppress(OSError):
-                connection.sendall(ATTACKS[name])
+                connection.sendall(next(attacks))
             # Keep most connections open: a server that waits for them would hang.
             held.append(connection)
             if len(held) > HELD:
                 held.popleft().close()
         time.sleep(0.002)
-    print(json.dumps({"reached": reached, "refused": refused}))
-
-
-def _round_robin() -> Iterator[str]:
-    while True:
-        yield from ATTACKS
+    print(reached)
 
 
 def _ports(pid: int) -> list[tuple[str, int]]:
@@ -82,4 +73,4 @@ def _ports(pid: int) -> list[tuple[str, int]]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "127.0.0.2")
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
