@@ -447,7 +447,7 @@ def spark_on_store(spark: Any, store: Store) -> Iterator[Any]:
 
 
 @pytest.mark.spark
-def test_spark_writes_to_a_bucket(spark_on_store: Any, store: Store, tmp_path: Path) -> None:
+def test_spark_writes_to_a_bucket(spark_on_store: Any, store: Store) -> None:
     uri = "s3://bucket/spark/a b/model=x"
     df = spark_on_store.range(0, 3000, 1, 3).selectExpr("id", "cast(id as float) / 7 as x")
     write_shards(df.limit(10), uri)
@@ -463,8 +463,9 @@ def test_spark_writes_to_a_bucket(spark_on_store: Any, store: Store, tmp_path: P
     folder, _ = storage.list_names(uri)
     assert folder == manifest.files[0].path.split("/")[0]
     assert len(storage.list_names(storage.join(uri, folder))) == 3
-    local = write_shards(df, str(tmp_path / "local"), row_group_rows=100)
-    _assert_same(_read(manifest, shuffle=False), _read(local, shuffle=False))
+    (batch,) = _read(manifest, shuffle=False)
+    np.testing.assert_array_equal(batch["id"], np.arange(3000))
+    np.testing.assert_array_equal(batch["x"], np.arange(3000) / 7)
     storage.remove(uri, recursive=True)
     with pytest.raises(ValueError, match="holds no shards"):
         ShardManifest.load(uri)
