@@ -44,7 +44,7 @@ NAMES = (
 
 def slow_while(path: Path) -> Acts:
     """Returns a callback that makes steps slow while `path` exists."""
-    return Acts(step_end=lambda state: time.sleep(0.5 * path.exists()))
+    return Acts(step_end=lambda state: time.sleep(0.2 * path.exists()))
 
 
 @contextmanager

@@ -156,20 +156,12 @@ def test_fit_takes_a_param_map_for_one_fit(frame, estimator):
     assert values(estimator) == before
 
 
-def test_fit_takes_a_list_of_param_maps(frame, estimator):
+def test_fit_takes_a_list_of_param_maps(case, frame, estimator):
+    """Spark's `fit` of a list numbers the models as `fitMultiple` does."""
     models = estimator.fit(frame, [{estimator.epochs: 2}, {estimator.epochs: 1}])
+    assert [type(model) for model in models] == [case.model] * 2
     assert [len(model.summary.epochs) for model in models] == [2, 1]
     assert models[0].summary.run_uri != models[1].summary.run_uri
-
-
-def test_fit_multiple_gives_pairs_of_index_and_model(case, frame, estimator):
-    pairs = estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 2}])
-    # `fitMultiple` fits one map at a time, on demand.
-    index, model = next(pairs)
-    assert index == 0
-    assert type(model) is case.model
-    assert len(model.summary.epochs) == 1
-    del pairs
     # All maps are checked before the first fit.
     with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
         estimator.fitMultiple(frame, [{estimator.epochs: 1}, {estimator.epochs: 0}])
@@ -190,6 +182,7 @@ def test_the_summary_tells_what_the_fit_did(fitted):
     assert summary.seconds > 0
     assert Path(summary.run_uri.removeprefix("file://")).is_dir()
     assert list(summary.history["epoch"]) == [1, 2]
+    assert summary.precision_difference is None, "predictions in fp32 are not compared"
 
 
 def test_other_columns_pass_through_untouched(fitted, frame, scored):

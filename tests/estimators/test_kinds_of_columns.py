@@ -151,7 +151,7 @@ def test_sparse_vectors_reach_a_bag_of_embeddings_without_being_widened(spark, t
     network, weights = nn.EmbeddingBag(size, 1, mode="sum"), {}
     columns = {"model": network, "columns": {"features": Sparse()}}
     settings = columns | {"optimizer": "sgd", "learningRate": 0.1, "epochs": 2, "batchSize": 8}
-    for workers, accumulation in ((1, 1), (1, 3), (2, 1)):
+    for workers, accumulation in ((1, 1), (2, 3)):
         spread = {"numWorkers": workers, "gradientAccumulation": accumulation, "collective": "torch"}
         model = quiet(TorchRegressor, tmp_path, **settings, **spread).fit(table)
         weights[workers, accumulation] = model.module().weight

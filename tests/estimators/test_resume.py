@@ -38,15 +38,15 @@ pytestmark = [
 STEPS = 24
 
 
-def walk(path: Path) -> Acts:
-    """Returns a callback that makes steps slow, and raises in step 15 while `path` exists."""
+def walk(path: Path, seconds: float = 0.0) -> Acts:
+    """Returns a callback that waits in each step, and raises in step 15 while `path` exists."""
 
     def start(state: TrainingState) -> None:
         with open(f"{path}.starts", "a") as file:
             file.write("start\n")
 
     def step(state: TrainingState) -> None:
-        time.sleep(0.1)
+        time.sleep(seconds)
         if state.step == 15 and path.exists():
             raise ZeroDivisionError("on purpose")
 
@@ -100,6 +100,11 @@ def _estimator(root: Path, **changes: Any) -> Any:
     return quiet(TorchRegressor, root, **(params | changes))
 
 
+def _slow(root: Path, **changes: Any) -> Any:
+    """An estimator whose ranks can be hit between two steps."""
+    return _estimator(root, callbacks=[walk(root / "fails", 0.1)], **changes)
+
+
 def _starts(root: Path) -> int:
     return len((root / "fails.starts").read_text().split())
 
@@ -131,7 +136,7 @@ def _hit(root: Path, rank: int, number: signal.Signals) -> Iterator[list[Beat]]:
 
 
 def test_a_killed_worker_costs_no_step(table, shards, tmp_path):
-    estimator = _estimator(tmp_path)
+    estimator = _slow(tmp_path)
     with _hit(tmp_path, 1, signal.SIGKILL) as hits:
         model = estimator.fitOnShards(shards)
     assert len(hits) == 1
@@ -139,7 +144,7 @@ def test_a_killed_worker_costs_no_step(table, shards, tmp_path):
     assert "failed in phase" in model.summary.restart_reasons[0]
     assert len(model.summary.resumed_steps) == 1
     assert model.summary.steps == STEPS
-    whole = estimator.copy({estimator.runUri: str(tmp_path / "undisturbed")}).fitOnShards(shards)
+    whole = _estimator(tmp_path, runUri=str(tmp_path / "undisturbed")).fitOnShards(shards)
     assert whole.summary.restarts == 0
     pairs = zip(model.module().parameters(), whole.module().parameters(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
@@ -147,7 +152,7 @@ def test_a_killed_worker_costs_no_step(table, shards, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_and_ended(shards, tmp_path):
-    estimator = _estimator(tmp_path, timeoutSeconds=10.0, maxRestarts=0)
+    estimator = _slow(tmp_path, timeoutSeconds=10.0, maxRestarts=0)
     with _hit(tmp_path, 1, signal.SIGSTOP) as hits, pytest.raises(WorkerError) as caught:
         estimator.fitOnShards(shards)
     first_line = str(caught.value).splitlines()[0]
@@ -241,9 +246,9 @@ def test_ctrl_c_keeps_the_checkpoint_and_leaves_no_process(shards, tmp_path):
         f"import sys; sys.path[:0] = {sys.path!r}\n"
         "from pathlib import Path\n"
         "from pyspark.sql import SparkSession\n"
-        "from tests.estimators.test_resume import _estimator\n"
+        "from tests.estimators.test_resume import _slow\n"
         "SparkSession.builder.master('local[2]').config('spark.ui.enabled', 'false').getOrCreate()\n"
-        f"_estimator(Path({str(tmp_path)!r}), epochs=1000).fitOnShards({shards!r})\n"
+        f"_slow(Path({str(tmp_path)!r}), epochs=1000).fitOnShards({shards!r})\n"
     )
     root = Path(__file__).parents[2]
     driver = subprocess.Popen([sys.executable, str(script)], cwd=root, stderr=subprocess.PIPE, text=True)

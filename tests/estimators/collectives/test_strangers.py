@@ -10,8 +10,8 @@ from ranks import TORCH_AND_SLOW_OTHERS
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_training_with_strangers_at_its_ports_ends_as_one_without(collective, tmp_path):
-    quiet = attacked_gang.run(collective, tmp_path, steps=150, attacked=False)
-    attacked = attacked_gang.run(collective, tmp_path, steps=150, attacked=True)
+    quiet = attacked_gang.run(collective, tmp_path, steps=60, attacked=False)
+    attacked = attacked_gang.run(collective, tmp_path, steps=60, attacked=True)
     assert quiet.reached == 0
     # At least to the rendezvous port, until the ranks have connected.
     assert attacked.reached >= 1

@@ -71,6 +71,13 @@ def _net() -> nn.Module:
     return nn.Linear(4, 1)
 
 
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's check takes ten steps of an optimizer that counts, instead of a thousand."""
+    monkeypatch.setattr("ringspark.extras.own_code.optimizer_check._MANY_STEPS", 10)
+
+
+@pytest.mark.usefixtures("few_steps")
 def test_an_optimizer_trains_and_is_saved_in_its_modes(runs: Runs) -> None:
     columns, plain = make_columns(83), _net()
     manifest = runs.shards(columns, num_files=1)
@@ -127,6 +134,7 @@ class Counted(CountsCalls):
         super().step()
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("make", [Scaled, Counted])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_resumed_run_of_two_workers_is_bitwise_the_same(runs: Runs, make: Any, stage: int) -> None:

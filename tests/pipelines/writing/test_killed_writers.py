@@ -22,7 +22,7 @@ import pytest
 
 from ringspark.pipelines import ShardManifest, open_reader, write_shards
 
-ROWS = 60_000
+ROWS = 16_000
 NUM_KILLS = 20
 
 # Reads one JSON command per line. "after": seconds until the kill, None to let the writer finish. "at": a
