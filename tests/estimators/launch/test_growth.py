@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from spark_tables import points
+from small_training import columns_of
 from waiting import wait_for
 
 from ringspark.estimators import TorchRegressor
@@ -39,15 +39,16 @@ class Diary(Callback):
 @pytest.mark.telling
 @pytest.mark.parametrize("launch", ["tasks", "barrier"])
 def test_a_training_goes_on_with_more_workers_at_a_checkpoint(
-    spark: Any, tmp_path: Path, launch: str
+    spark: Any, make_shards: Any, tmp_path: Path, launch: str
 ) -> None:
-    rows, diary = points(spark, 96), tmp_path / "diary"
+    manifest, diary = make_shards(columns_of(96, 3)), tmp_path / "diary"
 
     def fit(run_uri: str, **more: Any) -> Any:
         model = ModelSpec("mlp", {"in_features": 3, "hidden": [8], "out_features": 1})
         settings = {"model": model, "epochs": 60, "batchSize": 16, "seed": 3, "collective": "torch"}
-        settings |= {"showProgress": False, "reader": "arrow"}
-        return TorchRegressor(**settings, callbacks=[Diary(str(diary), run_uri)], **more).fit(rows)
+        settings |= {"showProgress": False, "reader": "arrow", "inputCols": ["x"], "labelCol": "y"}
+        callbacks = [Diary(str(diary), run_uri)]
+        return TorchRegressor(**settings, callbacks=callbacks, **more).fitOnShards(manifest.uri)
 
     run_uri = str(tmp_path / "run")
     grown = fit(run_uri, runUri=run_uri, numWorkers=1, maxWorkers=2, launch=launch)
