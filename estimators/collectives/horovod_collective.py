@@ -16,7 +16,6 @@ from ringspark.estimators.collectives.base import (
     Levels,
     ReduceOp,
     RendezvousInfo,
-    num_bytes,
     peer_errors,
 )
 from ringspark.estimators.collectives.local_collective import LocalCollective
@@ -77,11 +76,11 @@ class HorovodCollective(NetworkCollective):
                 check_nccl()
             _check_name(member)
             # All ranks have finished their imports, so Gloo's ports are open only briefly.
-            machines = machines_of(client, member, seconds)
+            machines = machines_of(client, member)
             memory = open_shared_memory(client, member, seconds)
             sets = [hvd.ProcessSet(ranks) for ranks in _groups(member)]
             try:
-                with HorovodProxy(client, machines) as proxy:
+                with HorovodProxy(client, machines, seconds) as proxy:
                     settings = {
                         **rank_variables(member, proxy, seconds),
                         # Gradients come in buckets, so fusion would only copy them.
@@ -191,23 +190,16 @@ class HorovodCollective(NetworkCollective):
             )
         return list(torch.split(joined, lengths.tolist())) if is_root else []
 
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> AsyncOperation[torch.Tensor]:
-        # Horovod only supports equal shards; for unequal ones every rank gets the whole sum.
-        is_even = len(set(counts)) == 1
-        start = self._hvd.reducescatter_async if is_even else self._hvd.allreduce_async
+    def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
         with peer_errors("reduce-scatter"):
-            handle = start(tensor, op=self._hvd.Sum, name=self._name("reducescatter"), process_set=self._set)
-        if is_even:
-            self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
-        else:
-            self.traffic.all_reduce(num_bytes([tensor]))
+            handle = self._hvd.reducescatter_async(
+                tensor, op=self._hvd.Sum, name=self._name("reducescatter"), process_set=self._set
+            )
 
         def wait() -> torch.Tensor:
             with peer_errors("reduce-scatter"):
                 result: torch.Tensor = self._hvd.synchronize(handle)
-            return result if is_even else torch.split(result, list(counts))[self.rank].clone()
+            return result
 
         return AsyncOperation(wait=wait, is_done=partial(self._hvd.poll, handle))
 

@@ -18,6 +18,8 @@ class NetworkCollective(ConnectedMember, ABC):
     def __init__(self, member: Member) -> None:
         super().__init__(member)
         self._memory: SharedMemory | None = None
+        # Number of reduce-scatters to shards of unequal length.
+        self._num_uneven = 0
 
     def share(self, memory: SharedMemory | None) -> None:
         """Sets the shared memory for operations on CPUs; None uses the library. Runs on every rank."""
@@ -57,11 +59,23 @@ class NetworkCollective(ConnectedMember, ABC):
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
-        if memory is None:
-            start = partial(self._start_reduce_scatter, tensor, counts)
-            return self.operations.record_async("reduce_scatter", start)
-        self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
+        if memory is None and len(set(counts)) > 1:
+            # One all-reduce instead of one reduce per rank: the libraries only support equal shards.
+            whole = tensor.clone()
+            self._num_uneven += 1
+            start_sum = partial(self._start_sum, whole, f"reduce_scatter.{self._num_uneven}")
+            wait_for_sum = self.operations.record_async("reduce_scatter", start_sum)
+            self.traffic.all_reduce(num_bytes([whole]))
 
+            def wait() -> torch.Tensor:
+                wait_for_sum()
+                return torch.split(whole, list(counts))[self.rank].clone()
+
+            return wait
+        self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
+        if memory is None:
+            start = partial(self._start_reduce_scatter, tensor)
+            return self.operations.record_async("reduce_scatter", start)
         begin = sum(counts[: self.rank])
         run = partial(memory.reduce_scatter, tensor, begin, begin + counts[self.rank])
         return self.operations.record_when_waited("reduce_scatter", run)
@@ -133,10 +147,8 @@ class NetworkCollective(ConnectedMember, ABC):
     def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]: ...
 
     @abstractmethod
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> AsyncOperation[torch.Tensor]:
-        """Reduce-scatters, and counts the bytes, which depend on the library."""
+    def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
+        """Reduce-scatters equal shards."""
 
     @abstractmethod
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:

@@ -222,9 +222,7 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
                         memory, peers = _receive_endpoint(link, member, meeting, kept)
                     made = SharedMemory(member.rank, memory, peers, timeout)
         # The listener is closed by now, which ends the wait of a rank to which rank 0 has sent nothing.
-        client.add("sharing/able", int(made is not None))
-        client.meet("sharing/open", timeout)
-        if client.get("sharing/able") == str(member.size).encode():
+        if all(client.all_gather("sharing/open", b"" if made is None else b"1", timeout)):
             kept.pop_all()
             return made
     if member.rank == 0:
@@ -240,13 +238,11 @@ def _meet(
     On rank 0 the socket listens. On another rank it is connected to rank 0, or None if that failed:
     containers may share an address but not a network namespace.
     """
-    if member.rank == 0:
-        door, token = open_listener(stack), secrets.token_bytes(TOKEN_BYTES)
-        client.set("sharing/door", token + door.getsockname() if door else b"")
-        return door, token
-    answer = client.get("sharing/door", timeout) or b""
+    door = None if member.rank else open_listener(stack)
+    mine = secrets.token_bytes(TOKEN_BYTES) + door.getsockname() if door else b""
+    answer = client.all_gather("sharing/door", mine, timeout)[0]
     token, name = answer[:TOKEN_BYTES], answer[TOKEN_BYTES:]
-    return connect_to_listener(name, token, member.rank, stack, timeout), token
+    return door if member.rank == 0 else connect_to_listener(name, token, member.rank, stack, timeout), token
 
 
 def connect_to_listener(

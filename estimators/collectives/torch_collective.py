@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ringspark.estimators.collectives.base import (
@@ -41,18 +45,24 @@ _TURN_BYTES = 512 << 10
 
 
 class MemberStore(Store):
-    """Replaces `TCPStore`, which serves any client; `guard` protects the ports of a new process group."""
+    """Replaces `TCPStore`, which serves any client; all-gathers the addresses of a new process group.
+
+    `guard` protects the ports of the new process group; `ranks` is a client of its ranks.
+    """
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
-        self._client = client
+        self._client = self.ranks = client
         self.guard = guard
         self._seconds = timeout_seconds
+        self._own: dict[str, bytes] = {}
+        self._found: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         # The value may be the address of a new port.
         self.guard.restrict()
-        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._own[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._client.set(key, self._own[key])
 
     def get(self, key: str) -> bytes:
         value = self._client.get(key, self._seconds)
@@ -60,20 +70,28 @@ class MemberStore(Store):
             raise _no_keys([key], self._seconds)
         return value
 
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        # Gloo has set this rank's address, and gets 128 addresses at a time, from rank 0 on.
+        prefix = keys[0].removesuffix("/0")
+        if own := self._own.pop(f"{prefix}/{self.ranks.member.rank}", None):
+            found = self.ranks.all_gather(prefix, own, self._seconds)
+            self._found |= {f"{prefix}/{rank}": address for rank, address in enumerate(found)}
+        return [self._found.get(key) or self.get(key) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         return self._client.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        return self._client.wait(keys, 0.0)
+        return all(self._client.get(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds if timeout is None else timeout.total_seconds()
-        if not self._client.wait(keys, seconds):
+        deadline = time.monotonic() + seconds
+        if any(self._client.get(key, deadline - time.monotonic()) is None for key in keys):
             raise _no_keys(keys, seconds)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        old, new = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
-        return self._client.swap(key, old, new)
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete(key)
@@ -115,9 +133,10 @@ class TorchCollective(NetworkCollective):
     def connect(cls, member: Member, meeting: RendezvousInfo) -> TorchCollective:
         seconds = meeting.timeout_seconds
         client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
-        try:
+        with ExitStack() as failed:
+            failed.callback(client.close)
             # All ranks have finished their imports, so Gloo's ports are open only briefly.
-            machines = machines_of(client, member, seconds)
+            machines = machines_of(client, member)
             guard = PortGuard(machines)
             store = MemberStore(client, guard, seconds)
             with peer_errors("joining the process group"):
@@ -126,20 +145,15 @@ class TorchCollective(NetworkCollective):
             guard.shut()
             collective = cls(member, meeting.use_gpu, client, store)
             collective._meeting, collective._machines = meeting, machines
-            try:
-                collective._set_nccl_interface()
-                collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
-                collective.share(open_shared_memory(client, member, seconds))
-                if member.has_levels:
-                    inside = collective.part(member.hosts)
-                    assert inside is not None
-                    collective.levels = Levels(inside=inside, between=collective.part([member.leaders]))
-            except BaseException:
-                collective.abort()
-                raise
-        except BaseException:
-            client.close()
-            raise
+            failed.callback(collective.abort)
+            collective._set_nccl_interface()
+            collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
+            collective.share(open_shared_memory(client, member, seconds))
+            if member.has_levels:
+                inside = collective.part(member.hosts)
+                assert inside is not None
+                collective.levels = Levels(inside=inside, between=collective.part([member.leaders]))
+            failed.pop_all()
         return collective
 
     def part(self, groups: Sequence[Sequence[int]]) -> Collective | None:
@@ -153,30 +167,27 @@ class TorchCollective(NetworkCollective):
         self._parts += 1
         name = f"part{self._parts}"
         guard = self._store.guard = PortGuard(self._machines)
-        mine = next((list(ranks) for ranks in groups if self.rank in ranks), None)
+        mine = next((list(ranks) for ranks in groups if self.rank in ranks), [])
+        member = self.member.within(mine or [self.rank])
+        own = self._store.ranks = self.client.within(f"{name}/{mine[:1]}", member)
         made: TorchCollective | None = None
         with environment(_gloo_settings(self.member)), peer_errors("connecting a group of ranks"):
-            for ranks in groups:
+            for ranks in (list(ranks) for ranks in groups if len(ranks) > 1):
                 # Every rank makes every group in the same order, so that torch names them alike.
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
-                if self.rank in ranks and len(ranks) > 1:
-                    member = self.member.within(list(ranks))
-                    made = TorchCollective(member, self._use_gpu, self.client.within(name, member))
-                    made.group, made._ranks = group, list(ranks)
+                group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+                if ranks == mine:
+                    made = TorchCollective(member, self._use_gpu, own)
+                    made.group, made._ranks = group, ranks
                     made.traffic = Traffic(member, self.traffic)
                     made.operations = self.operations
                 del group
         self.client.meet(f"{name}/connected", seconds)
         guard.shut()
-        if mine is None:
-            return None
         if made is None:
-            return LocalCollective()
+            return LocalCollective() if mine else None
         self.on_leave(made._leave)
-        own = self.client.within(f"{name}/{mine[0]}", made.member)
-        made.client = own
-        made._prove(shared_nonce(own, made.member, seconds), self._meeting.secret, seconds)
-        made.share(open_shared_memory(own, made.member, seconds))
+        made._prove(shared_nonce(own, member, seconds), self._meeting.secret, seconds)
+        made.share(open_shared_memory(own, member, seconds))
         return made
 
     def _leave(self) -> None:
@@ -209,15 +220,20 @@ class TorchCollective(NetworkCollective):
         return AsyncOperation(wait=wait, is_done=work.is_completed)
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
-        if counts is not None:
-            return self._gather_known(tensor, counts)
-        lengths = self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))
-        counts = [int(length) for length in lengths]
-        # Gloo only gathers tensors of equal length, so shorter ones are padded.
-        padded = tensor.new_zeros(max(counts))
-        padded[: len(tensor)] = tensor
-        pieces = self._gather_equal(padded)
-        return [piece[:count] for piece, count in zip(pieces, counts, strict=True)]
+        counts = self._lengths(tensor) if counts is None else counts
+        if len(set(counts)) == 1:
+            return self._gather_equal(tensor)
+        # Gloo only gathers tensors of equal length, so make them equal first. Padding each to the longest
+        # one, which may be an embedding, would send it once per rank.
+        even = [-(-sum(counts) // self.size)] * self.size
+        sent, arriving = _overlaps(self.rank, counts, even), _overlaps(self.rank, even, counts)
+        self.traffic.all_to_all([n * tensor.element_size() for n in sent])
+        part = self._all_to_all(tensor, sent, arriving)
+        whole = torch.cat(self._gather_equal(F.pad(part, (0, even[0] - len(part)))))
+        return list(torch.split(whole[: sum(counts)], list(counts)))
+
+    def _lengths(self, tensor: torch.Tensor) -> list[int]:
+        return [int(n) for n in self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))]
 
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -233,55 +249,21 @@ class TorchCollective(NetworkCollective):
         self.traffic.all_gather([num_bytes([tensor])] * self.size)
         return pieces
 
-    def _gather_known(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        if len(set(counts)) == 1:
-            return self._gather_equal(tensor)
-        pieces = [tensor if r == self.rank else tensor.new_empty(n) for r, n in enumerate(counts)]
-        with peer_errors("allgather"):
-            # Padding would send the longest tensor once per rank, which may be an embedding.
-            works = [
-                dist.broadcast(piece, src=r, async_op=True, group=self.group)
-                for r, piece in zip(self._ranks, pieces, strict=True)
-                if len(piece)
-            ]
-            for work in works:
-                work.wait()
-        self.traffic.all_gather([n * tensor.element_size() for n in counts])
-        return pieces
-
     def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int) -> list[torch.Tensor]:
-        if counts is None:
-            counts = [int(n) for n in self._gather_equal(torch.tensor([len(tensor)]))]
+        counts = self._lengths(tensor) if counts is None else counts
         return gather_on_root(tensor, counts, self.group, self._ranks, root)
 
-    def _start_reduce_scatter(
-        self, tensor: torch.Tensor, counts: Sequence[int]
-    ) -> AsyncOperation[torch.Tensor]:
-        parts = list(torch.split(tensor, list(counts)))
+    def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
+        mine = tensor.new_empty(len(tensor) // self.size)
         with peer_errors("reduce-scatter"):
-            if len(set(counts)) == 1:
-                mine = torch.empty_like(parts[self.rank])
-                works = [_reduce_scatter_even(mine, tensor, self.group)]
-            else:
-                # Gloo's reduce overwrites its input, also on ranks without a result.
-                tensor = tensor.clone()
-                parts = list(torch.split(tensor, list(counts)))
-                mine = parts[self.rank]
-                works = [
-                    dist.reduce(part, dst=r, async_op=True, group=self.group)
-                    for r, part in zip(self._ranks, parts, strict=True)
-                    if len(part)
-                ]
-        self.traffic.reduce_scatter([n * tensor.element_size() for n in counts])
+            work = _reduce_scatter_even(mine, tensor, self.group)
 
         def wait() -> torch.Tensor:
             with peer_errors("reduce-scatter"):
-                for work in works:
-                    work.wait()
-            # A copy, because a view would keep the other ranks' shards alive.
-            return mine if mine._base is None else mine.clone()
+                work.wait()
+            return mine
 
-        return AsyncOperation(wait=wait, is_done=lambda: all(work.is_completed() for work in works))
+        return AsyncOperation(wait=wait, is_done=work.is_completed)
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))
@@ -374,6 +356,13 @@ def gather_on_root(
     return pieces
 
 
+def _overlaps(rank: int, own: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Returns how many elements of the rank's shard, by `own`, are in each shard by `others`."""
+    begin, bounds = sum(own[:rank]), list(accumulate(others, initial=0))
+    end = begin + own[rank]
+    return [max(0, min(end, high) - max(begin, low)) for low, high in pairwise(bounds)]
+
+
 def _waiter(work: Any, operation: str) -> Callable[[], None]:
     def wait() -> None:
         with peer_errors(operation):
@@ -385,6 +374,8 @@ def _waiter(work: Any, operation: str) -> Callable[[], None]:
 def _gloo_settings(member: Member) -> dict[str, str | None]:
     # With lazy connections, Gloo's port would stay open during the training.
     values: dict[str, str | None] = {"TORCH_GLOO_LAZY_INIT": "0"}
+    # One request for all addresses. Without a number for each pair of ranks, an address has a fixed length.
+    values |= {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
     if interface := interface_of(member.host):
         values["GLOO_SOCKET_IFNAME"] = interface
     return values

@@ -11,7 +11,13 @@ import threading
 import time
 from contextlib import suppress
 
-from ringspark.estimators.collectives.rendezvous.channel import prove_as_server
+from ringspark.estimators.collectives.rendezvous.channel import (
+    ANSWER_BYTES,
+    HANDSHAKE_SECONDS,
+    check_answer,
+    make_hello,
+    read_exactly,
+)
 from ringspark.estimators.collectives.rendezvous.server import CROWDED_SECONDS, MAX_STRANGERS
 from ringspark.extras.asynchronous import wire
 from ringspark.extras.asynchronous.table import ParameterTable, WorkerLeftError
@@ -134,7 +140,7 @@ class ShardServer:
         with connection:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                worker = prove_as_server(connection, self._token)
+                worker = _admit(connection, self._token)
             except OSError:
                 return
             finally:
@@ -195,3 +201,15 @@ class ShardServer:
                 # Count before sending, so that a rank that knows of their arrival counts them.
                 self._sent += wire.payload_bytes([(value.numel(), value.dtype) for value in values])
             wire.send(connection, wire.VALUES, {}, values)
+
+
+def _admit(connection: socket.socket, secret: bytes) -> int:
+    """Accepts a client that knows the secret; returns its rank."""
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    connection.settimeout(HANDSHAKE_SECONDS)
+    hello = make_hello()
+    connection.sendall(hello)
+    proof, _, rank = check_answer(secret, hello, read_exactly(connection, ANSWER_BYTES, deadline))
+    connection.sendall(proof)
+    connection.settimeout(None)
+    return rank

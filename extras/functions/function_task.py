@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import random
 import signal
@@ -15,8 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class FunctionTask:
         client = collective.client.within("function", collective.member)
         with (
             tempfile.TemporaryDirectory(prefix="ringspark-rank-", ignore_cleanup_errors=True) as name,
-            _ProcessProxy(client, []) as proxy,
+            _ProcessProxy(client, [], self.timeout_seconds) as proxy,
         ):
             folder = Path(name)
             (folder / CALL).write_bytes(self.call)
@@ -77,8 +78,8 @@ class FunctionTask:
         """Returns the process's environment. Runs on every rank."""
         member = collective.member
         mine = [*_free_ports(), _visible_device(device)]
-        known = _exchange(
-            client, "addresses", json.dumps([member.host, *mine]).encode(), self.timeout_seconds
+        known = client.all_gather(
+            "addresses", json.dumps([member.host, *mine]).encode(), self.timeout_seconds
         )
         ranks = [json.loads(text) for text in known]
         first, master, coordinator, *_ = ranks[0]
@@ -145,17 +146,6 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _exchange(client: RendezvousClient, name: str, value: bytes, seconds: float) -> list[bytes]:
-    """All-gathers `value`: returns the values of all ranks, in rank order. Runs on every rank."""
-    values = client.gather(name, value, seconds)
-    if values:
-        client.set(f"{name}/values", json.dumps([each.decode() for each in values]).encode())
-    found = client.get(f"{name}/values", seconds)
-    if found is None:
-        raise CollectiveError(f"rank 0 did not answer at the rendezvous within {seconds:g} s")
-    return [text.encode() for text in json.loads(found)]
-
-
 @contextmanager
 def _started(folder: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Starts the function's process. At the end of the block, ends the process and its children."""
@@ -180,7 +170,8 @@ def _started(folder: Path, variables: Mapping[str, str]) -> Iterator[subprocess.
 
 # How a rank's process ended.
 _DONE, _RAISED, _LOST, _ENDED = "done", "raised", "lost", "ended by the task"
-_FAILED = "failed"
+# Key that exists once all ranks are done or one has failed.
+_OVER = "over"
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
@@ -195,29 +186,35 @@ def _wait(
     process: subprocess.Popen[bytes], folder: Path, client: RendezvousClient, status: Status
 ) -> tuple[str, int]:
     """Waits until every rank is done or one has failed; returns how the process ended, and its exit code."""
+    pool = ThreadPoolExecutor(1)
+    # One request waits at rank 0 for all this time.
+    over = pool.submit(client.get, _OVER, math.inf)
+    pool.shutdown(wait=False)
     while (code := _exit_code(process)) is None:
         status.tick()
-        if client.wait([_FAILED], 0.0):
+        if over.done():
+            over.result()
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(_GRACE_SECONDS)
                 break
             return _ENDED, 0
-        time.sleep(_LOOK_SECONDS)
+        wait([over], _LOOK_SECONDS)
     if code or not (folder / RESULT).exists():
-        client.set(_FAILED, b"")
+        client.set(_OVER, b"")
         return (_RAISED if code == RAISED_CODE and (folder / ERROR).exists() else _LOST), code
-    num_done = client.add(_DONE, 1)
-    while num_done < client.size and not client.wait([_FAILED], 0.0):
+    if client.add(_DONE, 1) == client.member.size:
+        client.set(_OVER, b"")
+    while not over.done():
         status.tick()
-        time.sleep(_LOOK_SECONDS)
-        num_done = client.add(_DONE, 0)
+        wait([over], _LOOK_SECONDS)
+    over.result()
     return _DONE, code
 
 
 def _result(client: RendezvousClient, folder: Path, rank: int, ended: str, code: int) -> str:
     """Returns this rank's result in base64; raises an error if any rank failed. Runs on every rank."""
     mine = json.dumps([ended, code]).encode()
-    ends = [json.loads(text) for text in _exchange(client, "ends", mine, _AGREE_SECONDS)]
+    ends = [json.loads(text) for text in client.all_gather("ends", mine, _AGREE_SECONDS)]
     raised = next((other for other, (how, _) in enumerate(ends) if how == _RAISED), None)
     # After one rank has raised, a library may abort the process of another. Then the exception is the cause.
     lost = next(

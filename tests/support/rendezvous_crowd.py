@@ -29,7 +29,7 @@ _PAUSE_SECONDS = 0.1
 
 
 def run(size: int, num_strangers: int) -> int:
-    """Runs `size` ranks that join, synchronize, and gather their numbers on rank 0.
+    """Runs `size` ranks that join, synchronize, and all-gather their numbers.
 
     Returns:
         Number of attackers' connections in the meantime.
@@ -49,7 +49,7 @@ def run(size: int, num_strangers: int) -> int:
 
     def gather(numbered: tuple[int, RendezvousClient]) -> list[bytes]:
         rank, client = numbered
-        return client.gather("numbers", str(rank).encode(), TIMEOUT_SECONDS)
+        return client.all_gather("numbers", str(rank).encode(), TIMEOUT_SECONDS)
 
     with (
         closing(RendezvousServer(HOST, size, secret)) as server,
@@ -58,11 +58,10 @@ def run(size: int, num_strangers: int) -> int:
     ):
         clients = list(pool.map(join, range(size)))
         list(pool.map(meet, clients))
-        first, *others = pool.map(gather, enumerate(clients))
+        gathered_by_rank = list(pool.map(gather, enumerate(clients)))
         for client in clients:
             client.close()
-    assert first == [str(rank).encode() for rank in range(size)]
-    assert not any(others)
+    assert gathered_by_rank == [[str(rank).encode() for rank in range(size)]] * size
     return sum(counts)
 
 

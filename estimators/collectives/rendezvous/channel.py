@@ -102,18 +102,6 @@ def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Mar
     return _mac(secret, b"server", hello, answer), marks, rank
 
 
-def prove_as_server(connection: socket.socket, secret: bytes) -> int:
-    """Accepts a client that knows the secret; returns its rank."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    connection.settimeout(HANDSHAKE_SECONDS)
-    hello = make_hello()
-    connection.sendall(hello)
-    proof, _, rank = check_answer(secret, hello, read_exactly(connection, ANSWER_BYTES, deadline))
-    connection.sendall(proof)
-    connection.settimeout(None)
-    return rank
-
-
 def prove_as_client(
     connection: socket.socket, secret: bytes, rank: int, seconds: float = HANDSHAKE_SECONDS
 ) -> Channel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
@@ -47,7 +48,7 @@ class RendezvousClient:
 
     def __init__(self, member: Member, address: str, secret: bytes, timeout_seconds: float) -> None:
         own_sockets.allow_sockets(member.size)
-        self._member = member
+        self.member = member
         # With one port, rank 0 is running; otherwise it may not have started yet.
         is_running = "," not in address
         self.patience = timeout_seconds if is_running else max(timeout_seconds, START_SECONDS)
@@ -57,14 +58,10 @@ class RendezvousClient:
         self._requests = _Requests(channel)
         self._prefix = ""
 
-    @property
-    def size(self) -> int:
-        return self._member.size
-
     def within(self, name: str, member: Member) -> RendezvousClient:
         """Returns a client on the same connection, with separate keys for the group of ranks `name`."""
         part = copy(self)
-        part._member, part._prefix = member, f"{self._prefix}{name}/"
+        part.member, part._prefix = member, f"{self._prefix}{name}/"
         return part
 
     def set(self, key: str, value: bytes) -> None:
@@ -77,31 +74,29 @@ class RendezvousClient:
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(b"add", self._name(key), str(amount).encode())[0] or 0)
 
-    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets the key to `desired` if its value is `expected`; returns the value that it then has."""
-        return self._ask(b"swap", self._name(key), expected, desired)[0] or b""
-
     def delete(self, key: str) -> bool:
         return self._ask(b"delete", self._name(key))[0] is not None
 
-    def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        return all(
-            self._ask_until(deadline - time.monotonic(), b"wait", self._name(key))[0] is not None
-            for key in keys
-        )
-
     def meet(self, name: str, timeout_seconds: float) -> None:
         """Waits until every rank has called `meet` with this name; a timeout's error names missing ranks."""
-        self.gather(name, b"", timeout_seconds)
+        self._meet(b"all", name, b"", timeout_seconds)
 
-    def gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
-        """Like `meet`; returns all ranks' values, in rank order, on rank 0, and [] on other ranks."""
-        size, rank = self._member.size, self._member.rank
+    def all_gather(self, name: str, value: bytes, timeout_seconds: float) -> list[bytes]:
+        """Like `meet`; returns all ranks' values, in rank order."""
+        return unpack(self._meet(b"all", name, value, timeout_seconds))
+
+    def all_to_all(self, name: str, parts: Sequence[bytes], timeout_seconds: float) -> list[bytes]:
+        """Like `meet`; sends each rank its part, all of one length. Returns the parts for this rank."""
+        joined, width = zlib.compress(b"".join(parts)), len(parts[0])
+        found = self._meet(b"parts", name, joined, timeout_seconds)
+        return [found[at : at + width] for at in range(0, len(found), width)]
+
+    def _meet(self, kind: bytes, name: str, value: bytes, timeout_seconds: float) -> bytes:
+        size, rank = self.member.size, self.member.rank
         position = [str(number).encode() for number in (size, rank)]
-        values, missing = self._ask_until(timeout_seconds, b"meet", self._name(name), *position, value)
+        values, missing = self._ask_until(timeout_seconds, kind, self._name(name), *position, value)
         if values is not None:
-            return unpack(values)
+            return zlib.decompress(values)
         num_missing, *shown = [number.decode() for number in unpack(missing)]
         more = int(num_missing) - len(shown)
         raise CollectiveError(

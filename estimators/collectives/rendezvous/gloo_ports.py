@@ -17,8 +17,6 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.server import SEEN
 from ringspark.estimators.collectives.traffic import Member
 
-_KEY = "machines"
-
 
 class PortGuard:
     """Guards the sockets on which this process starts to listen from now on."""
@@ -39,7 +37,7 @@ class PortGuard:
         own_sockets.admit_only(own_sockets.listening().keys() - self._before, [])
 
 
-def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float) -> list[str]:
+def machines_of(client: RendezvousClient, member: Member) -> list[str]:
     """Returns the addresses from which members connect. Runs on every rank.
 
     The list is empty if a service mesh or address translation changes addresses: rank 0 then sees a member
@@ -51,9 +49,5 @@ def machines_of(client: RendezvousClient, member: Member, timeout_seconds: float
     own = [address for address in found if "%" not in address]
     seen = (client.get(f"{SEEN}{member.rank}") or b"").decode()
     known = json.dumps(own if seen in own else []).encode()
-    gathered = [json.loads(text) for text in client.gather("addresses", known, client.patience)]
-    if member.rank == 0:
-        union = sorted(set().union(*gathered)) if all(gathered) else []
-        client.set(_KEY, json.dumps(union).encode())
-    machines: list[str] = json.loads(client.get(_KEY, timeout_seconds) or b"[]")
-    return machines
+    gathered = [json.loads(text) for text in client.all_gather("addresses", known, client.patience)]
+    return sorted(set().union(*gathered)) if all(gathered) else []

@@ -18,17 +18,12 @@ from ringspark.estimators.collectives.traffic import Member
 PROOF_BYTES = 32
 # Connected members need milliseconds, but a stranger may send nothing.
 PROOF_SECONDS = 60.0
-_KEY = "nonce"
 
 
 def shared_nonce(client: RendezvousClient, member: Member, timeout_seconds: float) -> bytes:
     """Returns a random number of this gang, made by rank 0. Runs on every rank."""
-    if member.rank == 0:
-        client.set(_KEY, os.urandom(PROOF_BYTES))
-    client.meet("connected", timeout_seconds)
-    nonce = client.get(_KEY)
-    assert nonce is not None  # rank 0 set it before the barrier
-    return nonce
+    mine = b"" if member.rank else os.urandom(PROOF_BYTES)
+    return client.all_gather("connected", mine, timeout_seconds)[0]
 
 
 def proofs_for(member: Member, nonce: bytes, secret: bytes) -> bytes:

@@ -12,6 +12,7 @@ import hmac
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -87,38 +88,25 @@ class KeyValues:
         self._num_bytes = 0
         # Key -> functions to call once the key exists.
         self._waiting: dict[bytes, set[Callable[[], None]]] = {}
-        # Name of a synchronization -> ranks that have not called it yet.
-        self._missing: dict[bytes, set[int]] = {}
+        # Name of a synchronization -> ranks that have not called it yet; then rank -> its answer.
+        self._meetings: dict[bytes, tuple[set[int], dict[int, bytes]]] = {}
 
     def answer(self, message: bytes, reply: Reply) -> None:
         """Runs one request, joined by `pack`; calls `reply` once, now or later."""
         name, *args = unpack(message) or [b""]
-        known = {b"set": 2, b"get": 2, b"wait": 2, b"meet": 5, b"add": 2, b"swap": 3, b"delete": 1}
+        known = {b"set": 2, b"get": 2, b"all": 5, b"parts": 5, b"add": 2, b"delete": 1}
         if known.get(name) != len(args):
             raise ValueError(f"there is no request {name[:20]!r} with {len(args)} arguments")
         key = args[0]
         if name == b"get":
             self._when(key, _number(args[1]), lambda: reply(self._found(key)))
-        elif name == b"wait":
-            self._when(key, _number(args[1]), lambda: reply(self._found(key)[:1]))
-        elif name == b"meet":
-            _, size, rank, value, wait_ms = args
-            self._meet(key, _number(size), _number(rank), value, _number(wait_ms), reply)
+        elif name in (b"all", b"parts"):
+            self._meet(name == b"parts", args, reply)
         elif name == b"delete":
-            old = self._values.pop(key, None)
-            self._num_bytes -= 0 if old is None else len(key) + len(old)
-            reply(MISSING if old is None else DONE)
+            reply(MISSING if self._pop(key) is None else DONE)
         elif name == b"add":
             total = _number(self._values.get(key, b"0")) + _number(args[1])
             reply(self.set(key, str(total).encode()))
-        elif name == b"swap":
-            _, expected, desired = args
-            found = self._values.get(key)
-            # As in torch's stores, an empty expected value also matches a missing key.
-            if found == expected or (found is None and not expected):
-                reply(self.set(key, desired))
-            else:
-                reply(DONE + (expected if found is None else found))
         else:
             reply(self.set(*args))
 
@@ -132,6 +120,11 @@ class KeyValues:
         for wake in self._waiting.pop(key, ()):
             wake()
         return DONE + value
+
+    def _pop(self, key: bytes) -> bytes | None:
+        value = self._values.pop(key, None)
+        self._num_bytes -= 0 if value is None else len(key) + len(value)
+        return value
 
     def _found(self, key: bytes) -> bytes:
         value = self._values.get(key)
@@ -156,34 +149,51 @@ class KeyValues:
         timer = self._loop.call_later(min(wait_ms / 1000, MAX_WAIT_SECONDS), give_up)
         self._waiting.setdefault(key, set()).add(wake)
 
-    def _meet(self, name: bytes, size: int, rank: int, value: bytes, wait_ms: int, reply: Reply) -> None:
-        """Registers a rank; replies once all ranks are registered. Rank 0 gets the values of all ranks.
+    def _meet(self, in_parts: bool, args: Sequence[bytes], reply: Reply) -> None:
+        """Registers a rank; replies once all ranks are registered, with all values or the parts for the rank.
 
         After `wait_ms`, replies with the number of missing ranks; if `wait_ms` is 0, also names some of them.
         """
-        if name not in self._missing:
-            self._missing[name] = set(range(size))
-        missing, complete = self._missing[name], name + b"/all"
-        is_stored = True
+        name, value = args[0], args[3]
+        size, rank, wait_ms = map(_number, (args[1], args[2], args[4]))
+        if name not in self._meetings:
+            self._meetings[name] = set(range(size)), {}
+        (missing, answers), complete = self._meetings[name], name + b"/all"
         # A rank repeats its request while it waits, and is registered only once.
         if rank in missing:
-            is_stored = self.set(b"%s/%d" % (name, rank), value) != REFUSED
-            missing.discard(rank)
+            if self.set(b"%s/%d" % (name, rank), value) == REFUSED:
+                reply(REFUSED)
+                return
+            missing.remove(rank)
             if not missing:
-                is_stored &= self.set(complete, b"") != REFUSED
-        if not is_stored:
-            reply(REFUSED)
-            return
+                values = [self._pop(b"%s/%d" % (name, other)) or b"" for other in range(size)]
+                answers.update(enumerate(_parts(values) if in_parts else _copies(values)))
+                self.set(complete, b"")
 
         def end() -> None:
             if missing:
                 shown = sorted(missing)[:_SHOWN] if wait_ms <= 0 else []
                 reply(MISSING + pack(*(str(number).encode() for number in (len(missing), *shown))))
             else:
-                values = [] if rank else [self._values[b"%s/%d" % (name, other)] for other in range(size)]
-                reply(DONE + pack(*values))
+                reply(DONE + answers.pop(rank, b""))
+                if not answers:
+                    self._pop(complete)
+                    del self._meetings[name]
 
         self._when(complete, wait_ms, end)
+
+
+def _copies(values: Sequence[bytes]) -> list[bytes]:
+    # Compressed once for all ranks: addresses, for example, hardly differ.
+    return [zlib.compress(pack(*values))] * len(values)
+
+
+def _parts(values: Sequence[bytes]) -> list[bytes]:
+    """Returns each rank's parts; a value has an equal part for each rank."""
+    joined = [zlib.decompress(value) for value in values]
+    width = len(joined[0]) // len(joined)
+    begins = range(0, width * len(joined), width)
+    return [zlib.compress(b"".join(each[at : at + width] for each in joined)) for at in begins]
 
 
 class _Peer:
@@ -224,7 +234,7 @@ class _Peer:
                 self._then(bytes(self._buffer))
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError, zlib.error):
             self.end()
 
     def _prove(self, answer: bytes) -> None:
@@ -243,10 +253,11 @@ class _Peer:
 
     def _reply(self, number: bytes, answer: bytes) -> None:
         try:
-            self._send(self._marks.seal(number + answer))
+            frame = self._marks.seal(number + answer)
         except ValueError:
             # The answer is too long. Another peer's request may have triggered it, and must not fail.
-            self.end()
+            frame = self._marks.seal(number + REFUSED)
+        self._send(frame)
 
     def _send(self, data: bytes = b"") -> None:
         """Sends as much as the connection takes now, and the rest later."""

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from urllib.request import Request, urlopen
 
 import pytest
 import rendezvous_crowd
@@ -23,6 +24,7 @@ from ringspark.estimators.collectives.rendezvous.channel import (
     prove_as_client,
 )
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.horovod_proxy import HorovodProxy
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for
 from ringspark.estimators.collectives.rendezvous.server import (
     MAX_STORED_BYTES,
@@ -97,13 +99,10 @@ def test_members_share_keys_and_the_port_closes_when_all_have_come(server):
     first.set("a", b"1")
     assert second.get("a") == b"1"
     assert second.get("b") is None
-    assert not second.wait(["a", "b"], 0.0)
     waiting = threading.Timer(0.2, first.set, ("b", b""))
     waiting.start()
-    assert second.wait(["a", "b"], 10.0)
+    assert second.get("b", 10.0) == b""
     assert [first.add("n", 2), second.add("n", 3)] == [2, 5]
-    assert first.swap("s", b"", b"new") == b"new"
-    assert second.swap("s", b"other", b"newer") == b"new"
     assert second.delete("a")
     assert not second.delete("a")
 
@@ -123,17 +122,53 @@ def test_a_thread_that_waits_delays_no_other(server):
             waiting[0].result()
 
 
-def test_rank_0_gathers_values_in_rank_order(server):
-    first, second = member(0, server), member(1, server)
+def test_ranks_exchange_values_under_the_same_name_again_and_again(server):
+    clients = member(0, server), member(1, server)
+
+    def exchange(client: RendezvousClient) -> tuple[list[bytes], list[bytes]]:
+        rank = client.member.rank
+        values = client.all_gather("values", b"zero" if rank == 0 else b"", 600.0)
+        return values, client.all_to_all("parts", [b"%d to %d" % (rank, to) for to in range(2)], 600.0)
+
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(first.gather, "values", b"zero", 600.0)
-        assert second.gather("values", b"", 600.0) == []
-        assert late.result() == [b"zero", b""]
+        for _ in range(2):
+            first, second = pool.map(exchange, clients)
+            assert first == ([b"zero", b""], [b"0 to 0", b"1 to 0"])
+            assert second == ([b"zero", b""], [b"0 to 1", b"1 to 1"])
+
+
+def test_an_answer_that_is_too_long_asks_for_fewer_workers(server):
+    clients = member(0, server), member(1, server)
+    values = [os.urandom(MAX_FRAME_BYTES // 2 + 1) for _ in clients]
+
+    def exchange(client: RendezvousClient) -> str:
+        with pytest.raises(CollectiveError) as caught:
+            client.all_gather("values", values[client.member.rank], 600.0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        assert all("lower numWorkers" in message for message in pool.map(exchange, clients))
+    clients[0].set("a", b"1")
+    assert clients[1].get("a") == b"1"
 
 
 def test_ranks_that_do_not_come_are_named(server):
     with pytest.raises(CollectiveError, match=r"rank 1 of 2 did not come to the rendezvous within 0.2 s"):
         member(0, server).meet("ready", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "reason"), [(MAX_STORED_BYTES, "rank 1 of 2 did not come"), (0, "lower numWorkers")]
+)
+def test_the_reason_why_horovod_cannot_start_is_logged_once(server, monkeypatch, caplog, most_bytes, reason):
+    client = member(0, server)
+    monkeypatch.setattr("ringspark.estimators.collectives.rendezvous.server.MAX_STORED_BYTES", most_bytes)
+    with HorovodProxy(client, [], 0.2) as proxy:
+        put = Request(f"http://{proxy.address}:{proxy.port}/global/0", data=bytes(136), method="PUT")
+        for _ in range(3):  # as often as Horovod
+            with pytest.raises(OSError, match="closed connection"):
+                urlopen(put)
+    assert caplog.text.count(reason) == 1
 
 
 def test_a_peer_without_the_secret_is_told_nothing(server):
@@ -263,7 +298,7 @@ def test_the_store_is_bounded_and_refuses_odd_requests():
     store.answer(pack(b"set", b"3", big), answers.append)
     assert [answer[:1] for answer in answers[5:]] == [b"\0", b"\0"]
     answers.clear()
-    odd = (b"", pack(b"drop"), pack(b"set", b"k"), pack(b"add", b"k", b"x"), pack(b"wait", b"k", b"9" * 30))
+    odd = (b"", pack(b"drop"), pack(b"set", b"k"), pack(b"add", b"k", b"x"), pack(b"get", b"k", b"9" * 30))
     for message in odd:
         with pytest.raises(ValueError, match=r"request|digits|invalid literal"):
             store.answer(message, answers.append)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,13 @@ import pytest
 from waiting import wait_for
 
 import ringspark
+from ringspark.estimators.collectives import Member
+from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
+from ringspark.estimators.collectives.rendezvous.server import KeyValues, RendezvousServer, unpack
 from ringspark.estimators.failures import TrainingCancelledError, WorkerError
-from ringspark.extras.functions.function_task import _visible_device
+from ringspark.estimators.training.phase import Status
+from ringspark.extras.functions.function_rank import RESULT
+from ringspark.extras.functions.function_task import _visible_device, _wait
 
 pytestmark = [pytest.mark.spark, pytest.mark.distributed]
 
@@ -41,6 +48,29 @@ def _sum_of_ranks() -> float:
     dist.all_reduce(total)
     dist.destroy_process_group()
     return float(total)
+
+
+def test_ranks_ask_rank_0_once_while_the_function_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rank 0's function ends at once, and rank 1's runs for longer than a task takes to look ten times."""
+    names: list[bytes] = []
+    answer = KeyValues.answer
+
+    def record(self: KeyValues, message: bytes, reply: Any) -> None:
+        names.append(unpack(message)[0])
+        answer(self, message, reply)
+
+    monkeypatch.setattr(KeyValues, "answer", record)
+    (tmp_path / RESULT).write_bytes(b"")
+    secret = os.urandom(32)
+
+    def rank(number: int) -> tuple[str, int]:
+        client = RendezvousClient(Member(rank=number, size=2), server.address, secret, 60.0)
+        with closing(client), subprocess.Popen(["sleep", str(1.2 * number)]) as process:
+            return _wait(process, tmp_path, client, Status())
+
+    with closing(RendezvousServer("127.0.0.1", 2, secret)) as server, ThreadPoolExecutor() as pool:
+        assert list(pool.map(rank, range(2))) == [("done", 0)] * 2
+    assert sorted(names) == [b"add", b"add", b"get", b"get", b"set"]
 
 
 class _OddError(Exception):
