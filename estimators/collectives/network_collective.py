@@ -18,8 +18,7 @@ class NetworkCollective(ConnectedMember, ABC):
     def __init__(self, member: Member) -> None:
         super().__init__(member)
         self._memory: SharedMemory | None = None
-        # Number of reduce-scatters to shards of unequal length.
-        self._num_uneven = 0
+        self._num_uneven = 0  # reduce-scatters to shards of unequal length
 
     def share(self, memory: SharedMemory | None) -> None:
         """Sets the shared memory for operations on CPUs; None uses the library. Runs on every rank."""

@@ -47,12 +47,13 @@ _TURN_BYTES = 512 << 10
 class MemberStore(Store):
     """Replaces `TCPStore`, which serves any client; all-gathers the addresses of a new process group.
 
-    `guard` protects the ports of the new process group; `ranks` is a client of its ranks.
+    `guard` protects the ports of the new process group. `ranks` is a client of its ranks while they connect.
     """
 
     def __init__(self, client: RendezvousClient, guard: PortGuard, timeout_seconds: float) -> None:
         super().__init__()
-        self._client = self.ranks = client
+        self._client = client
+        self.ranks: RendezvousClient | None = client
         self.guard = guard
         self._seconds = timeout_seconds
         self._own: dict[str, bytes] = {}
@@ -76,7 +77,7 @@ class MemberStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         # Gloo has set this rank's address, and gets 128 addresses at a time, from rank 0 on.
         prefix = keys[0].removesuffix("/0")
-        if own := self._own.pop(f"{prefix}/{self.ranks.member.rank}", None):
+        if self.ranks and (own := self._own.pop(f"{prefix}/{self.ranks.member.rank}", None)):
             found = self.ranks.all_gather(prefix, own, self._seconds)
             self._found |= {f"{prefix}/{rank}": address for rank, address in enumerate(found)}
         return [self._found.get(key) or self.get(key) for key in keys]
@@ -143,6 +144,7 @@ class TorchCollective(NetworkCollective):
                 _join(member, store, seconds, meeting.use_gpu)
             # Every pair is connected, so later connections to Gloo's port are strangers'.
             guard.shut()
+            store.ranks = None
             collective = cls(member, meeting.use_gpu, client, store)
             collective._meeting, collective._machines = meeting, machines
             failed.callback(collective.abort)
@@ -183,6 +185,7 @@ class TorchCollective(NetworkCollective):
                 del group
         self.client.meet(f"{name}/connected", seconds)
         guard.shut()
+        self._store.ranks = None
         if made is None:
             return LocalCollective() if mine else None
         self.on_leave(made._leave)

@@ -92,16 +92,15 @@ class RendezvousClient:
         return [found[at : at + width] for at in range(0, len(found), width)]
 
     def _meet(self, kind: bytes, name: str, value: bytes, timeout_seconds: float) -> bytes:
-        size, rank = self.member.size, self.member.rank
-        position = [str(number).encode() for number in (size, rank)]
+        position = [str(number).encode() for number in (self.member.size, self.member.rank)]
         values, missing = self._ask_until(timeout_seconds, kind, self._name(name), *position, value)
         if values is not None:
             return zlib.decompress(values)
-        num_missing, *shown = [number.decode() for number in unpack(missing)]
-        more = int(num_missing) - len(shown)
+        num_missing, *some = [number.decode() for number in unpack(missing)]
+        more = int(num_missing) - len(some)
         raise CollectiveError(
-            f"rank {', '.join(shown)}{f' and {more} more' if more else ''} of {size} did not come to the "
-            f"rendezvous within {timeout_seconds:g} s; see the missing ranks' logs, or raise timeoutSeconds"
+            f"rank {', '.join(some)}{f' and {more} more' if more else ''} of {self.member.size} did not come "
+            f"to the rendezvous within {timeout_seconds:g} s; see their logs, or raise timeoutSeconds"
         )
 
     def close(self) -> None:

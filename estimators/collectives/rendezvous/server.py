@@ -167,7 +167,9 @@ class KeyValues:
             missing.remove(rank)
             if not missing:
                 values = [self._pop(b"%s/%d" % (name, other)) or b"" for other in range(size)]
-                answers.update(enumerate(_parts(values) if in_parts else _copies(values)))
+                # Compressed once for all ranks: addresses, for example, hardly differ.
+                shares = _parts(values) if in_parts else [zlib.compress(pack(*values))] * size
+                answers.update(enumerate(shares))
                 self.set(complete, b"")
 
         def end() -> None:
@@ -181,11 +183,6 @@ class KeyValues:
                     del self._meetings[name]
 
         self._when(complete, wait_ms, end)
-
-
-def _copies(values: Sequence[bytes]) -> list[bytes]:
-    # Compressed once for all ranks: addresses, for example, hardly differ.
-    return [zlib.compress(pack(*values))] * len(values)
 
 
 def _parts(values: Sequence[bytes]) -> list[bytes]:

@@ -171,6 +171,20 @@ def test_the_reason_why_horovod_cannot_start_is_logged_once(server, monkeypatch,
     assert caplog.text.count(reason) == 1
 
 
+def test_a_second_start_of_horovod_gets_no_address_of_the_first(server):
+    def start(rank: int, address: bytes) -> bytes:
+        time.sleep(0.2 * rank)  # rank 1 is late
+        scope = f"http://{proxies[rank].address}:{proxies[rank].port}/global"
+        urlopen(Request(f"{scope}/{rank}", data=address, method="PUT")).close()
+        with urlopen(f"{scope}/{1 - rank}") as answer:
+            return answer.read()
+
+    proxies = [HorovodProxy(member(rank, server), [], 10.0) for rank in range(2)]
+    with proxies[0], proxies[1], ThreadPoolExecutor() as pool:
+        for addresses in ([b"a" * 136, b"b" * 136], [b"c" * 136, b"d" * 136]):
+            assert list(pool.map(start, range(2), addresses)) == addresses[::-1]
+
+
 def test_a_peer_without_the_secret_is_told_nothing(server):
     with pytest.raises(CollectiveError, match="could not join the rendezvous") as caught:
         RendezvousClient(Member(rank=1, size=2), server.address, b"\0" * 32, 0.5)
