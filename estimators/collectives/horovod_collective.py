@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,8 @@ _FUSION = "HOROVOD_FUSION_THRESHOLD"
 
 # Largest message that Gloo sends both ways at once; longer ones are sent one way first.
 _TURN_BYTES = 512 << 10
+# Rank 0 stores 4 bytes per pair of ranks while they connect; without room Horovod would end the process.
+_MOST_RANKS = 4_000
 # Horovod counts the elements of an all-to-all in 32 bits, so `_gather` sends bytes above this number.
 _MOST_ELEMENTS = 2**31 - 1
 
@@ -67,9 +70,14 @@ class HorovodCollective(NetworkCollective):
 
     @classmethod
     def connect(cls, member: Member, meeting: RendezvousInfo) -> HorovodCollective:
+        if member.size > _MOST_RANKS:
+            raise ValueError(
+                f"collective='horovod' connects at most {_MOST_RANKS:,} workers, got {member.size:,}; lower "
+                "numWorkers or set collective='torch'"
+            )
         seconds = meeting.timeout_seconds
         client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
-        try:
+        with closing(client), ExitStack() as failed:
             import horovod.torch as hvd
 
             if meeting.use_gpu:
@@ -78,35 +86,28 @@ class HorovodCollective(NetworkCollective):
             # All ranks have finished their imports, so Gloo's ports are open only briefly.
             machines = machines_of(client, member)
             memory = open_shared_memory(client, member, seconds)
+            if memory is not None:
+                failed.callback(memory.close)
             sets = [hvd.ProcessSet(ranks) for ranks in _groups(member)]
-            try:
-                with HorovodProxy(client, machines, seconds) as proxy:
-                    settings = {
-                        **rank_variables(member, proxy, seconds),
-                        # Gradients come in buckets, so fusion would only copy them.
-                        _FUSION: os.environ.get(_FUSION, "0"),
-                        **_cycle(is_rare=memory is not None and not meeting.use_gpu),
-                    }
-                    # Horovod reads its environment only in init, so the settings need not stay.
-                    with environment(settings), peer_errors("joining the Horovod ring"):
-                        hvd.init(process_sets=sets)
-            except BaseException:
-                if memory is not None:
-                    memory.close()
-                raise
+            with HorovodProxy(client, machines, seconds) as proxy:
+                settings = {
+                    **rank_variables(member, proxy, seconds),
+                    # Gradients come in buckets, so fusion would only copy them.
+                    _FUSION: os.environ.get(_FUSION, "0"),
+                    **_cycle(is_rare=memory is not None and not meeting.use_gpu),
+                }
+                # Horovod reads its environment only in init, so the settings need not stay.
+                with environment(settings), peer_errors("joining the Horovod ring"):
+                    hvd.init(process_sets=sets)
             collective = cls(member)
+            failed.callback(collective.abort)
             collective.share(memory)
-            try:
-                collective._set_nccl_interface()
-                nonce = shared_nonce(client, member, seconds)
-                collective._prove(nonce, meeting.secret)
-                if sets:
-                    collective.levels = collective._levels(sets, client, nonce, meeting)
-            except BaseException:
-                collective.abort()
-                raise
-        finally:
-            client.close()
+            collective._set_nccl_interface()
+            nonce = shared_nonce(client, member, seconds)
+            collective._prove(nonce, meeting.secret)
+            if sets:
+                collective.levels = collective._levels(sets, client, nonce, meeting)
+            failed.pop_all()
         return collective
 
     def _levels(

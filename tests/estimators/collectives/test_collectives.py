@@ -20,6 +20,7 @@ from ringspark.estimators.collectives import (
     Collective,
     CollectiveError,
     Member,
+    RendezvousInfo,
     collective_class,
     horovod_collective,
 )
@@ -236,6 +237,14 @@ def test_sums_are_scattered_in_any_parts_and_gathered_again(name, size):
             # The libraries need an all-reduce for shards of uneven length.
             is_all_reduce = number and len(set(counts)) > 1
             assert sent == (2 * (size - 1) * 24 // size if is_all_reduce else 24 - 4 * counts[rank])
+
+
+def test_more_ranks_than_horovod_can_connect_are_refused_before_it_starts():
+    meeting = RendezvousInfo(address="127.0.0.1:1", secret=b"")
+    with pytest.raises(
+        ValueError, match="at most 4,000 workers, got 4,001; lower numWorkers or set collective"
+    ):
+        horovod_collective.HorovodCollective.connect(Member(size=4_001), meeting)
 
 
 @pytest.mark.distributed
