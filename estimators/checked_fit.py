@@ -241,6 +241,8 @@ def _find_columns(
 
 def _find_slots(spark: SparkSession, config: TrainConfig) -> int | None:
     patience = config.timeout_seconds
+    if config.max_workers is not None:
+        config.with_workers(config.max_workers)  # refuses a size that the other settings exclude
     return check_slots(spark, config.num_workers, config.use_gpu, config.collective, config.launch, patience)
 
 

@@ -84,6 +84,11 @@ class GangStage:
         if self._plan.problem:
             warnings.warn(self._plan.problem, RuntimeWarning, stacklevel=3)
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether a free slot has room for a worker: without Spark's help, nobody knows the free GPUs."""
+        return not self._use_gpu or self._plan.gives_gpus
+
     def turn(self, num_workers: int) -> Any:
         """Returns a context manager that waits until the gangs of other threads leave room."""
         with _LOCK:

@@ -82,18 +82,23 @@ def await_roster(pulse: Pulse, offer: Offer, name: str = "task") -> tuple[Offer,
     """Writes the offer of an ordinary task and waits for the roster; returns () if the task must end."""
     parent, pause = os.getppid(), look_seconds(pulse.run_uri)
     uri = _uri(pulse, f"{name}-{_launch_of(pulse)}-{offer.task}-{offer.attempt}.json")
-    storage.write_atomic(uri, offer.to_json().encode(), durable=False)
-    looks = 0
+    data, looks, is_written = offer.to_json().encode(), 0, False
     while os.getppid() == parent:
+        # The store may not answer now.
+        with suppress(OSError):
+            if not is_written:
+                storage.write_atomic(uri, data, durable=False)
+                is_written = True
         offers = _read_roster(pulse, name)
         if offers is not None and (not offers or offer in offers):
             return offers
         looks += 1
         if looks % 20 == 0:
             # Another launch or driver has no use for this task.
-            owner = read_owner(pulse.run_uri)
-            if owner is None or (owner.token, owner.launch) != (pulse.token, pulse.launch):
-                return ()
+            with suppress(OSError):
+                owner = read_owner(pulse.run_uri)
+                if owner is None or (owner.token, owner.launch) != (pulse.token, pulse.launch):
+                    return ()
         time.sleep(pause)
     os._exit(1)  # nobody is left to take the result
 
@@ -138,11 +143,11 @@ class Meeting:
         if self.name == "task" and self.roster is None and len(self.offers) == self.num_tasks:
             self._write(Roster(offers=tuple(self.offers)))
 
-    def find_replaced(self) -> int | None:
-        """Returns a task of the roster that has a newer attempt: it was lost, or has a speculative copy."""
+    def find_replaced(self) -> list[int]:
+        """Returns the tasks of the roster that have a newer attempt: they were lost, or have a copy."""
         known = () if self.roster is None else self.roster.offers
         newest = {offer.task: offer.attempt for offer in self.offers}
-        return next((offer.task for offer in known if newest[offer.task] != offer.attempt), None)
+        return [offer.task for offer in known if newest[offer.task] != offer.attempt]
 
     def dismiss(self) -> None:
         """Ends the tasks that still wait."""

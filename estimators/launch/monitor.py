@@ -20,6 +20,8 @@ from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
 _CANCEL_AGAIN_SECONDS = 2.0
+# Spark gets the rows of ranks that have ended within this time.
+_LAST_ROW_SECONDS = 60.0
 # Beats that are read in parallel from a remote store; in sequence, the first would be old by the last.
 _READERS = 16
 
@@ -30,9 +32,9 @@ NO_ROOM = "NoRoom"
 class Monitor:
     """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
 
-    `verdict` is the failure for which it cancelled the job, otherwise None. If the workers are ordinary
-    tasks, `meeting` collects their offers, and `find_shortage` returns why they must stop waiting for each
-    other. The monitor calls `on_training` at every poll while all ranks train.
+    `verdict` is the failure for which it cancelled the job, otherwise None, and `was_hung` whether a rank
+    hung. If the workers are ordinary tasks, `meeting` collects their offers, and `find_shortage` returns why
+    they must stop waiting for each other. `on_training` is called at every poll while all ranks train.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Monitor:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringspark-monitor", daemon=True)
         self.verdict: Failure | None = None
+        self.was_hung = False
+        self._ended_at = time.monotonic()
 
     @property
     def beats(self) -> list[Beat]:
@@ -104,18 +108,20 @@ class Monitor:
 
     def _find_failure(self) -> Failure | None:
         if self._meeting is not None:
+            was_meeting = self._is_meeting
             self._meeting.look()
-            if self._is_meeting:
-                shortage = self._find_shortage(self._meeting)
-                if shortage is None:
-                    return None
+            shortage = self._find_shortage(self._meeting) if was_meeting else None
+            if shortage is not None:
                 return Failure.lost(0, "unknown", "starting", shortage, NO_ROOM)
+            if self._is_meeting:
+                return None
         self._read_beats()
         now = time.monotonic()
         beats = self.beats
         # "training, epoch 3, step 7", and the phases of callbacks, checkpoints and validation.
         if len(beats) == self._num_workers and all(" epoch " in beat.phase for beat in beats):
-            self._on_training()
+            with suppress(Exception):  # the store may not answer now
+                self._on_training()
         hung = self._hang_detector.find_hung(now)
         if hung is not None:
             try:
@@ -128,6 +134,7 @@ class Monitor:
         if hung is not None:
             host, phase = (hung.beat.host, hung.beat.phase) if hung.beat else ("unknown", "starting")
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"
+            self.was_hung = True
             return Failure.lost(hung.rank, host, phase, message)
         if self._meeting is not None:
             return self._find_replaced(self._meeting)
@@ -145,19 +152,23 @@ class Monitor:
     def _find_replaced(self, meeting: Meeting) -> Failure | None:
         """Returns the failure of a rank whose task has a newer attempt; None if the rank may still live.
 
-        The newer attempt may be a speculative copy. So the rank is lost only if it is silent or if any rank
-        has reported a failure.
+        The newer attempt may be a speculative copy. So the rank is lost only if it is silent, if any rank has
+        reported a failure, or if all ranks have ended and a row is missing.
         """
-        task = meeting.find_replaced()
-        beat = next((beat for beat in self.beats if beat.task == task), None)
-        if task is None or (beat is not None and beat.ended):
-            return None
-        message = "its process died, and Spark started its task again"
-        if beat is None:
-            # The first heartbeat comes at once.
-            is_silent = time.monotonic() - meeting.changed_at >= interval_seconds(self._pulse.timeout_seconds)
-            return Failure.lost(task, "unknown", "starting", message) if is_silent else None
-        is_silent = self._hang_detector.is_silent(beat.rank)
-        if not is_silent and all(each.failure is None for each in self.beats):
-            return None
-        return Failure.lost(beat.rank, beat.host, beat.phase, message)
+        now, message = time.monotonic(), "its process died, and Spark started its task again"
+        by_task = {beat.task: beat for beat in self.beats}
+        if len(by_task) < self._num_workers or not all(beat.ended for beat in self.beats):
+            self._ended_at = now
+        is_over = now - self._ended_at >= min(_LAST_ROW_SECONDS, self._pulse.timeout_seconds)
+        for task in meeting.find_replaced():
+            beat = by_task.get(task)
+            if beat is None:
+                # The first heartbeat comes at once.
+                if now - meeting.changed_at >= interval_seconds(self._pulse.timeout_seconds):
+                    return Failure.lost(task, "unknown", "starting", message)
+                continue
+            has_failed = any(each.failure is not None for each in self.beats)
+            is_gone = not beat.ended and (has_failed or self._hang_detector.is_silent(beat.rank))
+            if is_gone or is_over:
+                return Failure.lost(beat.rank, beat.host, beat.phase, message)
+        return None

@@ -31,8 +31,6 @@ class Sizes(Protocol):
     @property
     def num_workers(self) -> int: ...
     @property
-    def min_workers(self) -> int | None: ...
-    @property
     def workers_per_replica(self) -> int: ...
     @property
     def timeout_seconds(self) -> float: ...
@@ -47,7 +45,8 @@ C = TypeVar("C", bound=Sizes)
 class Shortage:
     """Decides how long the tasks of a gang wait for each other.
 
-    `has_grown`: whether the last launch ended because there were slots for more workers.
+    `least` is the smallest number of workers after a loss. `has_grown`: whether the last launch ended because
+    there were slots for more workers.
 
     Two gangs that each hold some of the slots would wait for each other forever. So a gang that gets no more
     executors ends its tasks, and starts them again after a random pause. Other work can use the executors in
@@ -56,6 +55,7 @@ class Shortage:
 
     spark: SparkSession
     conf: Mapping[str, str]
+    least: int
     has_grown: bool = False
     _since: float | None = None
     _said: bool = False
@@ -70,6 +70,9 @@ class Shortage:
 
     def find(self, meeting: Meeting, config: Sizes, launch: int) -> str | None:
         """Returns why the tasks must stop waiting; None while they may wait."""
+        if meeting.roster is not None:
+            self._since, self._said = None, False
+            return None
         now = time.monotonic()
         self._since = self._since or now
         found, wanted = len(meeting.offers), config.num_workers
@@ -85,14 +88,11 @@ class Shortage:
         can_shrink = launch > 0 and self._fitting(config, found) is not None
         # There were slots for all workers a moment ago.
         fewer = _GROWN_SECONDS if self.has_grown else _FEWER_SECONDS
-        is_over = now - self._since >= config.timeout_seconds
+        # After a pause, each executor has some time to come.
+        is_over = now - self._since >= config.timeout_seconds and idle >= _GROWN_SECONDS
         if is_over or idle >= (fewer if can_shrink else self._patience):
             return f"Spark has started {found} of {wanted} workers"
         return None
-
-    def reset(self) -> None:
-        """Ends the waiting: all workers have come."""
-        self._since, self._said = None, False
 
     def solve(self, cause: Failure, config: C, found: int, launch: int) -> C:
         """Returns the config of the next launch: with fewer workers, or the same after a random pause.
@@ -122,10 +122,9 @@ class Shortage:
         self._draw()
         return config
 
-    @staticmethod
-    def _fitting(config: Sizes, found: int) -> int | None:
+    def _fitting(self, config: Sizes, found: int) -> int | None:
         fitting = found - found % config.workers_per_replica
-        return fitting if fitting >= (config.min_workers or config.num_workers) else None
+        return fitting if fitting >= min(self.least, config.num_workers) else None
 
 
 def seconds_of(text: str) -> float:

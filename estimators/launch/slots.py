@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 # Time that Spark's schedulers wait for executors (spark.scheduler.maxRegisteredResourcesWaitingTime).
 REGISTRATION_SECONDS = 30.0
-# Wait after which the user is told what a fit waits for.
+# Wait after which a warning says what a fit waits for.
 _SAY_SECONDS = 5.0
 
 

@@ -54,6 +54,10 @@ class Spares:
         self._thread = thread_class(target=self._run, name="ringspark-spares", daemon=True)
         self._is_started = False
 
+    @property
+    def num_tasks(self) -> int:
+        return self._meeting.num_tasks
+
     def count(self) -> int:
         """Returns how many slots are held for more workers."""
         if not self._meeting.num_tasks:

@@ -38,11 +38,14 @@ from ringspark.estimators.launch.spares import Spares
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
 from ringspark.estimators.launch.taken import FREE_LOSSES, find_taken
 from ringspark.estimators.stages.session import spark_conf
-from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, list_steps
+from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, list_steps
 from ringspark.pipelines.job_names import name_jobs
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
 END_SECONDS = 15.0
+
+# A gang grows once no more slots have become free for this time, or as many as it can use.
+_SETTLED_SECONDS = 10.0
 
 # Finds the task that Spark blames in its report of a failed job.
 _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
@@ -103,20 +106,27 @@ class Supervisor(Generic[C]):
     _stage: Any = None
     _pulse: Pulse = field(init=False)
     _launches: int = 0
-    _launched_at: float = 0.0
-    _found: int = 0
+    # Tasks that came to the last launch, and slots that were free next to it.
+    _came: int = 0
+    _more: int = 0
+    _more_since: float = 0.0
+    _size_before: int | None = None
+    _was_hung: bool = False
     _failed_at: float | None = None
     _regroups: bool = False
     _newest: int = 0
     _free: int = FREE_LOSSES
 
+    def __post_init__(self) -> None:
+        self._least = self.config.min_workers or self.config.num_workers
+        self._target = self.config.max_workers or self.config.num_workers
+
     def run(self) -> list[str]:
         """Blocks until the gang has finished or has failed for good; returns one text per rank, in order."""
         self._stage = GangStage(self.spark, self.config.use_gpu)
-        self._target = self.config.max_workers or self.config.num_workers
         conf = spark_conf(self.spark)
         self._is_barrier = not slots.runs_as_tasks(conf, self.config.launch)
-        self._shortage = Shortage(self.spark, conf)
+        self._shortage = Shortage(self.spark, conf, self._least)
         with self._stage.turn(self.config.num_workers):
             while True:
                 try:
@@ -126,18 +136,26 @@ class Supervisor(Generic[C]):
 
     def _prepare_next(self, error: WorkerError) -> None:
         """Prepares the next launch after the end of one; raises if there must be none."""
-        cause = error.first
-        self._shortage.has_grown = cause.type == RegroupError.__name__
+        cause, size = error.first, self.config.num_workers
+        before, self._size_before = self._size_before, None
+        grows = all(each.type == RegroupError.__name__ or each.from_peer for each in error.failures)
+        self._shortage.has_grown = grows and cause.type == RegroupError.__name__
         if self._shortage.has_grown:
-            _logger.warning("the training continues with %d workers", self.config.num_workers + self._found)
-            self.config = self.config.with_workers(self.config.num_workers + self._found)
+            self._size_before = size
+            self.config = self.config.with_workers(min(size + self._more, self._target))
+            _logger.warning("the training continues with %d workers", self.config.num_workers)
             return
+        if cause.type == RegroupError.__name__:  # a rank was lost while the others ended
+            cause = next(f for f in error.failures if f.type != cause.type and not f.from_peer)
         if cause.type == NO_ROOM and not self._is_barrier:
-            self.config = self._shortage.solve(cause, self.config, self._found, self._launches - 1)
+            self.config = self._shortage.solve(cause, self.config, self._came, self._launches - 1)
+            return
+        if cause.type == NO_ROOM and before is not None:
+            self.config = self.config.with_workers(before)  # the slots were taken by others meanwhile
             return
         if not error.may_pass:
             raise self._final_error(error) from None
-        taken = find_taken(self.spark, self._launched_at, cause.message) if cause.type == LOST else None
+        taken = self._find_taken(cause)
         if taken and self.config.max_restarts and self._has_advanced():
             self.preemptions.append(f"{cause.sentence} ({taken})")
             _logger.warning("starting the workers again, because the cluster took an executor: %s", taken)
@@ -159,19 +177,29 @@ class Supervisor(Generic[C]):
             with suppress(OSError):
                 self.check_data()
 
+    def _find_taken(self, cause: Failure) -> str | None:
+        """Returns why the cluster took an executor, if that was the cause."""
+        if cause.type != LOST:
+            return None
+        # A worker that hangs is the cluster's loss only if Spark has removed its executor.
+        lasts = self.config.timeout_seconds if self._was_hung else 0.0
+        return find_taken(self.spark, lasts, "" if self._was_hung else cause.message)
+
     def _has_advanced(self) -> bool:
         """Whether this loss costs no restart: `FREE_LOSSES` are free after each new checkpoint."""
-        steps = list_steps(checkpoints_uri(self.config.run_uri))
-        newest = steps[-1] if steps else 0
-        if newest > self._newest:
-            self._newest, self._free = newest, FREE_LOSSES
+        root = checkpoints_uri(self.config.run_uri)
+        # The store may not answer now.
+        with suppress(OSError):
+            newest = max((step for step in list_steps(root) if is_committed(root, step)), default=0)
+            if newest > self._newest:
+                self._newest, self._free = newest, FREE_LOSSES
         self._free -= 1
         return self._free >= 0
 
     def _launch(self) -> list[str]:
         config, launch = self.config, self._launches
         self._launches += 1
-        self._launched_at, self._regroups = time.time(), False
+        self._regroups, self._more = False, 0
         try:
             write_owner(config.run_uri, self.token, launch)
         except OSError as error:
@@ -192,7 +220,7 @@ class Supervisor(Generic[C]):
         )
         job = SparkJob(self.spark)
         meeting = None if self._is_barrier else Meeting(pulse=pulse, num_tasks=config.num_workers)
-        more = self._target - config.num_workers if config.can_grow else 0
+        more = self._target - config.num_workers if config.can_grow and self._stage.can_grow else 0
         with Spares(self._stage, pulse, more - more % config.workers_per_replica) as spares:
             monitor = Monitor(
                 pulse,
@@ -206,15 +234,18 @@ class Supervisor(Generic[C]):
             try:
                 with monitor, name_jobs(self.spark, self._describe()):
                     rows = self._stage.run(task, config.num_workers, job, is_barrier=self._is_barrier)
-                if monitor.verdict is not None:
-                    raise RuntimeError("the tasks ended without ranks")
+                if len(rows) < config.num_workers:
+                    raise RuntimeError(
+                        "the workers ended before they trained, because another driver has taken over the "
+                        "run; let only one driver work on a run"
+                    )
             except Exception as error:
                 self._failed_at = self._failed_at or time.monotonic()
-                cause = self._find_cause(error, monitor)
+                cause, self._was_hung = self._find_cause(error, monitor), monitor.was_hung
                 if isinstance(cause, (WorkerError, TrainingCancelledError)):
                     job.wait_until_ended(END_SECONDS)
                 if meeting is not None:
-                    self._found = len(meeting.offers)
+                    self._came = len(meeting.offers)
                 raise cause from None
             except BaseException:
                 # After Ctrl-C the folder may be removed next, and then no rank may write into it.
@@ -228,15 +259,19 @@ class Supervisor(Generic[C]):
 
     def _on_training(self, spares: Spares) -> None:
         """Counts the time lost, and asks the ranks to end at a checkpoint once there is room for more."""
-        self._shortage.reset()
+        now = time.monotonic()
         if self._failed_at is not None:
-            self.seconds_lost += time.monotonic() - self._failed_at
+            self.seconds_lost += now - self._failed_at
             self._failed_at = None
-        replica = self.config.workers_per_replica
         found = spares.count()
-        if found - found % replica and not self._regroups:
+        more = found - found % self.config.workers_per_replica
+        if more != self._more:
+            self._more, self._more_since = more, now
+        # Executors come one after the other, and each end at a checkpoint costs seconds.
+        is_settled = found == spares.num_tasks or now - self._more_since >= _SETTLED_SECONDS
+        if more and is_settled and not self._regroups:
             write_owner(self.config.run_uri, self.token, self._pulse.launch, regroups=True)
-            self._found, self._regroups = found - found % replica, True
+            self._regroups = True
 
     def _describe(self) -> str:
         restarted = f", restart {len(self.restarts)}" if self.restarts else ""
@@ -273,8 +308,7 @@ class Supervisor(Generic[C]):
     def _make_room(self, cause: Failure) -> None:
         """Waits until the workers fit again; if they do not, continues with fewer replicas."""
         wanted, replica = self.config.num_workers, self.config.workers_per_replica
-        least = self.config.min_workers or wanted
-        begun = time.monotonic()
+        least, begun = min(self._least, wanted), time.monotonic()
         with ExitStack() as stack:
             cancelled = None
             while (room := self._stage.slots()) is not None and room < wanted:

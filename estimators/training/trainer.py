@@ -448,8 +448,7 @@ class Trainer:
                 self._sync.settle()
         with self._timeline.rare_span("checkpoint", self._state):
             self._recovery.save(self._train_state)
-        if self._recovery.schedule.must_regroup:
-            self._recovery.finish()
+        if self._recovery.schedule.must_regroup and self._recovery.is_written(self._state.step):
             raise RegroupError("the driver starts the workers again with more of them")
 
     def _call(self, event: str) -> None:

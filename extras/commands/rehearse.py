@@ -89,7 +89,7 @@ FAULTS = {
     "calm": Fault(what="undisturbed", helps=""),
     "executor": Fault(
         what="an executor is killed",
-        helps="raise maxRestarts, or set minWorkers to go on with fewer workers",
+        helps="raise maxRestarts, or set minWorkers to continue with fewer workers",
         act=_kill_executor,
     ),
     "late": Fault(
@@ -162,7 +162,7 @@ class Outcome:
     """How a run of the job ended.
 
     Attributes:
-        resumed: Checkpoints from which the training went on.
+        resumed: Checkpoints from which the training continued.
         taken: Losses that cost no restart.
         last_line: The last line of a failed job.
     """
@@ -196,15 +196,18 @@ class Rehearsal:
             self._start(url)
             try:
                 if self._wait_for_steps():
-                    fault.act(self)
+                    # The job may end in the same moment.
+                    with suppress(IndexError, LookupError, ProcessLookupError, StopIteration):
+                        fault.act(self)
                 if fault.resumes:
                     self.process.wait()
                     self._start(url)
-                code = self.process.wait(timeout=_LONGEST_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout=_LONGEST_SECONDS)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
-        return self._outcome(code, time.monotonic() - begun)
+        return self._outcome(self.process.returncode, time.monotonic() - begun)
 
     def pids(self) -> list[int]:
         """Returns the process of each rank that sends heartbeats, in order."""
@@ -249,13 +252,13 @@ class Rehearsal:
             time.sleep(0.1)
         return False
 
-    def _outcome(self, code: int, seconds: float) -> Outcome:
+    def _outcome(self, code: int | None, seconds: float) -> Outcome:
         from ringspark.estimators import run_layout
         from ringspark.estimators.training.worker import FinishedRun
         from ringspark.pipelines import storage
 
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        if code:
+        if code != 0:
             return Outcome(survived=False, seconds=seconds, last_line=lines[-1] if lines else f"code {code}")
         found = FinishedRun.from_json(storage.read_bytes(storage.join(self.run_uri, run_layout.RESULT)))
         resumed, taken = len(found.result.resumed_steps), len(found.preemptions)
@@ -284,8 +287,10 @@ def _cluster(folder: Path, nodes: int, is_late: bool) -> Iterator[str]:
             if is_late:
                 late.start()
             join(1 if is_late else nodes)
-            yield url
-            late.cancel()
+            try:
+                yield url
+            finally:
+                late.cancel()
     finally:
         for process in started:
             with suppress(ProcessLookupError):

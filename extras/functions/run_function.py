@@ -111,7 +111,7 @@ def run(
             call=pickled,
             environment=variables,
             timeout_seconds=config.timeout_seconds,
-            restarts=len(supervisor.restarts),
+            restarts=len(supervisor.restarts) + len(supervisor.preemptions),
         ),
         token=folder.token,
     )

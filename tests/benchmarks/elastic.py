@@ -1,7 +1,7 @@
 """Takes executors from trainings on a cluster with dynamic allocation, and gives others, at random moments.
 
 A standalone cluster has one executor slot per Spark worker, dynamic allocation starts at zero executors, and
-each fit asks for `--workers` of them and goes on with at least half. An event kills an executor (SIGKILL),
+each fit asks for `--workers` of them and continues with at least half. An event kills an executor (SIGKILL),
 announces its end (Spark's decommission signal), or ends a Spark worker and starts another one.
 
     python tests/benchmarks/elastic.py --repeats 20 --events 10

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,12 @@ import torch
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.techniques import first_made, techniques_of
 from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
-from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, find_newest_good, step_uri
+from ringspark.estimators.training.checkpoint.folders import (
+    checkpoints_uri,
+    find_newest_good,
+    is_committed,
+    step_uri,
+)
 from ringspark.estimators.training.checkpoint.rank_state import (
     RankState,
     gather_ranks,
@@ -49,6 +55,8 @@ _SECONDS_BETWEEN_LOSSES = 3600.0
 # Largest share of the time in which steps may wait for a checkpoint.
 _MOST_SHARE = 0.01
 _FIRST_SECONDS = 15.0
+# Wait after a checkpoint that failed, until the ranks try again to end at one.
+_PUT_OFF_SECONDS = 60.0
 
 
 def choose_interval(seconds: float | None) -> float:
@@ -83,6 +91,7 @@ class CheckpointSchedule:
     ) -> None:
         self._status = status or Status()
         self.must_regroup = False
+        self._regroups_from = 0.0
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds
@@ -101,6 +110,10 @@ class CheckpointSchedule:
         self._looked_at = step
         self._look_at = step + 1
         self._stride = 1
+
+    def put_off(self) -> None:
+        """Trains on for a while, although the driver asks the ranks to end."""
+        self.must_regroup, self._regroups_from = False, self._clock() + _PUT_OFF_SECONDS
 
     def measure(self, seconds: float) -> None:
         """Chooses the interval by the time that steps waited for a checkpoint, unless the user chose it."""
@@ -124,7 +137,8 @@ class CheckpointSchedule:
     def _look(self, step: int) -> bool:
         answer = torch.zeros(1, dtype=torch.int64)
         if self._mesh.writes:
-            answer[0] = -1 if self._status.must_regroup else self._steps_to_go(step)
+            must_regroup = self._status.must_regroup and self._clock() >= self._regroups_from
+            answer[0] = -1 if must_regroup else self._steps_to_go(step)
         self._mesh.world.broadcast([answer])
         self.must_regroup = int(answer) < 0
         self._look_at = step + max(0, int(answer))
@@ -257,7 +271,7 @@ class Recovery:
 
     def save(self, train_state: TrainState) -> None:
         """Copies the state of the training on every rank, and starts to write the copy."""
-        state, began = train_state.state, time.monotonic()
+        state = train_state.state
         self._status.phase = f"checkpoint, epoch {state.epoch}, step {train_state.step_in_epoch}"
         train_state.rates.take_changes()
         reason, patience = "", self._config.timeout_seconds * _WAIT_SHARE
@@ -277,6 +291,7 @@ class Recovery:
         if not all(free):
             self._note(state.step, reason or "the previous checkpoint is still being written")
             return
+        began = time.monotonic()
         ranks = gather_ranks(RankState.of(train_state, self._mesh), self._mesh.world, self._status.tick)
         position = self._position(train_state)
         average = None if self._config.ema_decay is None else train_state.average.values
@@ -330,6 +345,20 @@ class Recovery:
             _log.warning("%s", found)
         if len(self.non_finite) < MAX_REPORTED:
             self.non_finite.append(found)
+
+    def is_written(self, step: int) -> bool:
+        """Whether the checkpoint of `step`, which was just started, is complete. Runs on every rank."""
+        self.finish()
+        answer = torch.zeros(1, dtype=torch.int64)
+        section = RankZeroSection(self._mesh, self._status.tick)
+        if self._mesh.writes:
+            with suppress(OSError):
+                answer[0] = int(is_committed(self._root, step))
+        section.end()
+        self._mesh.world.broadcast([answer])
+        if not int(answer):
+            self.schedule.put_off()
+        return bool(answer)
 
     def finish(self) -> None:
         """Waits for the last write. Runs on every rank, before the final weights are written."""

@@ -137,7 +137,7 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     @property
     def can_grow(self) -> bool:
         """Whether all workers can end at a checkpoint together, to start again with more workers."""
-        return self.is_in_step and self.checkpoint_every_seconds != 0
+        return self.sync.in_step and self.checkpoint_every_seconds != 0
 
     @property
     def keeps_state(self) -> bool:

@@ -1,4 +1,4 @@
-"""A training that starts with the workers that there are, and goes on with more."""
+"""A training that starts with the workers that there are, and continues with more."""
 
 from __future__ import annotations
 

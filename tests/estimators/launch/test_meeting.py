@@ -15,12 +15,13 @@ import pytest
 from supervised_gang import run_gang
 
 from ringspark.estimators import WorkerError
-from ringspark.estimators.failures import Failure
+from ringspark.estimators.failures import LOST, Failure
+from ringspark.estimators.launch import monitor as monitor_module
 from ringspark.estimators.launch import shortage, taken
 from ringspark.estimators.launch.devices import Claim
-from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.meeting import Meeting, Offer, await_roster
-from ringspark.estimators.launch.monitor import NO_ROOM
+from ringspark.estimators.launch.heartbeat import Beat, Pulse
+from ringspark.estimators.launch.meeting import Meeting, Offer, Roster, await_roster
+from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.shortage import Shortage, seconds_of
 
@@ -47,12 +48,12 @@ def test_the_ranks_are_the_newest_attempts_and_older_ones_wait_until_the_end(tmp
             meeting.look()
         expected = (_offer(0, 1), _offer(1))
         assert [other.result(5) for other in others] == [expected, expected]
-        assert meeting.find_replaced() is None
+        assert meeting.find_replaced() == []
         # A copy that Spark starts later is no rank either.
         copy = pool.submit(await_roster, pulse, _offer(1, 1))
-        while meeting.find_replaced() is None:
+        while not meeting.find_replaced():
             meeting.look()
-        assert meeting.find_replaced() == 1
+        assert meeting.find_replaced() == [1]
         assert not lost.done()
         assert not copy.done()
         meeting.dismiss()
@@ -69,12 +70,8 @@ def test_a_task_ends_when_another_launch_owns_the_run(tmp_path: Path) -> None:
         assert waiting.result(10) == ()
 
 
-def _config(workers: int = 4, least: int | None = None, replica: int = 1, timeout: float = 600.0) -> Any:
-    config = SimpleNamespace(
-        num_workers=workers, min_workers=least, workers_per_replica=replica, timeout_seconds=timeout
-    )
-    config.with_workers = lambda number: _config(number, least, replica, timeout)
-    return config
+def _config(workers: int = 4, replica: int = 1) -> Any:
+    return SimpleNamespace(num_workers=workers, workers_per_replica=replica, timeout_seconds=600.0)
 
 
 def _found(tasks: int, silent: float, tmp_path: Path) -> Meeting:
@@ -86,22 +83,52 @@ def _found(tasks: int, silent: float, tmp_path: Path) -> Meeting:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "launch", "config", "silent", "ends"),
+    ("tasks", "launch", "least", "replica", "silent", "ends"),
     [
-        (3, 1, _config(least=2), 4.0, False),  # another executor may come soon
-        (3, 1, _config(least=2), 6.0, True),  # goes on with 3
-        (3, 1, _config(least=2, replica=2), 6.0, True),  # goes on with 2
-        (1, 1, _config(least=2), 6.0, False),
-        (3, 1, _config(), 6.0, False),  # needs all 4
-        (3, 0, _config(least=2), 6.0, False),  # the first launch has numWorkers
-        (3, 0, _config(), 500.0, True),  # gives way
+        (3, 1, 2, 1, 4.0, False),  # another executor may come soon
+        (3, 1, 2, 1, 6.0, True),  # continues with 3
+        (3, 1, 2, 2, 6.0, True),  # continues with 2
+        (1, 1, 2, 1, 6.0, False),
+        (3, 1, 4, 1, 6.0, False),  # needs all 4
+        (3, 0, 2, 1, 6.0, False),  # the first launch has numWorkers
+        (3, 0, 4, 1, 500.0, True),  # gives way
     ],
 )
-def test_a_gang_goes_on_with_fewer_only_after_a_loss(
-    tmp_path: Path, tasks: int, launch: int, config: Any, silent: float, ends: bool
+def test_a_gang_continues_with_fewer_only_after_a_loss(
+    tmp_path: Path, tasks: int, launch: int, least: int, replica: int, silent: float, ends: bool
 ) -> None:
-    found = Shortage(SimpleNamespace(), {}).find(_found(tasks, silent, tmp_path), config, launch)
+    waits = Shortage(SimpleNamespace(), {}, least)
+    found = waits.find(_found(tasks, silent, tmp_path), _config(replica=replica), launch)
     assert (found is not None) is ends
+
+
+def test_a_launch_long_after_the_first_has_the_whole_patience(tmp_path: Path) -> None:
+    waits, met = Shortage(SimpleNamespace(), {}, 4), _found(4, 0.0, tmp_path)
+    waits._since = time.monotonic() - 10_000.0
+    met.roster = Roster(offers=tuple(met.offers))
+    assert waits.find(met, _config(), 0) is None
+    assert waits.find(_found(1, 60.0, tmp_path), _config(), 1) is None
+
+
+def test_a_lost_row_of_a_rank_that_has_ended_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = _found(4, 0.0, tmp_path)
+    meeting.roster = Roster(offers=tuple(meeting.offers))
+    monitor = Monitor(meeting.pulse, 4, Any, lambda: 4, meeting)
+    beats = [
+        Beat(token="t", rank=k, host="h", task=k, pid=k, launch=0, phase="p", ticks=1, beats=1, ended=k < 3)
+        for k in range(4)
+    ]
+    monitor._hang_detector.update(beats, time.monotonic())
+    meeting._found["again"] = _offer(2, 1)
+    monkeypatch.setattr(monitor_module, "_LAST_ROW_SECONDS", 0.01)
+    assert monitor._find_replaced(meeting) is None  # rank 3 still works
+    monitor._hang_detector.update([replace(beats[3], ended=True)], time.monotonic())
+    time.sleep(0.05)
+    failure = monitor._find_replaced(meeting)
+    assert failure is not None
+    assert (failure.rank, failure.type) == (2, LOST)
 
 
 def test_a_gang_that_gives_way_tries_again_and_ends_in_one_sentence(
@@ -110,7 +137,7 @@ def test_a_gang_that_gives_way_tries_again_and_ends_in_one_sentence(
     pauses: list[float] = []
     monkeypatch.setattr(shortage.time, "sleep", pauses.append)
     monkeypatch.setattr(shortage, "is_remote", lambda _: True)
-    waits = Shortage(SimpleNamespace(), {"spark.dynamicAllocation.executorIdleTimeout": "5s"})
+    waits = Shortage(SimpleNamespace(), {"spark.dynamicAllocation.executorIdleTimeout": "5s"}, 4)
     config, cause = _config(), Failure.lost(0, "unknown", "starting", "3 of 4", NO_ROOM)
     assert waits.find(_found(3, 500.0, tmp_path), config, 0)
     assert waits.solve(cause, config, 3, 0) is config
@@ -143,6 +170,7 @@ def test_times_of_sparks_conf(text: str, seconds: float) -> None:
         ("exited with exit code 137(SIGKILL, possible container OOM)", False),
         ("Container killed by YARN for exceeding physical memory limits", False),
         ("Python worker exited unexpectedly (crashed)", False),
+        ("the worker has sent no heartbeat for 20 s (timeoutSeconds=20)", False),
     ],
 )
 def test_what_the_cluster_takes_away_is_told_from_what_ends_by_itself(reason: str, is_taken: bool) -> None:

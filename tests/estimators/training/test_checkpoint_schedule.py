@@ -100,3 +100,9 @@ def test_all_ranks_end_at_the_checkpoint_that_the_driver_asks_for() -> None:
     assert first.must_regroup
     assert [other.is_due_after_step(step) for step in (1, 2)] == [False, True]
     assert other.must_regroup
+    # A checkpoint that was not written ends nothing.
+    first.put_off()
+    first.restart(3)
+    assert not first.must_regroup
+    assert not first.is_due_after_step(4)
+    assert not first.must_regroup

@@ -128,7 +128,7 @@ def _steps(sync: GradientSync, collective: Collective, first: int, last: int) ->
 
 
 def _resumed(collective: Collective, setting: Any, make: Any, saved: Any, at: int) -> list[list[float]]:
-    """Goes on from what `_saved` returned after step `at`. Returns the rest of the history."""
+    """Continues from what `_saved` returned after step `at`. Returns the rest of the history."""
     weights, ranks, optimizer = saved[at]
     after = _sync(collective, setting, make)
     first = torch.tensor(weights, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Training over a mesh goes on after a rank is lost; test_spread_worker.py resumes over other meshes.
+"""Training over a mesh continues after a rank is lost; test_spread_worker.py resumes over other meshes.
 
 Under Spark's supervisor, with every role of five meshes: `make faults ARGS="--only kill hang"`.
 """

@@ -53,7 +53,7 @@ NETWORKS = [
       "'json:loads' must be", "torch.nn.Module"),
     R("memory: no batch", lambda p: plan_memory(SPEC, None), "batch must be", r"\(inputs, labels\)"),
     R("memory: other shapes", lambda p: plan_memory(SPEC, columns(3)),
-      "memory of model linear", "check the batch"),
+      "model linear cannot be planned", "check the batch"),
     R("memory: rows of two numbers", lambda p: plan_memory(SPEC, uneven()),
       "same number of rows", "first dimension"),
     R("memory: budget of no size", lambda p: plan_memory(SPEC, columns(2), budget="x"),
