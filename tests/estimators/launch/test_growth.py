@@ -36,8 +36,7 @@ class Diary(Callback):
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.telling
-@pytest.mark.parametrize("launch", ["tasks", "barrier"])
+@pytest.mark.parametrize("launch", [pytest.param("tasks", marks=pytest.mark.telling), "barrier"])
 def test_a_training_goes_on_with_more_workers_at_a_checkpoint(
     spark: Any, make_shards: Any, tmp_path: Path, launch: str
 ) -> None:
