@@ -14,7 +14,7 @@ from ringspark.pipelines.spark_paths import is_remote
 # Losses to the cluster that cost no restart after each new checkpoint; later losses count as failures.
 FREE_LOSSES = 10
 # Spark reports an executor's end a moment after its tasks have ended.
-_WAIT_SECONDS = 3.0
+_WAIT_SECONDS = 6.0
 # The driver notices a lost process within this time.
 _NOTICE_SECONDS = 30.0
 # Spark's reason for an executor without tasks, which dynamic allocation gives back.
@@ -22,7 +22,7 @@ _IDLE = "killed by driver"
 
 _TAKEN = re.compile(
     r"decommission|preempt|unrelated to the running tasks|worker lost|lost worker|"
-    r"heartbeat timed out|deleted by|released|disassociated|explicit termination|code (?:129|137|143)",
+    r"heartbeat timed out|deleted by|released|disassociated|explicit termination|code (?:0|129|137|143)\b",
     re.IGNORECASE,
 )
 _OWN_FAULT = re.compile(r"memory|OOM", re.IGNORECASE)

@@ -165,6 +165,7 @@ def test_times_of_sparks_conf(text: str, seconds: float) -> None:
             True,
         ),
         ("Command exited with code 137", True),
+        ("Command exited with code 0", True),
         ("Command exited with code 143", True),
         ("Command exited with code 52", False),
         ("exited with exit code 137(SIGKILL, possible container OOM)", False),
