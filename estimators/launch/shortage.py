@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.meeting import Meeting
 from ringspark.pipelines.spark_paths import is_remote
@@ -88,8 +89,8 @@ class Shortage:
         can_shrink = launch > 0 and self._fitting(config, found) is not None
         # There were slots for all workers a moment ago.
         fewer = _GROWN_SECONDS if self.has_grown else _FEWER_SECONDS
-        # After a pause, each executor has some time to come.
-        is_over = now - self._since >= config.timeout_seconds and idle >= _GROWN_SECONDS
+        # After a pause too, each task has time to start and to import its libraries.
+        is_over = now - self._since >= config.timeout_seconds and idle >= START_SECONDS
         if is_over or idle >= (fewer if can_shrink else self._patience):
             return f"Spark has started {found} of {wanted} workers"
         return None

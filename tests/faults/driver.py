@@ -45,7 +45,8 @@ class Network(nn.Module):
         self.ids: list[int] = []
 
     def forward(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if self.training:
+        # A rank without rows runs the network on a row of zeros, without gradients.
+        if self.training and torch.is_grad_enabled():
             self.ids = ids.tolist()
         return self.layers(features)
 
