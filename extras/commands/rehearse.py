@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -33,10 +34,13 @@ _CONF = {
     "spark.dynamicAllocation.executorIdleTimeout": "10s",
     "spark.executor.cores": "1",
     "spark.network.timeout": "30s",
+    "spark.network.timeoutInterval": "10s",
     "spark.executor.heartbeatInterval": "3s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
+# A line of the job's output that names an error, not a line of a Java stack.
+_ERROR = re.compile(r"^(?!\s).*(?:rror|xception)\b.*:")
 # Steps before the fault, so that there is something to lose.
 _STEPS = 5
 _LATE_SECONDS = 20.0
@@ -257,7 +261,7 @@ class Rehearsal:
         from ringspark.estimators.training.worker import FinishedRun
         from ringspark.pipelines import storage
 
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if _ERROR.search(line)]
         if code != 0:
             return Outcome(survived=False, seconds=seconds, last_line=lines[-1] if lines else f"code {code}")
         found = FinishedRun.from_json(storage.read_bytes(storage.join(self.run_uri, run_layout.RESULT)))
