@@ -419,6 +419,9 @@ def _check_rows(spark: SparkSession, job: TrainJob, estimator: Any, features: li
         alone = estimator.copy()
         for param in (alone.runUri, alone.resume):
             alone.clear(param)
+        # The run's folder takes everything that a fit without `runUri` would write into `storageUri`.
+        if (parent := estimator.getRunUri().rstrip("/").rpartition("/")[0]) and not alone.getStorageUri():
+            alone._set(storageUri=parent)
         prepare_checked(alone, _add_features(spark, job.data, features))
 
 

@@ -10,8 +10,9 @@ _JOB = """\
 stage: TorchRegressor
 data: {csv: ROWS, options: {header: true, inferSchema: true}}
 save: {model: MODEL}
+features: {x: "array(a, b)"}
 params:
-  inputCols: [a, b]
+  featuresCol: x
   labelCol: y
   model: {target: mlp, kwargs: {in_features: 2, hidden: [8], out_features: 1}}
   numWorkers: 2
