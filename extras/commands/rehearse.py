@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,13 +48,16 @@ _SLOW_SECONDS = 10.0
 _LONGEST_SECONDS = 3600.0
 
 
+def _do_nothing(rehearsal: Rehearsal) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """One rehearsal: `act` breaks something in a running training; `is_late` delays a Spark worker."""
 
     what: str
     helps: str
-    act: Callable[[Rehearsal], None] = lambda _: None
+    act: Callable[[Rehearsal], None] = _do_nothing
     is_late: bool = False
     resumes: bool = False
 
@@ -62,8 +65,11 @@ class Fault:
 def _kill_executor(rehearsal: Rehearsal) -> None:
     import psutil
 
-    parents = psutil.Process(rehearsal.pids()[-1]).parents()
-    os.kill(next(each.pid for each in parents if each.name() == "java"), signal.SIGKILL)
+    try:
+        parents = psutil.Process(rehearsal.pids()[-1]).parents()
+        os.kill(next(each.pid for each in parents if each.name() == "java"), signal.SIGKILL)
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError from None
 
 
 def _stop_rank(rehearsal: Rehearsal) -> None:
@@ -76,13 +82,13 @@ def _stop_rank(rehearsal: Rehearsal) -> None:
 
 def _fill_disk(rehearsal: Rehearsal) -> None:
     # Writes beyond this size fail, as on a full disk. Python ignores the signal of the limit.
-    for pid in rehearsal.pids():
-        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in rehearsal.pids()}
+    for pid, (_, most) in before.items():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, most))
     time.sleep(_SLOW_SECONDS)
-    for pid in rehearsal.pids():
+    for pid, limits in before.items():
         with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
 def _kill_driver(rehearsal: Rehearsal) -> None:
@@ -152,7 +158,8 @@ def run(args: argparse.Namespace) -> None:
                 raise RuntimeError(f"the job fails without any fault: {outcome.last_line}")
         more = "" if name == "calm" else f"{outcome.seconds - calm:+.0f}"
         cost = [f"{outcome.seconds:.0f}", more, str(outcome.resumed), str(outcome.taken)]
-        rows.append([FAULTS[name].what, "yes" if outcome.survived else "no", *cost])
+        word = ("yes" if outcome.survived else "no") if outcome.was_hit else "ended before the fault"
+        rows.append([FAULTS[name].what, word, *cost])
         print("  ".join(rows[-1]), flush=True)
         if not outcome.survived:
             print(f"    {outcome.last_line}\n    what helps: {FAULTS[name].helps}", flush=True)
@@ -168,10 +175,12 @@ class Outcome:
     Attributes:
         resumed: Checkpoints from which the training continued.
         taken: Losses that cost no restart.
-        last_line: The last line of a failed job.
+        last_line: The last error of a failed job.
+        was_hit: False if the job ended before the fault.
     """
 
     survived: bool
+    was_hit: bool = True
     seconds: float
     resumed: int = 0
     taken: int = 0
@@ -199,10 +208,12 @@ class Rehearsal:
         with _cluster(self._folder, self._workers + 1, fault.is_late) as url:
             self._start(url)
             try:
+                self._was_hit = False
                 if self._wait_for_steps():
                     # The job may end in the same moment.
-                    with suppress(IndexError, LookupError, ProcessLookupError, StopIteration):
+                    with suppress(IndexError, ProcessLookupError, StopIteration):
                         fault.act(self)
+                        self._was_hit = True
                 if fault.resumes:
                     self.process.wait()
                     self._start(url)
@@ -211,7 +222,8 @@ class Rehearsal:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
-        return self._outcome(self.process.returncode, time.monotonic() - begun)
+        outcome = self._outcome(self.process.returncode, time.monotonic() - begun)
+        return replace(outcome, was_hit=self._was_hit or fault.act is _do_nothing)
 
     def pids(self) -> list[int]:
         """Returns the process of each rank that sends heartbeats, in order."""
@@ -251,7 +263,7 @@ class Rehearsal:
         while self.process.poll() is None:
             with suppress(OSError):
                 beat = Beat.from_json(storage.read_bytes(uri))
-                if beat is not None and beat.phase.startswith("training") and beat.ticks > _STEPS:
+                if beat is not None and " epoch " in beat.phase and beat.ticks > _STEPS:
                     return True
             time.sleep(0.1)
         return False
