@@ -67,10 +67,6 @@ class ModelSpec:
         """Module about the library of a target such as "transformers:BertModel"; None for other targets."""
         return LIBRARIES.get(self.target.partition(":")[0])
 
-    @property
-    def is_hugging_face(self) -> bool:
-        return self.library is not None
-
     def build(self) -> nn.Module:
         cls = _import_class(self.target)
         make: Callable[..., nn.Module] = cls

@@ -95,7 +95,7 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
             return False
         # A user's constructor may hook parameters, seed, or keep tensors elsewhere.
         spec = ModelSpec.from_json(self.model)
-        return spec.target in MODELS or spec.is_hugging_face
+        return spec.target in MODELS or spec.library is not None
 
     @property
     def differentiates_twice(self) -> bool:
