@@ -55,6 +55,8 @@ _SECONDS_BETWEEN_LOSSES = 3600.0
 # Largest share of the time in which steps may wait for a checkpoint.
 _MOST_SHARE = 0.01
 _FIRST_SECONDS = 15.0
+# Interval for a run that keeps all checkpoints: many of them would fill the store.
+_KEPT_SECONDS = 600.0
 # Wait after a checkpoint that failed, until the ranks try again to end at one.
 _PUT_OFF_SECONDS = 60.0
 
@@ -95,6 +97,8 @@ class CheckpointSchedule:
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds
+        if self._seconds is None and config.is_replayable:
+            self._seconds = _KEPT_SECONDS
         self._in_step = config.is_in_step
         self._mesh = mesh
         self._clock = clock

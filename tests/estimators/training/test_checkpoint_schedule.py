@@ -106,3 +106,9 @@ def test_all_ranks_end_at_the_checkpoint_that_the_driver_asks_for() -> None:
     assert not first.must_regroup
     assert not first.is_due_after_step(4)
     assert not first.must_regroup
+
+
+def test_a_run_that_keeps_every_checkpoint_writes_few() -> None:
+    kept = {"certify": True, "checkpoint_every_seconds": None}
+    assert _due(Rank(), Clock(), **kept)._interval == 600.0
+    assert _due(Rank(), Clock(), checkpoint_every_seconds=None)._interval == 15.0
