@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from pyspark.sql import SparkSession
 
@@ -15,9 +15,6 @@ from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.meeting import Meeting
 from ringspark.pipelines.spark_paths import is_remote
-
-if TYPE_CHECKING:
-    from ringspark.estimators.launch.supervisor import C, GangSettings
 
 # Wait for each new executor, in seconds, before a gang that lost workers continues with fewer workers.
 _FEWER_SECONDS = 5.0
@@ -27,6 +24,22 @@ _GROWN_SECONDS = 30.0
 _SAY_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
+
+
+class Sizes(Protocol):
+    """Config values about the number of workers."""
+
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def workers_per_replica(self) -> int: ...
+    @property
+    def timeout_seconds(self) -> float: ...
+
+    def with_workers(self: C, num_workers: int) -> C: ...
+
+
+C = TypeVar("C", bound=Sizes)
 
 
 @dataclass
@@ -56,7 +69,7 @@ class Shortage:
     def _draw(self) -> None:
         self._patience = (2 * self._idle + 10.0) * random.uniform(1.0, 2.0)
 
-    def find(self, meeting: Meeting, config: GangSettings, launch: int) -> str | None:
+    def find(self, meeting: Meeting, config: Sizes, launch: int) -> str | None:
         """Returns why the tasks must stop waiting; None while they may wait."""
         if meeting.roster is not None:
             self._since, self._said = None, False
@@ -110,7 +123,7 @@ class Shortage:
         self._draw()
         return config
 
-    def _fitting(self, config: GangSettings, found: int) -> int | None:
+    def _fitting(self, config: Sizes, found: int) -> int | None:
         fitting = found - found % config.workers_per_replica
         return fitting if fitting >= min(self.least, config.num_workers) else None
 

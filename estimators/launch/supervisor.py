@@ -33,7 +33,7 @@ from ringspark.estimators.launch.meeting import Meeting
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
-from ringspark.estimators.launch.shortage import Shortage
+from ringspark.estimators.launch.shortage import Shortage, Sizes
 from ringspark.estimators.launch.spares import Spares
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
 from ringspark.estimators.launch.taken import FREE_LOSSES, find_taken
@@ -53,17 +53,13 @@ _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 _logger = logging.getLogger(__name__)
 
 
-class GangSettings(Protocol):
+class GangSettings(Sizes, Protocol):
     """Config values that the supervisor reads."""
 
     @property
     def run_uri(self) -> str: ...
     @property
-    def num_workers(self) -> int: ...
-    @property
     def min_workers(self) -> int | None: ...
-    @property
-    def workers_per_replica(self) -> int: ...
     @property
     def use_gpu(self) -> bool: ...
     @property
@@ -76,10 +72,6 @@ class GangSettings(Protocol):
     def launch(self) -> str | None: ...
     @property
     def max_restarts(self) -> int: ...
-    @property
-    def timeout_seconds(self) -> float: ...
-
-    def with_workers(self: C, num_workers: int) -> C: ...
 
 
 C = TypeVar("C", bound=GangSettings)
