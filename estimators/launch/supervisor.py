@@ -119,7 +119,9 @@ class Supervisor(Generic[C]):
         conf = spark_conf(self.spark)
         self._is_barrier = not slots.runs_as_tasks(conf, self.config.launch)
         self._shortage = Shortage(self.spark, conf, self._least)
-        with self._stage.turn(self.config.num_workers):
+        # A gang that may grow holds its place in the queue for all the workers that it may have.
+        most = self._target if self.config.can_grow and self._stage.can_grow else self.config.num_workers
+        with self._stage.turn(most):
             while True:
                 try:
                     return self._launch()
