@@ -32,6 +32,7 @@ from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.host_allocator import keep_freed_memory
 from ringspark.estimators.launch.meeting import Offer, await_roster, check_offers, gather_offers
 from ringspark.estimators.launch.rank_output import RankOutput
+from ringspark.estimators.launch.taken import own_executor
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
 from ringspark.models.process_state import print_any_text
@@ -212,7 +213,12 @@ class GangTask:
 
     def _offer(self, context: Any) -> Offer:
         host = own_address(socket.gethostname(), self.driver)
-        offer = Offer(task=context.partitionId(), attempt=context.attemptNumber(), claim=Claim(host=host))
+        offer = Offer(
+            task=context.partitionId(),
+            attempt=context.attemptNumber(),
+            claim=Claim(host=host),
+            executor=own_executor(),
+        )
         try:
             return replace(offer, claim=self._claim(context, host))
         except Exception as error:

@@ -38,6 +38,7 @@ class Offer(JsonText):
 
     Attributes:
         address: Address of the rendezvous, from the task of rank 0 in a barrier stage; "" from other tasks.
+        executor: Identity of the executor, see `taken.own_executor`.
         problem: The error that keeps the task from starting; "" if there is none.
     """
 
@@ -45,6 +46,7 @@ class Offer(JsonText):
     attempt: int = 0
     claim: Claim
     address: str = ""
+    executor: str = ""
     problem: str = ""
 
 
@@ -141,7 +143,7 @@ class Meeting:
                 self._found[name] = Offer.from_json(storage.read_bytes(_uri(self.pulse, name)))
                 self.changed_at = time.monotonic()
         if self.name == "task" and self.roster is None and len(self.offers) == self.num_tasks:
-            self._write(Roster(offers=tuple(self.offers)))
+            self.roster = self._write(Roster(offers=tuple(self.offers)))
 
     def find_replaced(self) -> list[int]:
         """Returns the tasks of the roster that have a newer attempt: they were lost, or have a copy."""
@@ -149,14 +151,20 @@ class Meeting:
         newest = {offer.task: offer.attempt for offer in self.offers}
         return [offer.task for offer in known if newest[offer.task] != offer.attempt]
 
+    def find_lost_executors(self) -> set[str]:
+        """Returns the executors of the tasks in `find_replaced`."""
+        known, replaced = () if self.roster is None else self.roster.offers, set(self.find_replaced())
+        return {offer.executor for offer in known if offer.task in replaced}
+
     def dismiss(self) -> None:
         """Ends the tasks that still wait."""
-        self._write(Roster(offers=()))
+        ended = self._write(Roster(offers=()))
+        self.roster = self.roster or ended
 
-    def _write(self, roster: Roster) -> None:
+    def _write(self, roster: Roster) -> Roster:
         uri = _roster_uri(self.pulse, self.name)
         storage.write_atomic(uri, roster.to_json().encode(), durable=False)
-        self.roster = roster
+        return roster
 
 
 def _launch_of(pulse: Pulse) -> str:

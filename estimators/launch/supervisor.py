@@ -47,6 +47,9 @@ END_SECONDS = 15.0
 # A gang grows once no more slots have become free for this time, or as many as it can use.
 _SETTLED_SECONDS = 10.0
 
+# The driver notices a lost process within this time.
+_NOTICE_SECONDS = 30.0
+
 # Finds the task that Spark blames in its report of a failed job.
 _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 
@@ -106,6 +109,8 @@ class Supervisor(Generic[C]):
     _was_hung: bool = False
     _failed_at: float | None = None
     _regroups: bool = False
+    _launched_at: float = 0.0
+    _lost_executors: set[str] = field(default_factory=set)
     _newest: int = 0
     _free: int = FREE_LOSSES
 
@@ -176,8 +181,11 @@ class Supervisor(Generic[C]):
         if cause.type != LOST:
             return None
         # A worker that hangs is the cluster's loss only if Spark has removed its executor.
-        lasts = self.config.timeout_seconds if self._was_hung else 0.0
-        return find_taken(self.spark, lasts, "" if self._was_hung else cause.message)
+        lasts = _NOTICE_SECONDS + (self.config.timeout_seconds if self._was_hung else 0.0)
+        # An executor that was gone before this launch ended another one.
+        since = max(self._launched_at, time.time() - lasts)
+        message = "" if self._was_hung else cause.message
+        return find_taken(self.spark, since, message, self._lost_executors)
 
     def _has_advanced(self) -> bool:
         """Whether this loss costs no restart: `FREE_LOSSES` are free after each new checkpoint."""
@@ -193,7 +201,7 @@ class Supervisor(Generic[C]):
     def _launch(self) -> list[str]:
         config, launch = self.config, self._launches
         self._launches += 1
-        self._regroups, self._more = False, 0
+        self._regroups, self._more, self._launched_at = False, 0, time.time()
         try:
             write_owner(config.run_uri, self.token, launch)
         except OSError as error:
@@ -239,7 +247,7 @@ class Supervisor(Generic[C]):
                 if isinstance(cause, (WorkerError, TrainingCancelledError)):
                     job.wait_until_ended(END_SECONDS)
                 if meeting is not None:
-                    self._came = len(meeting.offers)
+                    self._came, self._lost_executors = len(meeting.offers), meeting.find_lost_executors()
                 raise cause from None
             except BaseException:
                 # After Ctrl-C the folder may be removed next, and then no rank may write into it.

@@ -11,10 +11,25 @@ import pytest
 from standalone import spark_environment, standalone_cluster
 
 _PROGRAM = """
-import json, sys, threading
+import json, os, pathlib, signal, sys
 from pyspark.sql import SparkSession
 from ringspark.estimators import TorchRegressor
+from ringspark.estimators.training.callbacks import Callback
 from ringspark.models import ModelSpec
+
+class Kills(Callback):
+    # Kills the process of rank 1, or the executor around it, at a step.
+
+    def __init__(self, mark, is_executor):
+        self.mark, self.is_executor = pathlib.Path(mark), is_executor
+
+    def on_step_end(self, state):
+        if (state.rank, state.step) != (1, 15) or self.mark.exists():
+            return
+        self.mark.touch()
+        daemon = pathlib.Path(f"/proc/{os.getppid()}/status").read_text()
+        executor = int(daemon.split("PPid:")[1].split()[0])
+        os.kill(executor if self.is_executor else os.getpid(), signal.SIGKILL)
 
 url, mode, storage = sys.argv[1:]
 builder = SparkSession.builder.master(url).config("spark.api.mode", mode)
@@ -32,23 +47,29 @@ for key, value in {
     builder = builder.config(key, value)
 spark = builder.getOrCreate()
 rows = spark.range(200).selectExpr("array(id / 200, id % 7 / 7) AS features", "double(id % 7) AS label")
-losses = {}
-for collective in ("torch", "horovod"):
-    network = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 1})
+network = ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 1})
+fits = {"torch": {}, "horovod": {"collective": "horovod"}}
+for name in ("executor", "process"):
+    callbacks = [Kills(f"{storage}-{name}", name == "executor")]
+    fits[name] = {"callbacks": callbacks, "maxRestarts": 1, "checkpointEverySteps": 5}
+found = {}
+for name, settings in fits.items():
     fit = TorchRegressor(
-        model=network, numWorkers=2, epochs=2, batchSize=20, collective=collective, storageUri=storage,
-        showProgress=False, reader="arrow", seed=3,
+        model=network, numWorkers=2, epochs=2, batchSize=20, storageUri=storage, showProgress=False,
+        reader="arrow", seed=3, **{"collective": "torch", **settings},
     )
     model = fit.fit(rows)
-    losses[collective] = [record.train_loss for record in model.summary.epochs]
+    summary = model.summary
+    losses = [record.train_loss for record in summary.epochs]
+    found[name] = losses, len(summary.restart_reasons), len(summary.preemption_reasons)
     assert model.transform(rows).count() == 200
-print(json.dumps(losses))
+print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["classic", "connect"])
-def test_a_fit_starts_from_no_executor(tmp_path: Path, mode: str) -> None:
+def test_a_fit_starts_from_no_executor_and_survives_the_loss_of_one(tmp_path: Path, mode: str) -> None:
     """Spark refuses a barrier stage here, so the workers are ordinary tasks."""
     pytest.importorskip("horovod")
     with standalone_cluster(tmp_path) as url:
@@ -57,5 +78,9 @@ def test_a_fit_starts_from_no_executor(tmp_path: Path, mode: str) -> None:
             env=spark_environment(), capture_output=True, text=True, timeout=560, check=False,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
-    losses = json.loads(ran.stdout.strip().splitlines()[-1])
-    assert losses["torch"] == pytest.approx(losses["horovod"], rel=1e-5)
+    found = json.loads(ran.stdout.strip().splitlines()[-1])
+    for losses, _, _ in found.values():
+        assert losses == pytest.approx(found["torch"][0], rel=1e-5)
+    # An executor that is taken away costs no restart, and a process that dies by itself does.
+    counts = {name: tuple(rest) for name, (_, *rest) in found.items()}
+    assert counts == {"torch": (0, 0), "horovod": (0, 0), "executor": (0, 1), "process": (1, 0)}
