@@ -68,8 +68,11 @@ def choose_daemon(spark: Any, use_gpu: bool = False) -> None:
 
 
 def _start_daemon(spark: Any, context: Any) -> None:
+    from ringspark.pipelines.job_names import name_jobs
+
     try:
-        spark.range(0, 1, 1, 1).mapInArrow(lambda batches: batches, "id long").collect()
+        with name_jobs(spark, "start the Python workers"):
+            spark.range(0, 1, 1, 1).mapInArrow(lambda batches: batches, "id long").collect()
     except Exception:
         # The daemon may not work here; then it must not fail every later Python task too.
         _logger.info("Python workers could not be forked from %s; using Spark's own daemon again", MODULE)

@@ -18,6 +18,7 @@ from ringspark.estimators.launch.heartbeat import Pulse
 from ringspark.estimators.launch.meeting import Meeting, Offer, await_roster
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.spark_paths import is_remote
 
 # Time for the tasks to see that they are to end, before their job is cancelled.
@@ -86,4 +87,5 @@ class Spares:
         # Without spares, the training only stays smaller.
         with suppress(Exception):
             task = SpareTask(pulse=self._meeting.pulse)
-            self._stage.run(task, self._meeting.num_tasks, self._job, is_barrier=False)
+            with name_jobs(self._stage.spark, f"hold {self._meeting.num_tasks} slots for more workers"):
+                self._stage.run(task, self._meeting.num_tasks, self._job, is_barrier=False)

@@ -15,6 +15,7 @@ from typing import Any
 from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.spark_paths import is_remote
 
 # Spark's messages for a job that was cancelled: by group, by tag, with all jobs, or with the session.
@@ -130,7 +131,8 @@ def cancellable(spark: SparkSession) -> Iterator[threading.Event]:
         if not is_remote(spark):
             owner.sparkContext.setInterruptOnCancel(True)  # ends the sleep at once
         try:
-            job.run(sleeps.collect)
+            with name_jobs(spark, "wait for executors"):
+                job.run(sleeps.collect)
         except Exception as error:
             if was_cancelled(error):
                 event.set()

@@ -34,6 +34,7 @@ def test_the_jobs_of_a_fit_are_named_and_the_callers_name_returns(spark: Any, tm
         shown = {name.get() for name in names if name.isDefined()}
         assert {"ringspark: train flights, 2 workers", "ringspark: evaluate"} <= shown
         assert any(name.startswith("ringspark: write shards to ") for name in shown)
+        assert "mine" not in shown
         assert context.getLocalProperty("spark.job.description") == "mine"
     finally:
         context.setJobDescription(None)
