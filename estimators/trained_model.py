@@ -54,6 +54,7 @@ from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.columns import Column as ShardColumn
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
 from ringspark.pipelines.kinds import Struct, Vocabulary
+from ringspark.pipelines.local_python import choose_python
 
 M = TypeVar("M", bound="TorchModel")
 
@@ -250,6 +251,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         skips = self.getHandleInvalid() == "skip"
         if skips:
             dataset = dataset.where(_valid(bound))
+        choose_python(dataset.sparkSession)
         with_vectors = takes_vectors(dataset.sparkSession)
         packs = with_vectors and len(bound) >= PACKED_INPUTS
         columns = self._python_columns(bound, only_judged=skips, packs=packs)

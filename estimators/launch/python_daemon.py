@@ -52,8 +52,10 @@ def choose_daemon(spark: Any, use_gpu: bool = False) -> None:
     from pyspark import InheritableThread
 
     from ringspark.estimators.stages.session import spark_conf
+    from ringspark.pipelines.local_python import choose_python
     from ringspark.pipelines.spark_paths import is_local, is_remote
 
+    choose_python(spark)
     conf = spark_conf(spark)
     if use_gpu or is_remote(spark) or not is_local(conf) or _CHOICES & conf.keys():
         return

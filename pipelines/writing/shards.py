@@ -31,6 +31,7 @@ from ringspark.pipelines.folder_removal import FOLDER_PREFIX
 from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.strings import fill_vocabulary
+from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.spark_paths import resolve
@@ -131,6 +132,7 @@ def write_shards(
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
     check_batch(df, "write_shards")
+    choose_python(df.sparkSession)
     exact = is_case_sensitive(df.sparkSession)
     check_names(name if exact else name.lower() for name in df.columns)
     for name in df.columns:

@@ -22,25 +22,41 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.spark
-def test_workers_without_the_package_are_explained(tmp_path: Path) -> None:
-    bare = tmp_path / "python"
+def _write_with_another_python(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs SCRIPT where `python3` is a Python without packages."""
+    other = folder / "bin" / "python3"
+    other.parent.mkdir()
     # -S starts this Python without its site-packages.
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    bare.chmod(0o755)
-    done = subprocess.run(
+    other.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    other.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "PYSPARK_PYTHON"}
+    path = f"{other.parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env=os.environ | {"PYSPARK_PYTHON": str(bare)},
+        cwd=folder,
+        env=kept | {"PATH": path} | variables,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_workers_without_the_package_are_explained(tmp_path: Path) -> None:
+    done = _write_with_another_python(tmp_path, {"PYSPARK_PYTHON": str(tmp_path / "bin" / "python3")})
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("REFUSED"))
     assert "Spark's Python workers cannot import" in line
     assert "set PYSPARK_PYTHON to that Python" in line
     assert not list(tmp_path.glob("shards/*"))
+
+
+@pytest.mark.spark
+def test_workers_on_a_local_master_run_by_the_drivers_python(tmp_path: Path) -> None:
+    done = _write_with_another_python(tmp_path, {})
+    assert "REFUSED" not in done.stdout
+    assert done.stderr.count(f"Spark's Python workers now run by {sys.executable}") == 1
+    assert list(tmp_path.glob("shards/*"))
 
 
 def test_other_errors_pass_unchanged() -> None:
