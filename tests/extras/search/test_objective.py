@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from programs import run_program
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
+from small_training import epoch_record
 
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.extras.search.objective import Objective
@@ -30,24 +31,18 @@ class Score(Evaluator):
         return self._is_larger_better
 
 
-def _objective(
-    monitor: str = "train_loss", is_larger_better: bool = False, evaluator: Evaluator | None = None
-) -> Objective:
-    return Objective(
-        monitor=monitor, monitor_is_larger_better=is_larger_better, evaluator=evaluator, held_out=None
-    )
+def _objective(monitor: str = "train_loss", is_larger_better: bool = False, **given: Any) -> Objective:
+    values = {"evaluator": None, "held_out": None, **given}
+    return Objective(monitor=monitor, monitor_is_larger_better=is_larger_better, **values)
 
 
 def _record(loss: float, epoch: int = 1) -> EpochRecord:
-    losses = {"train_loss": loss, "validation_loss": loss}
-    return EpochRecord(epoch=epoch, steps=1, rows=1, seconds=1.0, learning_rate=0.1, **losses)
+    return epoch_record(epoch, train_loss=loss, validation_loss=loss)
 
 
 @pytest.mark.parametrize("is_monitor_larger_better", [True, False])
 @pytest.mark.parametrize("is_score_larger_better", [True, False, None])
-def test_the_trial_with_the_worse_monitor_is_pruned(
-    is_monitor_larger_better: bool, is_score_larger_better: bool | None
-) -> None:
+def test_the_worse_trial_is_pruned(is_monitor_larger_better: bool, is_score_larger_better: Any) -> None:
     """The direction of the evaluator is also the direction of the study."""
     score = None if is_score_larger_better is None else Score(is_score_larger_better)
     objective = _objective(is_larger_better=is_monitor_larger_better, evaluator=score)

@@ -120,10 +120,3 @@ def test_a_damaged_state_is_refused_in_one_sentence(tmp_path: Path, state: Any, 
     sentence = rf"cannot resume .* population.json is damaged \({re.escape(problem)}.*\); set another runUri"
     with pytest.raises(ValueError, match=sentence):
         resumed(tmp_path, state)
-
-
-def test_a_whole_state_is_read_back_unless_its_settings_differ(tmp_path: Path) -> None:
-    assert resumed(tmp_path, {"about": ABOUT, "rounds": [[MEMBER, MEMBER]]})._values(0) == [0.5, 0.5]
-    more = ABOUT | {"own metrics": "{'accuracy': 1}"}
-    with pytest.raises(ValueError, match=r"differ: own metrics: \{'accuracy': 1\} -> None; restore"):
-        resumed(tmp_path, {"about": more, "rounds": []})

@@ -16,7 +16,7 @@ import pytest
 import torch
 from parity import assert_equal_weights
 from pyspark.ml import Pipeline, PipelineModel
-from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
@@ -97,9 +97,7 @@ def test_the_best_trial_is_the_model(found: Any, table: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_and_its_result_survive_a_save_without_pickle(
-    found: Any, table: Any, tmp_path: Path
-) -> None:
+def test_a_search_and_its_result_are_saved_without_pickle(found: Any, table: Any, tmp_path: Path) -> None:
     search, model, _ = found
     search.copy({search.evaluator: BinaryClassificationEvaluator()}).save(str(tmp_path / "search"))
     model.save(str(tmp_path / "model"))
@@ -150,9 +148,7 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("kind", "params", "sentence"), [(kind, *case) for kind in MISTAKES for case in MISTAKES[kind]]
 )
-def test_a_mistake_is_refused_before_anything_starts(
-    table: Any, tmp_path: Path, kind: Any, params: dict[str, Any], sentence: str
-) -> None:
+def test_a_mistake_costs_no_folder(table: Any, tmp_path: Path, kind: Any, params: Any, sentence: str) -> None:
     trained = {name: params[name] for name in params if name in ("keep", "optimizer")}
     given = {"estimator": estimator(tmp_path, **trained), "space": RATE}
     given |= {name: params[name] for name in params if name not in trained}
@@ -171,9 +167,7 @@ def test_a_mistake_is_refused_before_anything_starts(
         (PopulationSearch, ["journal.log", "owner.json"], r"journal\.log"),
     ],
 )
-def test_the_folder_of_a_training_or_of_another_search_is_refused(
-    table: Any, tmp_path: Path, kind: Any, names: list[str], told: str
-) -> None:
+def test_a_used_folder_is_refused(table: Any, tmp_path: Path, kind: Any, names: Any, told: str) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -212,9 +206,7 @@ def test_choices_that_optuna_cannot_record_keep_their_types() -> None:
     assert {repr(value) for value in drawn} == {repr(value) for value in values}
 
 
-def test_without_optuna_a_sentence_says_what_to_install(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_optuna_a_sentence_says_what_to_install(table: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     search = OptunaSearch(estimator=estimator(tmp_path), space=SPACE)
     with pytest.raises(ValueError, match=re.escape("pip install 'ringspark[search]'")):
@@ -251,9 +243,7 @@ class WaitsForTheNextTrial(Paced):
 
 
 @pytest.mark.slow
-def test_the_next_trial_starts_on_a_pruned_one_s_slots_while_its_neighbour_trains(
-    table: Any, tmp_path: Path
-) -> None:
+def test_the_next_trial_starts_on_the_slots_of_a_pruned_one(table: Any, tmp_path: Path) -> None:
     # Two gangs use the session's four slots.
     gang = {"numWorkers": 2, "collective": "torch", "callbacks": [WaitsForTheNextTrial(str(tmp_path / "e"))]}
     trainer = estimator(tmp_path / "runs", epochs=24, **gang)
@@ -433,9 +423,7 @@ def columns_of_a_table(spark: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:left out of the table:UserWarning")
-def test_trials_on_a_table_share_its_newest_rows_and_one_plan(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_on_a_table_share_rows_and_one_plan(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
     frame = columns_of_a_table(spark)
     given = {"storageUri": str(tmp_path / "store"), "showProgress": False}
     plain = TorchClassifier(labelCol="label", timeCol="day", model=SMALL, **given)
@@ -496,9 +484,7 @@ class Net:
         "ringspark.estimators.stages.persistence.json",
     ],
 )
-def test_a_saved_part_of_another_class_is_refused_before_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
+def test_a_saved_part_of_another_class_is_not_imported(tmp_path: Path, monkeypatch: Any, named: str) -> None:
     (tmp_path / "evil.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
     monkeypatch.syspath_prepend(str(tmp_path))
     metadata = tmp_path / "best-model" / "metadata"
@@ -512,11 +498,6 @@ def test_a_saved_part_of_another_class_is_refused_before_it_is_imported(
         monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
         assert load_part(str(tmp_path), "best-model").endswith("best-model")
         del sys.modules["evil"]
-
-
-def test_a_saved_evaluator_of_spark_is_loaded(spark: Any, tmp_path: Path) -> None:
-    RegressionEvaluator(metricName="mae").save(str(tmp_path / "evaluator"))
-    assert load_part(str(tmp_path), "evaluator").getMetricName() == "mae"
 
 
 @pytest.mark.slow
