@@ -27,17 +27,13 @@ from ringspark.models import ModelSpec
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.distributed]
 TEXT = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 4, "num_heads": 4, "out_features": 3}
-EXPERTS = {"num_experts": 4, "router": "gshard", "every": 2, "min_capacity": 1, "balance_weight": 0.2}
-SPECS = {
-    "text": ModelSpec("transformer_classifier", {**TEXT, "padding_id": 0}),
-    "experts": ModelSpec("transformer_classifier", {**TEXT, "padding_id": 0, "experts": EXPERTS}),
-}
+SPEC = ModelSpec("transformer_classifier", {**TEXT, "padding_id": 0})
 ROWS = 110  # the last batch has 10 rows
 
 
 @pytest.fixture(scope="module")
 def train(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Returns a function that fits the network `name` and returns the model."""
+    """Returns a function that fits a transformer with some settings changed, and returns the model."""
     word = [(F.col("id") * (3 + 2 * place) + place) % 22 + 1 for place in range(11)]
     table = spark.range(0, ROWS, 1, 3).select(
         F.array(*word).alias("features"), (F.col("id") % 3).alias("label")
@@ -45,20 +41,14 @@ def train(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     table.cache().count()
     folder = tmp_path_factory.mktemp("runs")
 
-    def fit(name: str = "text", **settings: Any) -> Any:
+    def fit(**settings: Any) -> Any:
         given = {"epochs": 3, "batchSize": 20, "seed": 1}
         if not callable(settings.get("optimizer")):
             given |= {"optimizer": "momentum", "learningRate": 0.05}
-        estimator = TorchClassifier(model=SPECS[name], storageUri=str(folder), showProgress=False)
+        estimator = TorchClassifier(model=SPEC, storageUri=str(folder), showProgress=False)
         return estimator.setParams(collective="torch", **given | settings).fit(table)
 
     return fit
-
-
-@pytest.fixture(scope="module")
-def one(train: Callable[..., Any]) -> dict[str, Any]:
-    """The models of one worker, by network."""
-    return {name: train(name) for name in SPECS}
 
 
 def piped(schedule: str, virtual: int = 1) -> dict[str, Any]:
@@ -78,9 +68,10 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_experts_on_several_workers_fit_like_one_worker(train: Any, one: dict[str, Any]) -> None:
-    many = train("experts", numWorkers=2, parallelism=Mesh(expert=2))
-    assert_equal_weights(many, one["experts"], 1e-5)
+@pytest.fixture(scope="module")
+def one(train: Callable[..., Any]) -> Any:
+    """The model of one worker."""
+    return train()
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
@@ -113,13 +104,11 @@ def own_momentum() -> Callable[[Any], torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_and_an_own_optimizer_fit_like_one_worker_and_the_named_one(
-    train: Callable[..., Any], one: dict[str, Any], name: str
-) -> None:
+def test_a_mesh_and_an_own_optimizer_fit_like_one_worker(train: Any, one: Any, name: str) -> None:
     workers = workers_of(MESHES[name]["parallelism"])
     many = train(optimizer=own_momentum(), numWorkers=workers, **MESHES[name])
-    assert_equal_weights(many, one["text"], 1e-5)
-    losses = [[*model.summary.history.train_loss] for model in (many, one["text"])]
+    assert_equal_weights(many, one, 1e-5)
+    losses = [[*model.summary.history.train_loss] for model in (many, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What expert parallelism shards, and what it refuses; `test_spread_worker` trains it like one worker."""
+"""What expert parallelism refuses; `test_spread_worker` trains it like one worker."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from ringspark.estimators.options.mesh import AXES, Mesh
 from ringspark.extras.experts.layer import Experts
-from ringspark.extras.model_parallel.expert import expert_names, shard_experts
+from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.shard_network import check_shardable
 from ringspark.models import ModelSpec
@@ -16,12 +16,6 @@ from ringspark.models import ModelSpec
 def _network() -> nn.Module:
     sizes = {"vocab_size": 13, "max_seq_len": 6, "dim": 8, "depth": 4, "num_heads": 2, "out_features": 3}
     return ModelSpec("transformer_classifier", {**sizes, "experts": {"num_experts": 5}}).build()
-
-
-def test_the_names_of_experts_are_those_of_their_stacked_weights() -> None:
-    names = expert_names(_network())
-    stacked = ("up_weight", "up_bias", "down_weight", "down_bias")
-    assert names == {f"blocks.{block}.mixture.experts.{key}" for block in (1, 3) for key in stacked}
 
 
 def test_a_network_without_enough_experts_is_refused() -> None:

@@ -53,9 +53,7 @@ STAGES = {"pipeline": {"stages": 2, "cuts": ["middle"]}}
 @pytest.mark.parametrize(
     ("first", "then"), [(STAGES, {}), ({}, STAGES), (STAGES, STAGES)], ids=["to one", "from one", "same"]
 )
-def test_layers_tied_over_stages_by_other_names_and_groups_of_one_stage_go_on(
-    config: MakeConfig, first: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_layers_tied_over_stages_and_groups_of_one_stage_resume(config: Any, first: Any, then: Any) -> None:
     """A stage knows a tied weight by a name that is missing in the optimizer state of the network."""
     groups = ({"params": ["last.*"], "learningRate": 0.003},)
     made = config(checkpoint_every_steps=3, ema_decay=0.9, parameter_groups=groups)

@@ -143,9 +143,7 @@ MORE_GANGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("gangs", [GANGS, pytest.param(MORE_GANGS, marks=pytest.mark.slow)])
-def test_a_gradient_penalty_trains_on_a_gang_as_in_plain_torch(
-    gangs: dict[str, dict[str, Any]], make_config: Any, columns: Any
-) -> None:
+def test_a_gradient_penalty_trains_on_a_gang_as_in_torch(gangs: Any, make_config: Any, columns: Any) -> None:
     configs = {n: make_config(n, num_workers=2, collective="torch", **own) for n, own in gangs.items()}
     results = train_in_turn(configs, _objects())
     expected = train_plainly(columns)

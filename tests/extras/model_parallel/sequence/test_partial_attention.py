@@ -29,9 +29,7 @@ BY = {
 }
 
 
-def _whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole(query: Any, key: Any, value: Any, sees: Any) -> Any:
     """Returns the mean and the log-sum-exp; `sees` is (batch, 1, queries or 1, keys)."""
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     exponentials = scores.exp() * sees
@@ -83,9 +81,7 @@ def test_parts_of_any_cut_in_any_order_merge_to_the_whole(by: str, data: st.Data
 
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("by", BY)
-def test_causal_parts_have_the_values_and_gradients_of_the_definition(
-    by: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_causal_parts_have_the_gradients_of_the_formula(by: str, is_masked: bool, monkeypatch: Any) -> None:
     """Splits the queries into several rounds; a mask leaves the first queries without a key."""
     monkeypatch.setattr(partial_attention, "QUERIES", 3)
     attend, gradients_of = BY[by]

@@ -13,7 +13,6 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.extras.experts.layer import MixtureOfExperts
 from ringspark.extras.model_parallel.sequence import CONTEXTS
 from ringspark.extras.model_parallel.sequence.shard_sequence import ShardedRows, shard_sequence
@@ -271,16 +270,6 @@ def _variants(collective: Collective) -> Any:
 def test_recomputed_16_bit_and_dropping_networks_are_spread_alike(size: int) -> None:
     for found in run_ranks(size, "torch", _variants):
         assert all(found.values()), found
-
-
-def test_ranks_with_other_rows_or_tokens_draw_other_numbers() -> None:
-    """Tensor ranks have the same tokens, so they draw the same numbers."""
-    alone = LocalCollective()
-    same = {"world": alone, "data": alone, "gradients": alone, "expert_gradients": alone}
-    sizes = {"sequence": 3, "tensor": 2}
-    places: list[Any] = [{"sequence": s, "tensor": t} for s in range(3) for t in range(2)]
-    drawing = [RankMesh(**same, sizes=sizes, coordinates=place).random_stream for place in places]
-    assert drawing == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("way", "dropout"), [("ring", 0.0), ("ulysses", 0.1)])

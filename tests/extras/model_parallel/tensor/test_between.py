@@ -205,9 +205,7 @@ class Tempered(TransformerLM):
     ],
     ids=["plain", "derived", "smoothed", "two outputs", "a user's network"],
 )
-def test_logits_stay_cut_only_for_plain_cross_entropy_of_a_known_network(
-    network: object, losses: list[nn.Module], joins: bool
-) -> None:
+def test_logits_stay_sharded_for_plain_cross_entropy_alone(network: Any, losses: Any, joins: bool) -> None:
     module = _cut(LocalCollective(), network)
     Criterion([Head(label="y", loss=loss) for loss in losses], classes=scores_of(module))
     assert vars(module)["scores"].gathers is joins
