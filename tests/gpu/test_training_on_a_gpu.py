@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from bare_predictor import bare_predictor
+from parity import assert_equal_histories, equal_to_undisturbed
 from small_training import config_of, weights_of
 
 pytest.importorskip("ringspark.extras")
 
 from ringspark.estimators.launch.local import train_here
-from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import read_info
 from ringspark.estimators.training.history import read_history
-from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -127,42 +126,17 @@ def test_host_memory_takes_saved_tensors_and_changes_no_bit(manifest, tmp_path, 
     assert torch.equal(plain, moved)
 
 
-class Stop(Callback):
-    """Ends the training after some steps, as an interrupt would."""
-
-    def __init__(self, at: int | None) -> None:
-        self.at = at
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self.at:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "momentum"])
-def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(
-    precision, optimizer, manifest, tmp_path, device
-):
+def test_a_resumed_training_has_the_bits_of_another(precision, optimizer, manifest, tmp_path, device):
     if device == "cpu" and precision == "fp16":
         pytest.skip("fp16 needs a GPU")
     given = {"precision": precision, "optimizer": optimizer, "epochs": 3}
     given |= {"checkpoint_every_steps": 5, "use_gpu": device != "cpu"}
-    whole, losses = trained(manifest, tmp_path / "whole", device, MLP, **given)
-    config = config_of(manifest, tmp_path / "stopped", model=MLP.to_json(), **given)
-    with pytest.raises(KeyboardInterrupt):
-        train_here(config, UserObjects(callbacks=(Stop(13),)), device)
-    resumed = train_here(config, UserObjects(callbacks=(Stop(None),)), device)
-    assert resumed.resumed_steps == (10,)
-    assert torch.equal(weights_of(resumed, MLP.build()), whole)
-    assert [record.train_loss for record in resumed.history] == losses
-
-
-def test_a_training_in_fp16_stays_finite_and_learns(manifest, tmp_path, device):
-    if device == "cpu":
-        pytest.skip("fp16 needs a GPU")
-    weights, losses = trained(manifest, tmp_path / "run", device, precision="fp16", use_gpu=True, epochs=4)
-    assert weights.isfinite().all()
-    assert losses[-1] < losses[0]
+    config = config_of(manifest, tmp_path / "run", model=MLP, **given)
+    pair = equal_to_undisturbed(config, step=13, train=lambda *given: train_here(*given, device))
+    assert pair[1].resumed_steps == (10,)
+    assert_equal_histories(*pair, bound=0.0)
 
 
 def test_a_run_notes_the_device_its_memory_and_its_energy(manifest, tmp_path, device):

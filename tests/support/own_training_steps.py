@@ -5,15 +5,11 @@ They are pickled by value, so this file holds nothing else.
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from ringspark.estimators import Callback, TrainingState
 
 
 class Gan(nn.Module):
@@ -77,17 +73,3 @@ def ordinary_step(step: Any) -> None:
     """Computes the loss 'mse', as the trainer does without trainingStep."""
     outputs = step.module(*step.inputs).float()[:, 0]
     step.minimize(step.mean((outputs - step.labels[0]).square()))
-
-
-class KillOnce(Callback):
-    """Kills the last rank in a step, or raises there, while the file `path` exists."""
-
-    def __init__(self, path: str, step: int, is_killed: bool) -> None:
-        self.path, self.step, self.is_killed = path, step, is_killed
-
-    def on_step_end(self, state: TrainingState) -> None:
-        if state.step == self.step and state.rank == state.size - 1 and os.path.exists(self.path):
-            os.unlink(self.path)
-            if self.is_killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("on purpose")

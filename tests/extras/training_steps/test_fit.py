@@ -7,6 +7,7 @@ import numpy as np
 import own_training_steps as steps
 import pytest
 import torch
+from failing_callback import Fails
 from parity import assert_equal_weights
 from pyspark.sql import functions as F
 
@@ -44,13 +45,10 @@ def fit(rows: Any, **changes: Any) -> Any:
 
 def test_a_killed_rank_and_a_resume_change_neither_weights_nor_history(rows: Any, tmp_path: Path) -> None:
     expected = fit(rows)
-    (tmp_path / "once").touch()
-    path = str(tmp_path / "once")
-    killed = fit(rows, callbacks=[steps.KillOnce(path, 7, is_killed=True)])
+    killed = fit(rows, callbacks=[Fails(tmp_path / "killed", is_killed=True)])
     assert killed.summary.restarts == 1
-    (tmp_path / "once").touch()
-    stopping = {"callbacks": [steps.KillOnce(path, 7, is_killed=False)], "runUri": str(tmp_path / "run")}
-    with pytest.raises(WorkerError, match="on purpose"):
+    stopping = {"callbacks": [Fails(tmp_path / "failed")], "runUri": str(tmp_path / "run")}
+    with pytest.raises(WorkerError, match="step 7"):
         fit(rows, **stopping, maxRestarts=0)
     resumed = fit(rows, **stopping, maxRestarts=0, resume=True)
     assert len(resumed.summary.resumed_steps) == 1
