@@ -76,5 +76,5 @@ def test_a_continued_training_adds_to_the_first(frame: DataFrame) -> None:
     assert [steps for *_, steps in spent.charged] == [24, 12]
     assert first.summary.privacy.epsilon <= 3 < spent.epsilon <= 4
     assert spent.epsilon == compute_epsilon(spent.charged, 1e-6, "rdp")
-    with pytest.raises(ValueError, match="the 24 earlier steps have spent"):
+    with pytest.raises(ValueError, match=r"the 24 earlier steps have spent .*; raise epsilon"):
         more.copy({more.privacy: {"epsilon": 2, "delta": 1e-6, "maxGradNorm": 1.0}}).fit(frame)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from private_shards import ROWS, WIDTH, MakeConfig, columns, network, objects, privacy, private_config
 from pyspark.ml.evaluation import RegressionEvaluator
+from small_training import bare_config
 from torch import nn
 
 from ringspark.estimators import (
@@ -27,7 +28,6 @@ from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.losses import NETWORK_LOSS
-from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.privacy.check import check_private_fit
 from ringspark.extras.search import OptunaSearch, Uniform
 from ringspark.extras.tuning import cross_validate
@@ -61,10 +61,9 @@ GIVEN: dict[str, Any] = {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0}
     ],
 )
 def test_settings_that_need_other_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
-    given = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "label_columns": ("y",), **changes}
-    TrainConfig(**given)
+    bare_config(**changes)
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**given, privacy=privacy())
+        bare_config(**changes, privacy=privacy())
 
 
 @pytest.mark.parametrize(
@@ -208,9 +207,7 @@ def test_other_uses_of_rows_are_refused(check: Any, changes: Any, given: Any, me
 
 
 @pytest.mark.parametrize("named", ["run", "model", "model/weights/model.safetensors", "link", "file"])
-def test_pretrained_weights_of_a_private_run_or_model_are_refused(
-    manifest: ShardManifest, config: MakeConfig, tmp_path: Path, named: str
-) -> None:
+def test_weights_of_a_private_run_are_refused(manifest: Any, config: Any, tmp_path: Path, named: str) -> None:
     result = train_here(config(epochs=1), objects())
     model = TorchRegressionModel(model=ModelSpec("linear", {"in_features": WIDTH, "out_features": 1}))
     model._set_trained(result.checkpoint_uri, [()], TrainingSummary.of(result), input_columns=["x"])
