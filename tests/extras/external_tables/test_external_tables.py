@@ -83,9 +83,7 @@ def _a_litter(folder: Path) -> int:
     return 45_507
 
 
-def _steps(
-    manifest: ShardManifest, shards: int, batch_size: int, start_step: int = 0, **settings: Any
-) -> list[Any]:
+def _steps(manifest: Any, shards: int, batch_size: int, start_step: int = 0, **settings: Any) -> list[Any]:
     """Returns the sorted ids of every step, over all shards."""
     readers = [
         open_reader(manifest, ["id", "half"], shard, shards, batch_size, engine="arrow", **settings)
@@ -101,9 +99,7 @@ def _steps(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_row_comes_once_in_the_same_step_for_any_number_of_workers(
-    spark: Any, tmp_path: Path, layout: str
-) -> None:
+def test_every_row_comes_once_in_one_step_for_any_workers(spark: Any, tmp_path: Path, layout: str) -> None:
     rows = _lay_out(tmp_path, layout)
     manifest = _manifest(spark, tmp_path, ["id", "half"])
     assert manifest.num_rows == manifest.stats["train"]["id"].rows == rows
@@ -179,9 +175,7 @@ def _assert_equal(found: ShardManifest, wanted: ShardManifest) -> None:
 
 
 @pytest.mark.slow
-def test_every_kind_has_the_numbers_and_statistics_that_write_shards_stores(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_has_the_numbers_of_shards(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(manifest_module, "WINDOW_ROWS", 60)
 
     def vectors(n: int) -> Any:
@@ -412,9 +406,7 @@ def test_tables_that_cannot_be_read_as_they_are_are_refused(spark: Any, tmp_path
         _manifest(spark, tmp_path / "d")
 
 
-def test_lists_without_a_page_index_are_read_whole_or_refused(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_without_a_page_index_are_not_split(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
     lists = pa.array(np.arange(1_000.0).reshape(500, 2).tolist())
     _put(tmp_path / "a.parquet", {"id": np.arange(500), "half": lists})
     monkeypatch.setattr(manifest_module, "WINDOW_ROWS", 100)

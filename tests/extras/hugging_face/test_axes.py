@@ -136,9 +136,7 @@ def test_the_driver_finds_the_whole_gradients_or_refuses(name: str, mesh: str, t
         ("GPT-2", {"attn_pdrop": 0.1}, "does not support dropout of attention weights"),
     ],
 )
-def test_rows_are_not_divided_where_the_result_would_differ(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_rows_whose_shards_differ_stay_whole(name: str, changes: Any, message: str, tmp_path: Path) -> None:
     family = replace(FAMILIES[name], sizes={**FAMILIES[name].sizes, **changes})
     config = make_config(family, tmp_path, num_workers=2, **MESHES["sequence 2"])
     with pytest.raises(ValueError, match=message):

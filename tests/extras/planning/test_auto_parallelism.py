@@ -156,9 +156,7 @@ def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(make: Any, 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_network_that_is_not_small_is_measured(
-    make: Any, choose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_is_not_small_is_measured(make: Any, choose: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(automatic, "MOST_SECONDS", 60.0)
     wide = ModelSpec("mlp", {"in_features": 8, "hidden": [768] * 3, "out_features": 1})
     config = make(model=wide.to_json())

@@ -291,11 +291,3 @@ def test_only_a_clearly_faster_mesh_replaces_data_parallelism() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan_parallelism(SPEC, BATCH, **{**GIVEN, **arguments})
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_gang_measures_what_is_not_given() -> None:
-    plan = plan_parallelism(SPEC, BATCH, 2, repeats=3)
-    assert plan.facts.startswith("Steps measured here: ")
-    assert all(mesh.step_seconds > mesh.exposed_seconds > 0 for mesh in plan.meshes)

@@ -135,9 +135,7 @@ def test_partition_values_of_all_types_and_characters(spark: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])
-def test_timestamps_of_partitions_are_those_that_spark_reads(
-    spark: Any, tmp_path: Path, has_checkpoint: bool
-) -> None:
+def test_times_of_partitions_are_those_of_spark(spark: Any, tmp_path: Path, has_checkpoint: bool) -> None:
     hour = 3_600_000_000
     times = pa.array([hour * number for number in range(4)], pa.timestamp("us", "UTC"))
     deltalake.write_deltalake(str(tmp_path), pa.table({"id": range(4), "time": times}), partition_by=["time"])

@@ -129,9 +129,7 @@ def test_pages_behind_the_end_of_a_dictionary_are_read_without_it(tmp_path: Path
         assert kept.dictionary_bytes >= 40_000
 
 
-def test_a_file_that_is_opened_again_is_not_searched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_opened_again_is_not_searched_again(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "t.parquet"
     table = pa.table({"x": np.random.default_rng(0).integers(0, 500, 100_000), "y": np.arange(100_000.0)})
     small = {"use_dictionary": ["x"], "data_page_size": 4_000, "write_batch_size": 500}

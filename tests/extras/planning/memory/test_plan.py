@@ -177,8 +177,6 @@ def test_a_network_that_looks_at_its_data_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (np.zeros((2, 8)), r"batch must be \(inputs, labels\)"),
-        ((np.zeros((2, 8)), np.zeros(3)), "same number of rows"),
         ((np.float32(1.0), np.zeros(3)), "must be a tensor, a NumPy array or"),
         ((torch.zeros(()), np.zeros(3)), "rows as first dimension"),
     ],

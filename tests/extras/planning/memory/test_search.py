@@ -217,9 +217,7 @@ def test_a_network_that_cannot_be_judged_is_trained_with_a_warning(spark: Any, t
 
 
 @pytest.mark.parametrize(("workers", "share"), [({}, 1.0), ({"num_workers": 2, "sync": Zero(stage=1)}, 0.5)])
-def test_the_copy_for_a_checkpoint_counts_if_checkpoints_are_on(
-    make_shards: Any, workers: dict[str, Any], share: float
-) -> None:
+def test_the_copy_for_a_checkpoint_counts_if_needed(make_shards: Any, workers: Any, share: float) -> None:
     """The budget lies between the memory of a step and this memory with the copy."""
     manifest = make_shards(columns_of(64, 2))
     base = {"model": WIDE, "collective": "torch", "checkpoint_every_seconds": 0.0, **workers}
