@@ -26,7 +26,6 @@ from ringspark.estimators import user_code
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import read_record
-from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.snapshot import OPTIMIZER
 from ringspark.estimators.training.checkpoint.weights import WEIGHTS, read_info
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -81,9 +80,7 @@ def test_every_interval_of_an_honest_run_is_repeated_to_the_bit(honest: Path) ->
 
 
 @pytest.mark.parametrize("kind", FORGERS)
-def test_a_consistent_forgery_is_found_by_its_forged_intervals_alone(
-    kind: str, honest: Path, rows: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_a_forgery_is_found_by_its_intervals_alone(kind: str, honest: Path, rows: Any, tmp_path: Any) -> None:
     forged = FORGERS[kind](honest, tmp_path / "run", rows, random.Random(kind))
     run, objects = load_run(tmp_path / "run"), UserObjects()
     assert not any(check.problem for check in check_claims(run, objects, None))
@@ -215,9 +212,7 @@ class _Net(nn.Sequential):
         super().__init__(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 1))
 
 
-def test_a_resumed_run_of_a_user_s_module_holds_and_another_module_is_refused(
-    rows: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_a_resumed_run_holds_for_its_own_module_alone(rows: Any, tmp_path: Path) -> None:
     objects = UserObjects(module=_Net(), callbacks=(Fails(tmp_path / "failed", step=5),))
 
     def train(config: TrainConfig) -> None:
@@ -334,9 +329,7 @@ DECAY = {"weight_decay": 9.0}
     ],
     ids=["moments", "rate", "decay"],
 )
-def test_a_forged_state_that_moves_later_weights_is_found_on_another_machine(
-    copy: Path, forge: Callable[[Record], Record] | None, message: str
-) -> None:
+def test_a_forged_state_is_found_on_another_machine(copy: Path, forge: Any, message: str) -> None:
     _claim_another_machine(copy)
     folder = copy / "checkpoints" / "step-0000000004"
     record, changed = read_record(str(folder)), set()
