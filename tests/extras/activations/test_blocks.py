@@ -1,5 +1,7 @@
 """Eight-bit blocks have a bounded error; packed booleans and flat memory are exact."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -49,9 +51,7 @@ def test_error_stays_in_the_promised_bounds(dtype: torch.dtype, count: int, expo
 @pytest.mark.parametrize("block_format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [BLOCK // 2, BLOCK * 3 + 7, 1024 * BLOCK + 5])
-def test_nan_and_inf_survive_and_spoil_no_neighbour(
-    block_format: BlockFormat, dtype: torch.dtype, count: int
-) -> None:
+def test_nan_and_inf_survive_and_spoil_no_other(block_format: Any, dtype: Any, count: int) -> None:
     values = torch.randn(count).to(dtype)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan]).to(dtype)
     values[10:13] = values[-3:] = special
@@ -77,9 +77,7 @@ def test_zeros_and_extremes_stay_finite(block_format: BlockFormat) -> None:
 @pytest.mark.parametrize("block_format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(exponents=st.lists(st.integers(-9, 9), min_size=1, max_size=8), seed=st.integers(0, 99))
-def test_no_value_becomes_zero_or_changes_its_sign(
-    block_format: BlockFormat, dtype: torch.dtype, exponents: list[int], seed: int
-) -> None:
+def test_no_value_loses_its_sign(block_format: Any, dtype: Any, exponents: Any, seed: int) -> None:
     values = torch.randn(700, generator=torch.Generator().manual_seed(seed))
     values = (values * torch.tensor([10.0**e for e in exponents]).repeat(700)[:700]).to(dtype)
     values[::7] = 0
@@ -88,9 +86,7 @@ def test_no_value_becomes_zero_or_changes_its_sign(
 
 @pytest.mark.parametrize("block_format", FORMATS)
 @pytest.mark.parametrize("shape", [(9, 3), (256, 2), (600, 1030), (9, 70_000)], ids=str)
-def test_a_column_keeps_its_digits_beside_a_larger_one(
-    block_format: BlockFormat, shape: tuple[int, int]
-) -> None:
+def test_a_column_keeps_its_digits_next_to_larger_ones(block_format: Any, shape: Any) -> None:
     rows = torch.empty(shape).uniform_(0.5, 1).mul_(torch.logspace(-12, 12, shape[1]))
     result = there_and_back(rows.view(-1), block_format, shape[1]).view(shape)
     torch.testing.assert_close(result, rows, rtol=1 / 15, atol=0)

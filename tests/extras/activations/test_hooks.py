@@ -3,7 +3,6 @@
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ LOSSY: list[Setting] = [
 LARGEST_ERROR = {"int8": 0.03, "fp8": 0.08}
 
 
-def _hooks(
-    module: nn.Module | None = None, offload: str = "none", compression: str = "none"
-) -> AbstractContextManager[None]:
+def _hooks(module: nn.Module | None = None, offload: str = "none", compression: str = "none") -> Any:
     module = module or nn.Identity()
     return saved_tensor_hooks(offload=offload, compression=compression, module=module, device=CPU)
 

@@ -90,9 +90,7 @@ def _prepare(
     return strategy.prepare(module or Net(), make, RankMesh.of(collective), settings)
 
 
-def _train(
-    collective: Collective, sync: GradientSync, steps: int = STEPS, max_norm: float | None = None
-) -> None:
+def _train(collective: Collective, sync: GradientSync, steps: int = STEPS, max_norm: Any = None) -> None:
     scaler = LossScaler("fp32", torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):

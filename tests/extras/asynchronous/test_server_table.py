@@ -44,9 +44,7 @@ def _mark(worker: int, size: int) -> torch.Tensor:
 
 
 @given(data=st.data(), size=st.integers(1, 4), bound=st.none() | st.integers(0, 4))
-def test_no_order_of_the_workers_breaks_a_promise_to_a_reader(
-    data: st.DataObject, size: int, bound: int | None
-) -> None:
+def test_no_order_of_workers_breaks_a_promise(data: st.DataObject, size: int, bound: int | None) -> None:
     """Workers read, push and read. The next worker is random, and the weights count what a reader sees."""
     table = _table(size, bound)
     in_step = bound == 0

@@ -51,9 +51,7 @@ def _sync(
     return prepare(network or Net(), lambda m: make(m.parameters(), 0.1), RankMesh.of(collective), settings)
 
 
-def _backward(
-    sync: CompressedAllReduce, rank: int, step: int, factor: float = 1.0, uses_second: bool = True
-) -> None:
+def _backward(sync: Any, rank: int, step: int, factor: float = 1.0, uses_second: bool = True) -> None:
     sync.optimizer.zero_grad()
     rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
     (sync.module(rows, uses_second).sum() * factor).backward()
@@ -327,9 +325,7 @@ class Opened(dict[str, torch.Tensor]):
         return super().get(key, default)
 
 
-def test_residuals_of_other_parameters_of_the_same_size_are_neither_read_nor_added(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_residuals_of_other_parameters_of_the_same_size_are_neither_read_nor_added(caplog: Any) -> None:
     """Stages of equal blocks have equal sizes, but measured costs may move their bounds."""
     networks = (nn.ModuleDict({name: nn.Linear(40, 40)}) for name in ("block4", "block5"))
     earlier, sync = (_sync(LocalCollective(), network) for network in networks)

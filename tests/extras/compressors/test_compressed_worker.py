@@ -169,9 +169,7 @@ def texts(make_shards: Any, tmp_path: Path) -> MakeConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "sequence"])
-def test_a_mesh_trains_as_plain_replicas_if_compression_loses_nothing(
-    cut: MakeConfig, texts: MakeConfig, axis: str
-) -> None:
+def test_a_mesh_trains_as_replicas_if_compression_loses_nothing(cut: Any, texts: Any, axis: str) -> None:
     sync = _sync({"name": "topk", "least": 1, "ratio": 1.0})
     made = texts(sync=sync) if axis == "sequence" else cut(sync, learning_rate=0.001)
     plain = train_gang(replace(made, run_uri=f"{made.run_uri}-plain", **over({"data": 2})))
@@ -216,9 +214,7 @@ def _write_table(folder: Path, state: TrainingState) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_table_that_two_stages_share_stays_equal_on_all_ranks(
-    texts: MakeConfig, tmp_path: Path, name: str, tensor: int
-) -> None:
+def test_a_table_of_two_stages_stays_equal(texts: Any, tmp_path: Path, name: str, tensor: int) -> None:
     """Each stage compresses the table together with other layers, or apart from them."""
     mesh = {"data": 2, "pipeline": 2, "tensor": tensor}
     made = texts(sync=_small(name), **over(mesh))

@@ -259,10 +259,8 @@ def test_bytes_are_those_of_the_closed_form(gang: tuple[str, int], compressor: s
             assert rank["bytes"] == expected
 
 
-def test_powersgd_has_rank_2_and_leaves_a_matrix_that_it_would_not_shrink() -> None:
-    options = PowerSGD()
-    kind = COMPRESSORS["powersgd"]
-    assert options.rank == 2
+def test_powersgd_leaves_a_matrix_that_it_would_not_shrink() -> None:
+    kind, options = COMPRESSORS["powersgd"], PowerSGD(rank=2)
     assert kind.helps(torch.Size((64, 64)), options)
     assert not kind.helps(torch.Size((4, 4)), options)
     assert not kind.helps(torch.Size((64, 64)), replace(options, rank=32))
@@ -425,9 +423,7 @@ def test_the_place_among_some_ranks_is_that_of_a_gang_of_them_alone() -> None:
 @pytest.mark.parametrize(
     ("hosts", "has_levels"), [("aa", False), ("ab", False), ("aab", True), ("abb", True), ("a", False)]
 )
-def test_there_are_two_levels_where_a_host_has_several_ranks_and_others_exist(
-    hosts: str, has_levels: bool
-) -> None:
+def test_several_ranks_of_a_host_and_others_make_two_levels(hosts: str, has_levels: bool) -> None:
     assert [member.has_levels for member in assign_ranks(list(hosts))] == [has_levels] * len(hosts)
 
 
@@ -461,9 +457,7 @@ def _levels(gang: Gang) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("gang", HOSTS)
 @pytest.mark.parametrize("compressor", TWO_LEVELS)
-def test_what_hosts_sent_and_what_their_first_ranks_keep_is_the_sum_of_all_gradients(
-    gang: Gang, compressor: str
-) -> None:
+def test_hosts_send_and_their_first_ranks_keep_the_sum_of_all_gradients(gang: Gang, compressor: str) -> None:
     ranks = [rank[compressor] for rank in _levels(gang)]
     assert max(rank["telescopes"] for rank in ranks) < 1e-13
     assert len({rank["digest"] for rank in ranks}) == 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from small_training import bare_config
 from torch import nn
 
 from ringspark.estimators import AllReduce, CpSGD, Mesh, Privacy
@@ -35,9 +36,7 @@ def _vector(norm: float, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_rotated", [False, True])
-def test_the_mean_of_many_draws_is_the_gradient_and_their_variance_is_that_of_the_formula(
-    is_rotated: bool,
-) -> None:
+def test_many_draws_have_the_gradient_as_mean_and_the_variance_of_the_formula(is_rotated: bool) -> None:
     compressor, vector, draws = _made(rotate=is_rotated), _vector(1.9), 2000
     found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
     errors = (found.mean(0) - vector) / (found.std(0) / math.sqrt(draws))
@@ -55,9 +54,7 @@ def test_the_mean_of_many_draws_is_the_gradient_and_their_variance_is_that_of_th
     [(50.0, 1.0, 2.0), (1.9 * 1024, 1024.0, 1.9 * 1024)],
     ids=["long", "scaled"],
 )
-def test_a_longer_gradient_is_scaled_down_to_the_largest_norm_times_the_loss_scale(
-    norm: float, scale: float, expected: float
-) -> None:
+def test_a_longer_gradient_is_scaled_to_the_largest_norm(norm: float, scale: float, expected: float) -> None:
     compressor, vector, draws = _made(), _vector(norm), 500
     compressor.loss_scale = scale
     found = torch.stack([compressor.sum(vector, LocalCollective(), step).total for step in range(draws)])
@@ -171,9 +168,7 @@ def test_options_that_break_the_promise_are_refused(options: dict[str, Any], wor
 )
 def test_settings_that_break_the_promise_are_refused(setting: dict[str, Any], words: str) -> None:
     sync = AllReduce(compression=CpSGD(trials=10, max_norm=1.0))
-    config = TrainConfig(
-        shards_uri="s", run_uri="r", input_columns=("x",), label_columns=("y",), num_workers=2, sync=sync
-    )
+    config = bare_config(num_workers=2, sync=sync)
     assert TrainConfig.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match=words):
         replace(config, **setting)
