@@ -77,9 +77,7 @@ def test_layers_losses_are_trained(make_shards: Any, tmp_path: Path) -> None:
         assert last[1.0][name] < last[0.0][name]
 
 
-def test_a_training_that_goes_on_in_the_middle_of_an_epoch_has_the_undisturbed_history(
-    make_shards: Any, tmp_path: Path
-) -> None:
+def test_a_training_resumed_in_an_epoch_has_the_undisturbed_history(make_shards: Any, tmp_path: Path) -> None:
     """A checkpoint holds the random generators that the noise comes from."""
     model = spec("gshard", random_second=True, jitter=0.1)
     config = classification(make_shards(columns(104)), tmp_path, model=model, checkpoint_every_steps=2)

@@ -105,9 +105,7 @@ def rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     least=st.integers(1, 4),
     in_order=st.booleans(),
 )
-def test_places_and_weights_of_every_router(
-    name: str, case: tuple[torch.Tensor, torch.Tensor], factor: float | None, least: int, in_order: bool
-) -> None:
+def test_slots_and_weights_of_routers(name: str, case: Any, factor: Any, least: int, in_order: bool) -> None:
     logits, real = case
     if name == "expert_choice" and factor is None:
         factor = 1.0

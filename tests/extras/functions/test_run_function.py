@@ -238,9 +238,7 @@ def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path:
     assert os.listdir(tmp_path / "run") == ["logs"]
 
 
-def test_arguments_keep_their_types_and_a_print_that_the_encoding_lacks_ends_nothing(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_arguments_keep_their_types_and_any_text_is_printed(spark: Any, tmp_path: Path) -> None:
     def prints(*given: Any) -> tuple[Any, ...]:
         print("\N{SNOWMAN}")
         return sys.stdout.encoding, *given

@@ -311,9 +311,7 @@ REFUSAL = pytest.raises(ValueError, match="give the last layer no activation")
         ("relu", "classification", "auto", nullcontext()),
     ],
 )
-def test_a_loss_that_takes_logits_gets_none_that_went_through_softmax(
-    activation: str, task: Any, loss: str, result: Any
-) -> None:
+def test_a_loss_of_logits_gets_none_after_softmax(activation: str, task: Any, loss: str, result: Any) -> None:
     config = bare_config(task=task, losses=(loss,))
     for last in ([layers.Dense(2, activation=activation)], [layers.Dense(2), layers.Activation(activation)]):
         with result:

@@ -132,9 +132,7 @@ def test_a_regression_is_told_as_spark_evaluates_it(frame: Any, tmp_path: Path) 
     assert features.column("feature")[0] == EVIL
 
 
-def test_rows_of_no_finite_output_are_left_out_and_counted(
-    classifier: Any, frame: Any, tmp_path: Path
-) -> None:
+def test_rows_of_no_finite_output_are_counted(classifier: Any, frame: Any, tmp_path: Path) -> None:
     good = frame.limit(90).cache()
     spoilt = VectorAssembler(inputCols=["endless", "noise"], outputCol="features", handleInvalid="keep")
     bad = spoilt.transform(frame.limit(7).drop("features").withColumn("endless", F.lit(float("-inf"))))

@@ -16,9 +16,7 @@ from ringspark.extras.schedules.delayed import Backlog, late_by_depth, one_step_
     steps=st.lists(st.integers(0, 6), min_size=1, max_size=12),
     is_2bw=st.booleans(),
 )
-def test_late_gradients_are_complete_when_they_are_released(
-    ranks: int, per_step: int, steps: list[int], is_2bw: bool
-) -> None:
+def test_late_gradients_are_complete(ranks: int, per_step: int, steps: list[int], is_2bw: bool) -> None:
     delays = (one_step_late if is_2bw else late_by_depth)(ranks, per_step)
     backlog, owners = Backlog(delays), list(range(ranks))
     progress = CompletedActions(ranks)

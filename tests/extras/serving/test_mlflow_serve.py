@@ -39,9 +39,7 @@ def programs(late: Served, pictures: Served, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", ["late", "pictures"])
-def test_a_server_without_ringspark_answers_raw_rows_as_transform(
-    request: pytest.FixtureRequest, programs: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_server_answers_rows_as_transform(request: Any, programs: Any, tmp_path: Path, name: str) -> None:
     model: Served = request.getfixturevalue(name)
     command = [str(programs / "mlflow"), "models", "serve", "--model-uri", str(model.folder)]
     command += ["--env-manager", "local"]

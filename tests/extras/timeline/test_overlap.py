@@ -219,9 +219,7 @@ def _leaves_a_sum(path: str, notes: bool, collective: Collective) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
-def test_a_rank_that_leaves_keeps_no_thread_and_no_connection(
-    collective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_leaves_no_thread_and_no_connection(collective: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     told = {}
     for notes in (False, True):
@@ -236,9 +234,7 @@ def test_a_rank_that_leaves_keeps_no_thread_and_no_connection(
 
 
 @pytest.mark.distributed
-def test_a_training_tells_the_share_and_its_timeline_shows_the_sums(
-    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_and_its_timeline_show_the_sums(manifest: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     config = config_of(manifest, tmp_path / "run", timeline_every_steps=4, **GANG)
     result = train_gang(config)

@@ -173,9 +173,7 @@ def test_a_store_that_refuses_the_files_ends_no_training(manifest: Any, tmp_path
     assert sorted(t.split(" was not written")[0] for t in said) == ["the profile", "the timeline of rank 0"]
 
 
-def test_a_store_that_does_not_answer_holds_no_training_up(
-    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_store_holds_no_training_up(manifest: Any, tmp_path: Path, monkeypatch: Any) -> None:
     answers, write = threading.Event(), storage.write_atomic
 
     def hang(uri: str, data: bytes, **options: Any) -> None:
@@ -209,9 +207,7 @@ def test_a_resumed_run_writes_a_file_of_its_own(manifest: ShardManifest, tmp_pat
     assert [step.step for step in late[0].steps] == [21, 22, 23]
 
 
-def test_the_file_has_a_bound_and_covers_the_whole_training(
-    manifest: ShardManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_bounded_and_covers_the_training(manifest: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(timeline, "MOST_SPANS", 40)
     result = train_here(_config(manifest, tmp_path / "run", timeline_every_steps=1))
     (spans,) = read_spans(result.run_uri)
