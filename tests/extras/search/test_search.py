@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
+from spark_tables import no_job
 
 from ringspark.estimators import Callback, TorchClassifier, TorchRegressor, TrainingState
 from ringspark.estimators.checked_fit import CheckedFit
@@ -64,7 +66,6 @@ def estimator(folder: Path, **params: Any) -> TorchClassifier:
 
 @pytest.fixture(scope="module")
 def found(table: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptunaSearch, SearchModel, Path]:
-    """A search, its result and its folder."""
     folder = tmp_path_factory.mktemp("search")
     writes: list[str] = []
 
@@ -131,16 +132,19 @@ MISTAKES = {
         ({"estimator": BinaryClassificationEvaluator}, "estimator must be an estimator"),
         ({"space": None}, "OptunaSearch needs a space"),
         ({"space": {"learningRate": 0.1}}, "space must give 'learningRate' a range"),
+        ({"model": None, "metrics": ["mae"]}, "metrics of a classification must be among"),
     ],
     PopulationSearch: [
         ({"space": {"weightDecay": Uniform(0, 1)}}, "only hold learningRate, maxGradNorm, or .* got 'weig"),
         ({"space": {"model.hidden": Choice([[4], [8]])}}, "change the shapes of the network's weights"),
+        ({"space": {"batchSize": Choice([8])}}, "OptunaSearch"),
         ({"space": lambda trial: {}}, "must be a dict from Params to ranges, got a callable"),
         ({"population": 1}, "population must be at least 2"),
         ({"quantile": 0.6}, "quantile must be above 0 and at most 0.5, got 0.6"),
         ({"perturbation": 1.0}, "perturbation must be above 1 and finite, got 1.0"),
         ({"keep": "best"}, "must keep the last epoch; set keep='last' and"),
         ({"optimizer": torch.optim.SGD}, "the optimizer's factory sets"),
+        ({"model": None, "metrics": ["mae"]}, "metrics of a classification must be among"),
     ],
 }
 
@@ -148,11 +152,13 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("kind", "params", "sentence"), [(kind, *case) for kind in MISTAKES for case in MISTAKES[kind]]
 )
-def test_a_mistake_costs_no_folder(table: Any, tmp_path: Path, kind: Any, params: Any, sentence: str) -> None:
-    trained = {name: params[name] for name in params if name in ("keep", "optimizer")}
+def test_a_mistake_costs_nothing(spark, table, tmp_path: Path, kind: Any, params: Any, sentence: str) -> None:
+    trained = {name: params[name] for name in params if name in ("keep", "optimizer", "model", "metrics")}
     given = {"estimator": estimator(tmp_path, **trained), "space": RATE}
     given |= {name: params[name] for name in params if name not in trained}
-    with pytest.raises((ValueError, TypeError), match=sentence):
+    # The entries of a history are known after a look at the rows.
+    jobless = nullcontext() if "monitor" in params else no_job(spark)
+    with jobless, pytest.raises((ValueError, TypeError), match=sentence):
         kind(**given).fit(table)
     assert not list(tmp_path.iterdir())
 
@@ -279,8 +285,6 @@ def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_pa
 
 
 class Breaks(BinaryClassificationEvaluator):
-    """Fails at the second trial."""
-
     calls = 0
 
     def _evaluate(self, dataset: Any) -> float:

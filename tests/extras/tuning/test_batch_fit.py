@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pyspark.sql import functions as F
+from spark_tables import no_job
 from torch import nn
 
 from ringspark.estimators import TorchRegressor, WorkerError
@@ -111,6 +112,8 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any, tmp_path: Path) -> Non
     ):
         with pytest.raises(ValueError, match=message):
             batch_that_fits(*arguments)
+    with no_job(spark), pytest.raises(ValueError, match="metrics of a regression must be among"):
+        batch_that_fits(TorchRegressor(metrics=["auroc"]), table(spark))
 
 
 def test_an_allocation_that_failed_is_told_from_other_errors() -> None:

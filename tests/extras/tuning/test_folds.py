@@ -100,8 +100,7 @@ def _times(rows: Any, name: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "gap"),
-    [("t", timedelta(hours=5)), ("d", timedelta(days=2)), ("n", 3), ("n", 0), ("id", 2.5)],
+    ("name", "gap"), [("t", timedelta(hours=5)), ("d", timedelta(days=2)), ("n", 3), ("n", 0), ("id", 2.5)]
 )
 def test_training_ends_more_than_the_gap_before_validation(table: Any, name: str, gap: Any) -> None:
     folds = time_folds(table, name, 4, gap)
@@ -218,9 +217,7 @@ def test_cross_validation_refuses_what_it_cannot_use(classes: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("deal", [stratified_folds, grouped_folds])
-def test_a_row_that_the_count_never_saw_is_an_error_and_not_lost(
-    spark: Any, deal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_the_count_never_saw_is_an_error(spark: Any, deal: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(folds_module, "fix_rows", lambda df: df)
     # Each key has two rows, but other keys come in each branch of the plan.
     keys = random_function(spark).selectExpr("explode(array(1, 2)) AS n", "bigint(x * 1000000000) AS key")

@@ -80,9 +80,7 @@ def test_short_trainings_have_one_batch_size_and_the_rate_that_they_are_given(sp
 
 
 @pytest.mark.slow
-def test_two_workers_of_spark_train_as_one_and_say_what_they_do(
-    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_workers_train_as_one_and_say_what_they_do(spark: Any, tmp_path: Path, caplog: Any) -> None:
     features = "CAST(array(sin(id), cos(id)) AS array<float>) AS features"
     rows = spark.range(0, 100, 1, 2).selectExpr(features, "sin(id + 1) AS label")
     uri = str(tmp_path / "shards")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pyspark.sql import functions as F
+from spark_tables import no_job
 
 from ringspark.estimators import TorchRegressor
 from ringspark.extras.tuning import lr_range_test
@@ -73,6 +74,8 @@ def test_bad_input_is_refused_in_one_sentence(spark: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             lr_range_test(*arguments)
+    with no_job(spark), pytest.raises(ValueError, match="metrics of a regression must be among"):
+        lr_range_test(TorchRegressor(metrics=["auroc"]), df.selectExpr("id AS x", "id AS label"))
 
 
 @pytest.mark.spark
