@@ -7,6 +7,7 @@ from functools import partial
 import networks_of_a_user as own
 import pytest
 import torch
+from small_networks import Net
 from torch import nn
 
 from ringspark.extras.disk_offload import offload_to_disk
@@ -18,8 +19,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Memory:
-    """In-memory weight store that counts the tensors in use."""
-
     def __init__(self, state: Tensors, small: int = 0) -> None:
         self.state, self.small = {name: tensor.clone() for name, tensor in state.items()}, small
         self.read_names: list[str] = []
@@ -160,24 +159,16 @@ def test_gradients_reach_the_inputs() -> None:
     assert torch.equal(found, expected)
 
 
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.small = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(16, 2))
-        self.steps = [self.wide, self.small]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.steps[0] @ self.steps[1]
-
-
 def test_a_weight_that_is_used_from_a_list_is_refused_unless_it_is_kept() -> None:
     """torch would multiply with a meta tensor and return arbitrary numbers."""
-    whole, rows = Listed(), torch.randn(3, 4)
+    wide, small = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(16, 2))
+    parts = {"wide": wide, "small": small, "steps": [wide, small]}
+    whole, rows = Net(lambda self, x: x @ self.steps[0] @ self.steps[1], **parts), torch.randn(3, 4)
     kept = Memory(whole.state_dict(), small=64).fill(copy_to_meta(whole))
     assert torch.equal(kept(rows), whole(rows))
-    for small in (0, 32):
+    for size in (0, 32):
         with pytest.raises(ValueError, match=r"took from a list or variable"):
-            Memory(whole.state_dict(), small).fill(copy_to_meta(whole))(rows)
+            Memory(whole.state_dict(), size).fill(copy_to_meta(whole))(rows)
 
 
 def test_a_weight_that_the_state_dict_changes_is_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_networks import Net
 from small_training import columns_of, config_of, over
 from torch import nn
 from torch.nn import functional as F
@@ -20,12 +21,17 @@ from ringspark.models.chain import Link
 WIDTH = 8
 
 
+def last(*values: Any) -> Any:
+    return values[-1]
+
+
 class Pair(nn.Module):
     """Two layers: the first is sharded by its outputs, the second by its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Any = last, after: Any = last, scale: Any = None) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+        self.between, self.after, self.scale = between, after, scale
 
     def tensor_plan(self, ranks: int) -> dict[str, str]:
         return {"up": "column", "down": "row"}
@@ -34,79 +40,36 @@ class Pair(nn.Module):
         return [Link("up", self.up, ("up",)), Link("down", self._end, ("norm", "down"))]
 
     def _end(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.tanh(x)) + self.norm.weight.sum() + self.norm.bias.sum()
+        x = torch.tanh(self.between(self, x))
+        out: torch.Tensor = self.down(x) + self.norm.weight.sum() + self.norm.bias.sum()
         return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._end(self.up(x))
+        return self.after(self, self._end(self.up(x)))  # type: ignore[no-any-return]
 
 
-class Mixing(Pair):
-    """Mixes features although each rank has only some of them."""
-
-    def _end(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.softmax(x, -1)) + self.norm.weight.sum() + self.norm.bias.sum()
-        return out
+def noisy(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    dropped = F.dropout(x, 0.5, self.training)
+    return dropped + torch.randn_like(x) if self.training else dropped
 
 
-class Fast(Pair):
-    """Reads the weights of a layer directly, in evaluation mode only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            return super().forward(x)
-        return self._end(self.up(x)) + self.up.weight.sum()
-
-
-class Scaled(Pair):
-    """Trains a scalar between the two layers; each rank has only a share of its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def _end(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._end(x * self.scale)
-
-
-class Skipping(Pair):
-    """Leaves the last operation of forward out of links()."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 1.1
-
-
-class Flat(nn.Module):
-    """A mixture of experts over the values of a row; it cannot take a batch without rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixture = MixtureOfExperts(4, 8, num_experts=2)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.mixture(x.view(-1, 2, 4)).view(x.shape[0], -1))
-        return out
-
-
-class Noisy(Pair):
-    """Draws random numbers in training, in the shape of the rank's tensors."""
-
-    def _end(self, x: torch.Tensor) -> torch.Tensor:
-        dropped = F.dropout(x, 0.5, self.training)
-        return super()._end(dropped + torch.randn_like(x) if self.training else dropped)
-
-
-class Chaotic(Pair):
-    """Draws random numbers that a `TorchDispatchMode` does not see."""
-
-    def _end(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._end(x * (1 + np.random.random() if self.training else 1))
+# Networks with features that each rank has only some of, weights that are read directly, a scalar of whose
+# gradient each rank has only a share, an operation that is missing in links(), and no batch without rows.
+MIXING = Pair(lambda self, x: torch.softmax(x, -1))
+FAST = Pair(after=lambda self, x: x if self.training else x + self.up.weight.sum())
+SCALED = Pair(lambda self, x: x * self.scale, scale=nn.Parameter(torch.ones(())))
+SKIPPING = Pair(after=lambda self, x: x * 1.1)
+FLAT = Net(
+    lambda self, x: self.head(self.mixture(x.view(-1, 2, 4)).view(x.shape[0], -1)),
+    mixture=MixtureOfExperts(4, 8, num_experts=2),
+    head=nn.Linear(WIDTH, 1),
+)
+# Draws random numbers that a `TorchDispatchMode` does not see.
+CHAOTIC = Pair(lambda self, x: x * (1 + np.random.random() if self.training else 1))
 
 
 @pytest.fixture
 def check(make_shards: Any, tmp_path: Path) -> Callable[[Any, dict[str, Any]], None]:
-    """Returns a function that checks a training of a network over a mesh; texts are for transformers."""
     rng = np.random.default_rng(0)
     manifest = make_shards(columns_of(64, WIDTH) | {"ids": rng.integers(0, 11, size=(64, 6))})
 
@@ -125,18 +88,18 @@ def check(make_shards: Any, tmp_path: Path) -> Callable[[Any, dict[str, Any]], N
 @pytest.mark.parametrize(
     ("network", "mesh", "message"),
     [
-        (Mixing, {"tensor": 2}, "Mixing under .* evaluation mode, output 0 is off by .*leave 'tensor' out"),
-        (Fast, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
-        (Scaled, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
-        (Skipping, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
+        (MIXING, {"tensor": 2}, "Pair under .* evaluation mode, output 0 is off by .*leave 'tensor' out"),
+        (FAST, {"tensor": 2}, "in evaluation mode, output 0 is off by"),
+        (SCALED, {"tensor": 2}, "in training mode, the gradient of 'scale' is off by"),
+        (SKIPPING, {"pipeline": 2}, "in evaluation mode, output 0 is off by .* links"),
         # A short last batch may have fewer rows than workers.
-        (Flat, {"expert": 2}, "Flat cannot take a batch without rows .*cannot reshape.*x.flatten"),
+        (FLAT, {"expert": 2}, "Net cannot take a batch without rows .*cannot reshape.*x.flatten"),
     ],
     ids=["mixing", "fast", "scaled", "skipping", "flat"],
 )
 def test_a_network_that_a_mesh_changes_is_refused(check: Any, network: Any, mesh: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(network(), mesh)
+        check(network, mesh)
 
 
 _TRANSFORMER = {"vocab_size": 11, "max_seq_len": 6, "dim": 8, "depth": 4, "num_heads": 2, "out_features": 1}
@@ -151,8 +114,8 @@ MIXTURE = ModelSpec("transformer_classifier", {**_TRANSFORMER, "experts": _EXPER
     [
         (Pair(), {"tensor": 2}),
         (Pair(), {"pipeline": 2}),
-        (Noisy(), {"tensor": 2}),
-        (Chaotic(), {"pipeline": 2}),
+        (Pair(noisy), {"tensor": 2}),
+        (CHAOTIC, {"pipeline": 2}),
         (MLP, {"tensor": 2, "pipeline": 2}),
         (MLP, {"tensor": 4, "plan": {"*linear": ["grid", [2, 2]], "head": ["grid", [1, 4]]}}),
         *(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from once_differentiable import TwiceOnce
+from small_networks import Net
 from small_training import config_of, train_in_turn, weights_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -67,7 +68,6 @@ def penalty(module: nn.Module, inputs: Any, outputs: torch.Tensor, labels: torch
 
 
 def train_plainly(columns: dict[str, Any], precision: str = "fp32", **_: Any) -> torch.Tensor:
-    """Trains by a plain torch loop on all rows per step; returns all weights."""
     network = Cubes()
     x, y = (torch.from_numpy(columns[name]) for name in "xy")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -163,24 +163,18 @@ def test_the_validation_loss_differentiates_too(columns: Any, make_shards: Any, 
     assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
-class Attends(nn.Module):
-    """Attention, whose fused kernels have no second derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(DIM, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(x.view(-1, DIM // 2, 2)).flatten(1))
+def attention() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
+    parts = {"layer": layer, "head": nn.Linear(DIM, 1)}
+    return Net(lambda self, x: self.head(self.layer(x.view(-1, DIM // 2, 2)).flatten(1)), **parts)
 
 
 @pytest.mark.parametrize("policy", ["none", ("layer",)])
 def test_attention_is_differentiated_twice(policy: Any, make_config: Any, columns: Any) -> None:
     config = make_config(gradient_checkpointing=policy, epochs=1)
-    found = weights_of(train_here(config, UserObjects(module=Attends(), losses=(penalty,))), Attends())
-    network = Attends()
+    found = weights_of(train_here(config, UserObjects(module=attention(), losses=(penalty,))), attention())
+    network = attention()
     x, y = (torch.from_numpy(columns[name]) for name in "xy")
     with sdpa_kernel(SDPBackend.MATH):
         penalty(network, (x.requires_grad_(),), network(x), y).mean().backward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from private_shards import ROWS, WIDTH, MakeConfig, columns, network, objects, privacy, private_config
 from pyspark.ml.evaluation import RegressionEvaluator
+from small_networks import Net
 from small_training import bare_config
 from torch import nn
 
@@ -91,13 +92,10 @@ def test_a_dict_and_both_spellings_mean_the_same() -> None:
 
 @pytest.fixture
 def check(manifest: ShardManifest, config: MakeConfig) -> Callable[..., object]:
-    """Returns a function that checks settings, some of them changed, with objects of the user."""
     return lambda changes={}, **given: check_training(config(**changes), objects(**given), manifest)
 
 
 class Counts(nn.Module):
-    """Counts its batches in a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, 1)
@@ -122,49 +120,22 @@ class Reports(Counts):
         return self.layer(x)
 
 
-class Pairs(Counts):
-    """Needs an even number of rows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.view(-1, 2, WIDTH).flip(1).reshape(-1, WIDTH))
-
-
-class Limited(nn.Module):
-    """Shrinks the embeddings of the ids that it sees, also without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids = nn.Embedding(50, 4, padding_idx=0, max_norm=0.5)
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.ids(x[:, 0].long().clamp(0, 49)))
+HEAD = nn.Linear(4, 1)
+# Shrinks the embeddings of the ids that it sees, also without a gradient.
+LIMITED = Net(lambda self, x: self.ids(x[:, 0].long().clamp(0, 49)), ids=nn.Embedding(50, 1, max_norm=0.5))
+PAIRS = Net(lambda self, x: self.head(x.view(-1, 2, WIDTH)).flatten(0, 1), head=nn.Linear(WIDTH, 1))
+HIDDEN = Net(lambda self, x: self.heads[0](self.layer(x)), layer=nn.Linear(WIDTH, 4), heads=[HEAD])
 
 
-class Listed(nn.Module):
-    """Reads the weights of a layer from a list, from a closure, or partly as an attribute."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 1)
-        self.way, weight = way, self.layer.weight
-        self.weights, self.call = [weight], lambda x: x @ weight.T
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.way == "list":
-            return self.head(x @ self.weights[0].T)
-        return self.head(self.call(x) + (self.layer(x) if self.way == "both" else 0))
-
-
-class Hidden(nn.Module):
-    """Has weights that are no parameters of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.others = nn.Linear(WIDTH, 3), [nn.Linear(3, 1)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.others[0](self.layer(x))
+def listed(way: str) -> Net:
+    layer = nn.Linear(WIDTH, 4)
+    weight = layer.weight
+    ways: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+        "list": lambda self, x: x @ self.weights[0].T,
+        "closure": lambda self, x: x @ weight.T,
+        "both": lambda self, x: x @ weight.T + self.layer(x),
+    }
+    return Net(lambda self, x: self.head(ways[way](self, x)), layer=layer, head=HEAD, weights=[weight])
 
 
 LISTED = r"forward .* reads the weights ('layer\.weight'|of shape \(4, 6\)) from a list, a closure"
@@ -176,11 +147,11 @@ LISTED = r"forward .* reads the weights ('layer\.weight'|of shape \(4, 6\)) from
         (nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)), "BatchNorm1d '0' takes mea.*GroupNorm"),
         (Counts(), "also change the buffer 'seen' of model Counts"),
         (Largest(), "also change the buffer 'seen' of model Largest"),
-        (Limited(), "changes the weights 'ids.weight' of single rows, as an Embedding with max_norm"),
+        (LIMITED, "changes the weights 'ids.weight' of single rows, as an Embedding with max_norm"),
         (Reports(), "add losses by add_loss; leave add_loss out"),
-        (Pairs(), "model Pairs cannot run a single row"),
-        *((Listed(way), LISTED) for way in ("list", "closure", "both")),
-        (Hidden(), r"reads the weights of shape \((1, 3|1,)\) from a list"),
+        (PAIRS, "model Net cannot run a single row"),
+        *((listed(way), LISTED) for way in ("list", "closure", "both")),
+        (HIDDEN, r"reads the weights of shape \((1, 4|1,)\) from a list"),
     ],
 )
 def test_networks_that_mix_or_keep_rows_are_refused(check: Any, module: nn.Module, message: str) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from ready_models import ready_model
-from small_networks import shows
+from small_networks import Net, shows
 from torch import nn
 
 from ringspark.estimators import TorchClassificationModel, TorchModel
@@ -18,15 +18,6 @@ from ringspark.pipelines import Array, Column, Padded, Scalar
 from ringspark.pipelines.kinds import Kind
 
 IDS, PAIR, TOKENS = Scalar(dtype="int64"), Array(dtype="int32", shape=(2,)), Padded(dtype="int8", length=2)
-
-
-class Echo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(len(x), -1)
 
 
 def served(kind: Any, network: nn.Module, folder: Path, values: Kind, width: int, **params: Any) -> Any:
@@ -56,7 +47,8 @@ def test_a_row_with_a_nan_output_has_no_class(tmp_path: Path) -> None:
 )
 def test_whole_numbers_of_a_float_column_are_exact(tmp_path: Path, kind: Kind, values: list[Any]) -> None:
     width = 1 if kind is IDS else 2
-    model = served(TorchModel, Echo(), tmp_path, kind, width, predictionCols=["y"])
+    echo = Net(lambda self, x: x.reshape(len(x), -1), zero=nn.Parameter(torch.zeros(1)))
+    model = served(TorchModel, echo, tmp_path, kind, width, predictionCols=["y"])
     found = model.predict(pd.DataFrame({"x": values}))["y"].tolist()
     padded = [value if width == 1 else [*value, *[0.0] * (2 - len(value))] for value in values]
     assert [value if width == 1 else list(value) for value in found] == padded
