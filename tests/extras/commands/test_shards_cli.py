@@ -22,7 +22,6 @@ def run(*options: str) -> int:
 
 @pytest.fixture
 def cache(tmp_path: Path, make_shards) -> tuple[Path, ShardManifest]:
-    """A cache with one entry of 64 rows."""
     made = make_shards({"x": np.arange(64, dtype=np.float32), "y": np.arange(64)})
     root = tmp_path / "cache"
     root.mkdir()
@@ -74,21 +73,16 @@ def test_runs_are_listed_and_the_dead_are_removed(tmp_path: Path, capsys: pytest
     assert run("runs", str(tmp_path), "--remove-older-than", "24") == 0
     assert f"shards: 1 runs and shards, 2 B removed in {tmp_path}\n" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["run-ba9876543210"]
+    for path in (tmp_path / "run-ba9876543210" / name for name in ("owner.json", "result.json")):
+        path.write_text("{}")
+        os.utime(path, (0, 0))
+    for options, left in (([], 1), (["--finished"], 0)):
+        assert run("runs", str(tmp_path), "--remove-older-than", "24", *options) == 0
+        assert len(list(tmp_path.iterdir())) == left
     assert run("runs", str(tmp_path), "--remove-older-than", "0.5") == 2
     assert "without a change for 1 hours or more, got 0.5" in capsys.readouterr().err
     assert run("runs", str(tmp_path), "--finished") == 2
     assert "--finished needs --remove-older-than HOURS" in capsys.readouterr().err
-
-
-def test_finished_runs_are_removed_only_if_asked_for(tmp_path: Path) -> None:
-    folder = tmp_path / "run-0123456789ab"
-    folder.mkdir()
-    for name in ("owner.json", "result.json"):
-        (folder / name).write_text("{}")
-        os.utime(folder / name, (0, 0))
-    for options, is_left in (([], True), (["--finished"], False)):
-        assert run("runs", str(tmp_path), "--remove-older-than", "24", *options) == 0
-        assert folder.exists() == is_left
 
 
 def test_no_spark_is_imported() -> None:
