@@ -33,7 +33,6 @@ ROWS = 110  # the last batch has 10 rows
 
 @pytest.fixture(scope="module")
 def train(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Returns a function that fits a transformer with some settings changed, and returns the model."""
     word = [(F.col("id") * (3 + 2 * place) + place) % 22 + 1 for place in range(11)]
     table = spark.range(0, ROWS, 1, 3).select(
         F.array(*word).alias("features"), (F.col("id") % 3).alias("label")
@@ -70,7 +69,6 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def one(train: Callable[..., Any]) -> Any:
-    """The model of one worker."""
     return train()
 
 
@@ -110,21 +108,6 @@ def test_a_mesh_and_an_own_optimizer_fit_like_one_worker(train: Any, one: Any, n
     assert_equal_weights(many, one, 1e-5)
     losses = [[*model.summary.history.train_loss] for model in (many, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_an_own_optimizer_of_whole_parameters_is_refused_where_they_are_sharded(train: Any) -> None:
-    """It fits where workers hold whole parameters."""
-
-    class Whole(torch.optim.SGD):
-        pass
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return Whole(parameters, lr=0.05)
-
-    with pytest.raises(ValueError, match="only shards of parameters, but optimizer Whole needs whole"):
-        train(optimizer=make, numWorkers=2, parallelism=Mesh(tensor=2))
-    spread = train(optimizer=make, numWorkers=2, parallelism=Mesh(sequence=2))
-    assert_equal_weights(spread, train(optimizer="sgd"), 1e-5)
 
 
 MLP = ModelSpec("mlp", {"in_features": 3, "hidden": [24, 16], "out_features": 1, "activation": "tanh"})

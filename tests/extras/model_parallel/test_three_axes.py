@@ -30,7 +30,6 @@ def test_three_axes_at_once_train_like_one_worker() -> None:
 
 
 def main() -> None:
-    """Fits on one worker and on eight, and prints how they differ."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
@@ -46,26 +45,15 @@ def main() -> None:
     sizes = {"vocab_size": 23, "max_seq_len": 12, "dim": 16, "depth": 4, "num_heads": 4, "out_features": 3}
     mesh = Mesh(data=2, tensor=2, pipeline=Pipeline(2))
     ways = {"one worker": {}, "eight": {"numWorkers": 8, "parallelism": mesh, "gradientAccumulation": 2}}
+    spec = ModelSpec("transformer_classifier", {**sizes, "padding_id": 0})
+    common = {"model": spec, "collective": "torch", "epochs": 3, "batchSize": 20, "seed": 1}
+    # Key biases have only rounding errors as gradients; Adam would turn them into full steps.
+    common |= {"optimizer": "momentum", "learningRate": 0.05, "showProgress": False}
     weights, losses, seconds = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         for name, settings in ways.items():
             begun = time.monotonic()
-            model = (
-                TorchClassifier(
-                    model=ModelSpec("transformer_classifier", {**sizes, "padding_id": 0}),
-                    storageUri=folder,
-                    collective="torch",
-                    epochs=3,
-                    batchSize=20,
-                    seed=1,
-                    # Key biases have only rounding errors as gradients; Adam would turn them into full steps.
-                    optimizer="momentum",
-                    learningRate=0.05,
-                    showProgress=False,
-                )
-                .setParams(**settings)
-                .fit(table)
-            )
+            model = TorchClassifier(**common, storageUri=folder, **settings).fit(table)
             seconds[name] = round(time.monotonic() - begun, 1)
             losses.append([*model.summary.history.train_loss])
             weights.append(torch.cat([p.detach().flatten() for p in model.module().parameters()]))
