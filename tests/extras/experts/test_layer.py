@@ -220,10 +220,8 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
     ("experts", "message"),
     [
         ({"num_expert": 2}, "experts has no option 'num_expert'; did you mean 'num_experts'"),
-        ({"router": "gshard"}, "experts must give num_experts, such as .*, got"),
         ({"num_experts": 2, "every": 3}, r"every must be from 1 to depth \(2\), got 3"),
         ([2], "experts must be a dict"),
-        ({"num_experts": 2, "router": "expert_choice"}, "use 'switch' or 'gshard'"),
     ],
 )
 def test_a_language_model_refuses_experts_in_a_sentence(experts: Any, message: str) -> None:

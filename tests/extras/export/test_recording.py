@@ -33,7 +33,6 @@ class Noisy(nn.Module):
 
 
 def state() -> tuple[Any, ...]:
-    """Returns the process state that a trace changes temporarily."""
     ignored = [entry for entry in warnings.filters if entry[0] == "ignore"]
     return sys.stderr, logging.root.manager.disable, ignored
 

@@ -17,8 +17,6 @@ ROWS, BATCH = 101, 9
 
 @pytest.fixture
 def readers(make_shards: Any, tmp_path: Path) -> Callable[..., list[PoissonReader]]:
-    """Returns a function that returns the readers of some ranks."""
-
     def make(ranks: int, rows: int = ROWS, **changes: Any) -> list[PoissonReader]:
         name = "-".join(["x", *changes.values()])
         manifest = make_shards({"x": np.arange(rows)}, row_group_rows=16, name=name)
@@ -49,12 +47,6 @@ def test_every_row_is_in_each_step_with_the_same_probability(readers: Any, ranks
     assert np.abs(correlation).max() < 6 / number**0.5
     # No sample is drawn again. Of so many short ones, 0.11 pairs are equal by chance.
     assert len({tuple(each) for each in counts}) >= number - 5
-
-
-def test_some_ranks_have_no_row_in_a_step(readers: Any) -> None:
-    reader = readers(BATCH)[0]
-    sizes = [len(batch["x"]) for epoch in range(20) for batch in reader.batches(epoch)]
-    assert min(sizes) == 0 < max(sizes)
 
 
 def test_a_share_of_all_rows_takes_every_row(readers: Any) -> None:
