@@ -22,7 +22,6 @@ def ids(frame: Any) -> list[int]:
 
 
 def check(train: Any, held: Any, wanted: list[int]) -> None:
-    """Collects the sides in two jobs, as trainings and evaluations do."""
     left, right = ids(train), ids(held)
     assert left, "no training rows"
     assert right, "no held-out rows"

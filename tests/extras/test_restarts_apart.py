@@ -1,7 +1,4 @@
-"""Gangs with local SGD or asynchronous training, hit by faults under the real supervisor, recover.
-
-Each training is hit once, at a step that its name determines. Its ranks log the rows that they saw.
-"""
+"""Gangs with local SGD or asynchronous training recover from one fault under the real supervisor."""
 
 import os
 import random

@@ -19,10 +19,7 @@ DEEP = "[" * 100_000
 
 @st.composite
 def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """Generates `good` with up to six changes.
-
-    Bytes are replaced, removed, inserted or repeated, or the end is cut.
-    """
+    """Generates `good` with up to six changes: other bytes, fewer, more or repeated ones, or no end."""
     data = bytearray(good)
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))

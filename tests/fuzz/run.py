@@ -1,7 +1,6 @@
 """Fuzzes the parsers for a chosen time: `python tests/fuzz/run.py --minutes 10`.
 
-Each round runs every target with new random inputs. It prints the numbers of accepted and rejected inputs,
-and every undocumented error with the smallest input that hypothesis found.
+It prints the numbers of accepted and rejected inputs, and each undocumented error with its smallest input.
 """
 
 from __future__ import annotations

@@ -117,11 +117,7 @@ Run = Callable[..., Pass]
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """Returns a function that runs a pass over a network of `NETWORKS`.
-
-    Weights, rows and random numbers are always the same. A plain pass runs once, because many tests compare
-    with it.
-    """
+    """Returns a function that runs a pass over a network of `NETWORKS`, always with the same numbers."""
     plain: dict[tuple[object, ...], Pass] = {}
 
     def run(name: str, **settings: Any) -> Pass:

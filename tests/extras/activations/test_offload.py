@@ -26,7 +26,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder for the temporary files of this test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -141,7 +140,6 @@ NETWORK = SPEC.build()
 
 @pytest.fixture
 def train(make_shards: Any, tmp_path: Path) -> Callable[..., TrainResult]:
-    """Returns a function that trains four epochs."""
     manifest = make_shards(columns_of(600, 16))
 
     def train(**changes: Any) -> TrainResult:

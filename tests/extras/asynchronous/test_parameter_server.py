@@ -1,7 +1,4 @@
-"""Asynchronous training on real ranks, by parameter server or shared memory.
-
-The ranks of one gang run all cases, and each test checks its case.
-"""
+"""Asynchronous training by parameter server or shared memory: the ranks of one gang run all cases."""
 
 import gc
 import json
@@ -440,10 +437,7 @@ class _Fails(torch.optim.SGD):
 
 
 def test_an_error_of_the_optimizer_comes_to_all_workers() -> None:
-    """The server's own worker gets the error itself, and other workers get its text.
-
-    No worker is blamed for leaving.
-    """
+    """The server's own worker gets the error, other workers get its text, and none is blamed for leaving."""
     server, table = _served(make=_Fails)
     own = OwnLink(table, 0)
     with closing(server), closing(_link(server)) as link:

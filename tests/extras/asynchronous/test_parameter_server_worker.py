@@ -37,7 +37,6 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture
 def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of two ranks, some of them changed."""
     weight = np.random.default_rng(0).uniform(0.5, 2.0, size=260).astype(np.float32)
     manifest = make_shards(columns_of(260) | {"w": weight}, validation=np.arange(260) >= 225)
     return partial(config_of, manifest, tmp_path / "run", model=SPEC, num_workers=2, collective="torch")

@@ -44,7 +44,6 @@ def _sync(name: Any) -> AllReduce:
 
 @pytest.fixture
 def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of two replicas with a compression, some of them changed."""
     settings = {"model": SPEC, "optimizer": "momentum", "learning_rate": 0.001, "collective": "torch"}
     settings |= {"num_workers": 2, "checkpoint_every_steps": 2, "keep_checkpoints": 9}
     make = partial(config_of, make_shards(columns_of(330, 16)), tmp_path / "run")
@@ -151,7 +150,6 @@ def test_shards_are_compressed_as_by_plain_replicas_of_these_shards(name: str) -
 
 @pytest.fixture
 def cut(config: MakeConfig) -> MakeConfig:
-    """Returns a function that returns settings of a network that meshes shard."""
     given = {"model": MLP, "max_grad_norm": 1.0, "epochs": 3, "gradient_accumulation": 2}
     given |= {"learning_rate": 0.01}
     return lambda sync, **changes: config("none", **given | {"sync": sync} | changes)

@@ -1,7 +1,4 @@
-"""Tests one contract for every compressor and collective on real processes, also between two hosts.
-
-One gang per collective and size runs all compressors; each test checks its own compressor.
-"""
+"""One contract for every compressor and collective; one gang per collective and size runs all of them."""
 
 import hashlib
 import json

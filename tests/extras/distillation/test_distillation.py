@@ -20,7 +20,6 @@ def _network(width: int = 3) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def rows(spark: Any) -> Any:
-    """Rows with strings as classes, class numbers, and a value."""
     frame = spark.range(0, 96, 1, 2).selectExpr(
         "array(sin(id), cos(id)) as features", "cast(id % 3 as int) as number", "sin(2 * id) as value"
     )

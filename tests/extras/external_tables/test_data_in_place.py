@@ -62,7 +62,6 @@ def table(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _manifests(frame: Any, folder: Path, kinds: dict[str, Kind], **settings: Any) -> list[ShardManifest]:
-    """Returns the manifests of a copy and of references."""
     names = [name for name in frame.columns if name != settings.get("validation_col")]
     texts = fit_data.json.dumps({name: kind.to_json() for name, kind in kinds.items()})
     data = FitData(columns=tuple(names), kinds=texts, root=str(folder), **settings)

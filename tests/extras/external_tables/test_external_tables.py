@@ -36,7 +36,6 @@ def _rows(first: int, rows: int) -> Any:
 
 
 def _put(path: Path, table: Any, **settings: Any) -> None:
-    """Writes a table, or a dict of columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(table) if isinstance(table, dict) else table, path, **settings)
 
@@ -151,7 +150,6 @@ KINDS = {
 
 
 def _values(manifest: ShardManifest) -> dict[str, Any]:
-    """Returns all rows, sorted by id."""
     batches = list(open_reader(manifest, batch_size=64, shuffle=False, engine="arrow").batches(0))
     for batch in batches:  # CSR, compared as dense rows
         if "sparse.indptr" in batch:
@@ -165,7 +163,6 @@ def _values(manifest: ShardManifest) -> dict[str, Any]:
 
 
 def _assert_equal(found: ShardManifest, wanted: ShardManifest) -> None:
-    """Compares columns and values."""
     assert found.columns == wanted.columns
     left, right = _values(found), _values(wanted)
     assert left.keys() == right.keys()

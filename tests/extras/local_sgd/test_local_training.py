@@ -1,7 +1,4 @@
-"""Local SGD and DiLoCo on real ranks, compared with one fp64 process that follows the papers' formulas.
-
-The ranks of one collective run all cases, and each test checks its case.
-"""
+"""Local SGD and DiLoCo on real ranks, compared with one fp64 process that follows the papers' formulas."""
 
 import gc
 import json

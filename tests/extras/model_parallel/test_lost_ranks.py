@@ -34,7 +34,6 @@ EXPERTS = {"experts": {"num_experts": 4, "router": "gshard"}}
 
 @pytest.fixture
 def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of a transformer with some other sizes."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 1 + BASE, (ROWS, NUM_TOKENS))
     for digit in range(NUM_DIGITS):

@@ -37,7 +37,6 @@ PIPELINE = {"gradient_accumulation": 8}
 
 @pytest.fixture
 def config(make_shards: Any, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Returns a function that returns settings of a mesh, or of `num_workers`."""
     manifest = make_shards(columns(3 * ROWS, WIDTH))
 
     def make(**settings: Any) -> TrainConfig:

@@ -44,7 +44,6 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def _batch(family: str, rows: int, seed: int, seq: int = 6) -> Batch:
-    """Returns the arguments and labels of a network."""
     draw = torch.Generator().manual_seed(seed)
     if family == "mlp":
         return (torch.randn(rows, 5, generator=draw),), torch.randint(0, 3, (rows,), generator=draw)
@@ -107,7 +106,6 @@ def _piped(passes: PipelinePasses, micros: Any, around: Any = nullcontext) -> tu
 
 
 def _made(family: str, mesh: RankMesh, schedule: str, num_micro: int = 1) -> tuple[nn.Module, PipelinePasses]:
-    """Returns the unsplit network and its pipeline."""
     torch.manual_seed(3)
     whole = FAMILIES[family].build()
     cut = FAMILIES[family].build()
@@ -117,7 +115,6 @@ def _made(family: str, mesh: RankMesh, schedule: str, num_micro: int = 1) -> tup
 
 
 def _difference(one: Iterable[tuple[str, Any]], other: dict[str, Any]) -> float:
-    """Returns the largest difference between tensors with the same name."""
     found = [0.0]
     for name, tensor in one:
         if tensor is None or other[name] is None:
@@ -133,7 +130,6 @@ def _gradients(network: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def _far(passes: PipelinePasses, whole: nn.Module) -> float:
-    """Returns the largest difference between gradients with the same name."""
     return _difference(_gradients(passes.network).items(), _gradients(whole))
 
 

@@ -41,7 +41,6 @@ def _network(tied: bool = False) -> nn.Sequential:
 
 @pytest.fixture
 def config(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of one worker, some of them changed."""
     settings = {"optimizer": "adamw", "max_grad_norm": 0.5, "collective": "torch", "batch_size": 20}
     return partial(config_of, make_shards(columns_of(120, 8)), tmp_path / "run", **settings)
 
@@ -171,7 +170,6 @@ def infinite_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def two(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of two workers along an axis."""
     return partial(_two, make_shards, tmp_path / "two")
 
 

@@ -29,7 +29,6 @@ ROWS, BATCH = 330, 20  # the last batch has 10 rows
 
 @pytest.fixture
 def numbers(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of an MLP, some of them changed."""
     weight = np.random.default_rng(1).random(ROWS).astype(np.float32)
     manifest = make_shards(columns_of(ROWS, 8) | {"w": weight})
     settings: dict[str, Any] = {"model": MLP, "batch_size": BATCH, "epochs": 3, "optimizer": "adamw"}
@@ -141,7 +140,6 @@ THREE_EPOCHS = {"epochs": 3, "checkpoint_every_steps": 5}
 
 @pytest.fixture
 def texts(make_shards: Any, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of a network on texts."""
     return partial(_texts, make_shards, tmp_path / "run")
 
 

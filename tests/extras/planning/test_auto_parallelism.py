@@ -39,13 +39,11 @@ def _estimated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def choose(manifest: ShardManifest) -> Callable[..., ChosenMesh]:
-    """Returns a function of settings and perhaps objects of the user."""
     return lambda config, objects=NOTHING, **options: choose_parallelism(config, objects, manifest, **options)
 
 
 @pytest.fixture
 def make(manifest: ShardManifest, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Returns a function that returns settings of two workers, some of them changed."""
     # The budgets below have no room for the copy of a checkpoint.
     settings = {"model": SPEC, "collective": "torch", "checkpoint_every_seconds": 0.0}
     return partial(config_of, manifest, tmp_path / "run", num_workers=2, **settings)
@@ -143,8 +141,6 @@ def test_settings_and_networks_that_cannot_be_cut_leave_whole_copies(make: Any, 
     assert "'horovod' does not have" in choice.explanation
 
     class Looks(Mixing):
-        """Looks at its data."""
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x if x.sum() > 0 else -x)
 

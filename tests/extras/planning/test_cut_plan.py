@@ -230,10 +230,7 @@ def test_experts_cost_the_operations_of_the_perceptron_they_replace(experts: dic
 @pytest.mark.distributed
 @pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
 def test_the_plan_of_ranks_with_other_experts_is_within_a_tenth(mesh: dict[str, int]) -> None:
-    """The plan assumes an even load without dropped tokens, but the router may be uneven.
-
-    There are 256 tokens per rank and 8 experts.
-    """
+    """The plan assumes an even load of 8 experts without dropped tokens, but the router may be uneven."""
     workers = prod(mesh.values())
     network = make_networks(4 * workers, tiny=True)[-1]
     plan, measured = _compared(network, mesh)

@@ -17,5 +17,4 @@ def manifest(make_shards: Any) -> ShardManifest:
 
 @pytest.fixture
 def config(manifest: ShardManifest, tmp_path: Path) -> MakeConfig:
-    """Returns a function that returns settings of a run in `tmp_path`, some of them changed."""
     return partial(private_config, manifest, tmp_path / "run")

@@ -33,8 +33,6 @@ def tied() -> nn.Module:
 
 
 class Centered(nn.Linear):
-    """Mixes the rows of a batch."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
         return y - 0.5 * y.mean(0)

@@ -14,7 +14,6 @@ HOUR = 3600.0
 
 
 def make(root: Path, name: str, idle_hours: float, *files: str, shards: str = "") -> None:
-    """Makes a folder whose files have not changed for some hours."""
     folder = root / name
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

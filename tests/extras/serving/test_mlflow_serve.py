@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.spark, pytest.mark.filterwarnings("i
 
 @pytest.fixture(scope="module")
 def programs(late: Served, pictures: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the programs of a new environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     programs = folder / "bin"

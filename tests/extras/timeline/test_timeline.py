@@ -114,8 +114,6 @@ def _check_nesting(own: list[TraceSlice]) -> None:
 
 
 class _LateRank(nn.Linear):
-    """A network that computes longer on one rank."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.distributed.get_rank() == 1:
             threading.Event().wait(0.05)

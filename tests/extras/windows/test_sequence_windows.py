@@ -156,9 +156,7 @@ def _stage(**params: Any) -> SequenceWindows:
 
 
 @pytest.mark.modes
-def test_a_pipeline_of_windows_and_a_network_is_fitted_saved_and_loaded(
-    spark_saves: None, table: Any, tmp_path: Path
-) -> None:
+def test_a_pipeline_of_windows_is_fitted_and_saved(spark_saves: None, table: Any, tmp_path: Path) -> None:
     module, sizes = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), {"epochs": 2, "batchSize": 16}
     network = TorchRegressor(model=module, handleInvalid="skip", storageUri=str(tmp_path), **sizes)
     # One pipeline trains on the windows with labels, and also forecasts after the newest row.

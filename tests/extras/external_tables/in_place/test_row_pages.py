@@ -61,7 +61,6 @@ def _table() -> Any:
     ids=str,
 )
 def written(request: Any, tmp_path: Path) -> tuple[Path, Any]:
-    """A file with one row group of small pages, and its rows."""
     table, path = _table(), tmp_path / "t.parquet"
     small = {"row_group_size": ROWS, "data_page_size": 1_000, "write_batch_size": 50}
     pq.write_table(table, path, **small, **request.param)
@@ -84,8 +83,6 @@ def test_the_pages_of_any_rows_give_what_arrow_gives(written: tuple[Path, Any]) 
 
 
 class Counting:
-    """A file that counts the bytes read from it."""
-
     def __init__(self, file: Any) -> None:
         self.file, self.num_bytes = file, 0
 

@@ -76,7 +76,6 @@ def _ids(rows: int, seq: int, seed: int = 2) -> torch.Tensor:
 
 
 def _loss(outputs: torch.Tensor) -> torch.Tensor:
-    """Weighs every output differently."""
     weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs)
     return (outputs * weights).square().mean() + (outputs * weights).mean()
 

@@ -22,7 +22,6 @@ TWO = dict.fromkeys(AXES, 1) | {"tensor": 2}
 
 
 def _shared() -> nn.Module:
-    """Has one layer under two names."""
     up, down = nn.Linear(4, 10), nn.Linear(10, 4)
     compute = lambda self, x: self.down(self.again(x)) + self.down(self.up(x))  # noqa: E731
     return Net(compute, up=up, down=down, again=up)
