@@ -29,6 +29,7 @@ import signal
 import sys
 import traceback
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -197,20 +198,20 @@ def load(folder: Path | None) -> Cells:
     """Loads the moments of earlier runs."""
     cells: Cells = defaultdict(list)
     if folder is not None and (folder / "faults.json").exists():
-        for values in json.loads((folder / "faults.json").read_text()):
+        for values in chain(*json.loads((folder / "faults.json").read_text())):
             moment = Moment(**values | {"problems": tuple(values["problems"])})
             cells[moment.target, moment.kind].append(moment)
     return cells
 
 
 def save(folder: Path | None, cells: Cells) -> None:
-    """Writes the moments as JSON, one per line."""
+    """Writes the moments as JSON, a cell per line."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    moments = [json.dumps(moment.to_json()) for group in cells.values() for moment in group]
+    lines = [json.dumps([moment.to_json() for moment in group]) for group in cells.values() if group]
     fresh = folder / "faults.json.new"
-    fresh.write_text("[\n" + ",\n".join(moments) + "\n]\n")
+    fresh.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     fresh.replace(folder / "faults.json")
 
 

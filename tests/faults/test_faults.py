@@ -6,14 +6,12 @@ weights of the undisturbed run, and no leftover process, port, temporary file or
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import damage
 import meshes
 import moments
 import processes
@@ -209,13 +207,3 @@ def test_a_line_that_a_kill_cut_is_no_line(tmp_path: Path) -> None:
     assert diaries.read() == diaries.read() == [{"what": "step", "time": 1.0}]
     file.write_text(file.read_text() + 'art", "time": 0.5}\n')
     assert diaries.read() == [{"what": "start", "time": 0.5}, {"what": "step", "time": 1.0}]
-
-
-@pytest.mark.parametrize("how", [damage.flip, damage.truncate])
-def test_damage_changes_the_file(tmp_path: Path, how: object) -> None:
-    path = tmp_path / "file"
-    for seed in range(20):
-        path.write_bytes(bytes(range(100)))
-        how(path, random.Random(seed))
-        assert path.read_bytes() != bytes(range(100))
-        assert path.stat().st_size == 100 or how is damage.truncate
