@@ -3,24 +3,12 @@ from __future__ import annotations
 import pytest
 from pyspark.sql import types as T
 
-from ringspark.pipelines.columns import Column, columns_from_spark, quote
-from ringspark.pipelines.kinds import Array, Padded, Ragged, Scalar, Struct, Vector
+from ringspark.pipelines.columns import columns_from_spark
+from ringspark.pipelines.kinds import Struct
 
 
 def _struct(*fields: tuple[str, T.DataType]) -> T.StructType:
     return T.StructType([T.StructField(name, data_type) for name, data_type in fields])
-
-
-NUMBERS = {"Boolean": "bool", "Byte": "int8", "Short": "int16", "Integer": "int32", "Long": "int64"}
-NUMBERS |= {"Float": "float32", "Double": "float64"}
-
-
-@pytest.mark.parametrize(("name", "dtype"), NUMBERS.items())
-def test_numbers_keep_their_width(name: str, dtype: str) -> None:
-    data_type = getattr(T, f"{name}Type")()
-    x, a = columns_from_spark(_struct(("x", data_type), ("a", T.ArrayType(data_type))))
-    assert (x.kind, a.kind) == (Scalar(dtype), Array(dtype))
-    assert (x.source, a.source) == (data_type.simpleString(), f"array<{data_type.simpleString()}>")
 
 
 @pytest.mark.parametrize(
@@ -71,17 +59,3 @@ def test_a_struct_has_the_dtype_that_holds_all_its_fields(types: list[T.DataType
     assert (column.dtype, column.row_shape) == (dtype, (len(types) + 1,))
     assert isinstance(column.kind, Struct)
     assert column.kind.fields == (*(("in", name) for name, _ in others), ("f0",), ("z",))
-
-
-def test_a_dense_column_has_one_array_of_its_name() -> None:
-    cube = Column(name="x", kind=Array("int8", (2, 3)))
-    assert cube.is_dense
-    assert (cube.dtype, cube.row_shape, cube.kind.row_bytes) == ("int8", (2, 3), 6)
-    assert Column(name="x", kind=Padded("int8", length=4)).is_dense
-    assert Column(name="x", kind=Vector(shape=(3,))).is_dense
-    assert not Column(name="x", kind=Ragged("int8")).is_dense
-
-
-def test_names_are_quoted_for_spark() -> None:
-    assert quote("a.b") == "`a.b`"
-    assert quote("a`b") == "`a``b`"

@@ -68,7 +68,6 @@ def global_batches(plan: EpochPlan) -> list[frozenset[tuple[int, int]]]:
     return batches
 
 
-@settings(deadline=None)
 @given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 80), shuffle=st.booleans())
 @example(row_groups=[], num_shards=2, batch=1, shuffle=True)
 @example(row_groups=[0, 0, 0], num_shards=48, batch=1000, shuffle=True)
@@ -84,7 +83,6 @@ def test_every_row_is_in_exactly_one_batch(row_groups, num_shards, batch, shuffl
     assert frozenset().union(*batches) == {(g, r) for g, rows in enumerate(row_groups) for r in range(rows)}
 
 
-@settings(deadline=None)
 @given(
     row_groups=row_group_lists,
     num_shards=shard_counts,
@@ -99,7 +97,7 @@ def test_resuming_gives_the_tail_of_the_epoch(row_groups, num_shards, batch, shu
     assert shard_rows(plan, shard, start) == shard_rows(plan, shard)[start:]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     row_groups=row_group_lists,
     shards=st.tuples(shard_counts, shard_counts),
@@ -130,7 +128,6 @@ def test_the_number_of_shards_may_change_in_the_middle_of_an_epoch(
     ]
 
 
-@settings(deadline=None)
 @given(
     row_groups=row_group_lists,
     num_shards=shard_counts,
@@ -152,7 +149,6 @@ def test_the_order_is_drawn_from_seed_epoch_and_row_groups_alone(
             assert all(position // batch == step for position in positions)
 
 
-@settings(deadline=None)
 @given(
     row_groups=row_group_lists,
     num_shards=shard_counts,
@@ -171,7 +167,6 @@ def test_resuming_reads_no_row_group_that_is_used_up(row_groups, num_shards, bat
     assert all(read.first_step >= start for read in reads)
 
 
-@settings(deadline=None)
 @given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 80))
 def test_without_shuffling_the_shards_parts_of_a_step_follow_each_other(row_groups, num_shards, batch):
     plan = plan_of(row_groups, num_shards, batch, 4, shuffle=False)
@@ -180,7 +175,6 @@ def test_without_shuffling_the_shards_parts_of_a_step_follow_each_other(row_grou
     assert rows == [(g, r) for g, size in enumerate(row_groups) for r in range(size)]
 
 
-@settings(deadline=None)
 @given(row_groups=row_group_lists, num_shards=shard_counts, batch=st.integers(1, 40), shuffle=st.booleans())
 def test_reads_come_in_the_order_of_need_and_only_once(row_groups, num_shards, batch, shuffle):
     plan = plan_of(row_groups, num_shards, batch, shuffle=shuffle)

@@ -38,7 +38,6 @@ def encoded(pixels: Any, form: str = "PNG", **options: Any) -> bytes:
 
 
 def bytes_decoded(kind: Binary, data: bytes) -> Pixels:
-    """Returns the pixels of one image in a batch, (height, width, channels)."""
     rows = kind.decode(kind.encode(pa.array([data])).arrays)
     assert isinstance(rows, RaggedRows)
     return kind.finish("x", rows)["x"][0]

@@ -54,15 +54,3 @@ def test_every_type_has_a_zero(data_type: Any, value: Any, zero: Any) -> None:
     filled = fill_nulls(pa.array([None, value], data_type))
     assert filled.type == data_type
     assert filled.to_pylist() == [zero, value]
-
-
-def test_a_null_vector_becomes_an_empty_one() -> None:
-    vector = pa.struct(
-        {"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
-    )
-    sparse = {"size": 2, "indices": [1], "values": [2.0]}
-    values = pa.array([sparse, None, sparse], vector)
-    found = null_rows(values)
-    assert found is not None
-    assert found.tolist() == [False, True, False]
-    assert fill_nulls(values).to_pylist() == [sparse, {"size": 0, "indices": [], "values": []}, sparse]

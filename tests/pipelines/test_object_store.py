@@ -94,7 +94,6 @@ def columns() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def local(ordered_shards: Any, columns: dict[str, np.ndarray]) -> ShardManifest:
-    """Three files of four row groups each, on the local disk."""
     return ordered_shards(columns, num_files=FILES, row_group_rows=GROUP_ROWS)
 
 

@@ -42,23 +42,11 @@ COLUMNS = {
 
 @pytest.fixture
 def shards(ordered_shards: Any) -> ShardManifest:
-    """237 rows in three files of row groups of 16."""
     return ordered_shards(COLUMNS, num_files=3, row_group_rows=16)
 
 
 def _joined(batches: list[Batch], name: str = "id") -> np.ndarray:
     return np.concatenate([batch[name] for batch in batches])
-
-
-def test_every_dtype_comes_back_bitwise(shards: ShardManifest, engine: str) -> None:
-    batches = list(open_reader(shards, batch_size=50, engine=engine, shuffle=False).batches(0))
-    assert [len(batch["id"]) for batch in batches] == [50, 50, 50, 50, 37]
-    assert list(batches[0]) == list(COLUMNS)
-    for name, expected in COLUMNS.items():
-        values = _joined(batches, name)
-        assert values.dtype == expected.dtype
-        assert values.shape == expected.shape
-        assert values.tobytes() == expected.tobytes()
 
 
 def test_epochs_may_have_batches_of_their_own_size(shards: ShardManifest, engine: str) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines.rows import RaggedRows, Rows, cut, join, num_bytes, num_rows, take
+from ringspark.pipelines.rows import RaggedRows, Rows, cut, num_bytes
 
 Lists = list[list[int]]
 lists = st.lists(st.lists(st.integers(-5, 5), max_size=4), max_size=12)
@@ -26,14 +26,6 @@ def to_lists(rows: Rows) -> Lists:
 
 
 @given(rows=lists, data=st.data())
-def test_ragged_rows_are_taken_like_a_list(rows: Lists, data: st.DataObject) -> None:
-    indexes = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=20)) if rows else []
-    taken = take(ragged(rows), np.array(indexes, dtype=np.int64))
-    assert to_lists(taken) == [rows[index] for index in indexes]
-    assert num_rows(taken) == len(indexes)
-
-
-@given(rows=lists, data=st.data())
 def test_ragged_rows_are_cut_like_a_list(rows: Lists, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
@@ -45,15 +37,3 @@ def test_ragged_rows_are_cut_like_a_list(rows: Lists, data: st.DataObject) -> No
     assert len(compact.parts[0]) == compact.offsets[-1]
     assert to_lists(compact) == rows[start:stop]
     assert num_bytes(part) == num_bytes(compact)
-
-
-@given(pieces=st.lists(lists, min_size=1, max_size=4))
-def test_ragged_rows_are_joined_like_lists(pieces: list[Lists]) -> None:
-    assert to_lists(join([ragged(piece) for piece in pieces])) == [row for piece in pieces for row in piece]
-
-
-def test_dense_rows_are_numpy_arrays() -> None:
-    rows = np.arange(12).reshape(4, 3)
-    assert np.array_equal(take(rows, np.array([3, 0])), rows[[3, 0]])
-    assert np.array_equal(join([cut(rows, 0, 1), cut(rows, 1, 4)]), rows)
-    assert (num_rows(rows), num_bytes(rows)) == (4, 96)

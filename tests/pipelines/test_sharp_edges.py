@@ -1,7 +1,4 @@
-"""Edge cases of readers: very few rows, little memory, changed files.
-
-Every test checks one edge case, with every engine if an engine takes part.
-"""
+"""Edge cases of readers: very few rows, little memory, changed files."""
 
 from __future__ import annotations
 
@@ -420,16 +417,3 @@ def test_a_cache_keeps_what_its_shard_reads_again_and_nothing_else(ordered_shard
     assert sorted(seen) == sorted(set(reads))
     assert reader.cache is not None
     assert reader.cache.num_bytes == 8 * 10 * len(again)
-
-
-def test_a_forked_child_leaves_the_disk_cache_to_its_parent(ordered_shards: Any) -> None:
-    manifest = ordered_shards(_ids(200))
-    reader = open_reader(manifest, batch_size=10, engine="arrow", cache="disk")
-    whole = list(reader.batches(0))
-    child = os.fork()
-    if child == 0:
-        del reader
-        gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert len(list(reader.batches(1))) == len(whole)

@@ -17,7 +17,6 @@ from ringspark.pipelines.manifest import ShardFile
 
 
 def manifest() -> dict[str, Any]:
-    """A valid manifest as JSON values."""
     made = ShardManifest(
         uri="/shards",
         columns=(Column(name="x", kind=Scalar(dtype="int64"), source="bigint"),),

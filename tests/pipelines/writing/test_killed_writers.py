@@ -1,8 +1,6 @@
 """A killed writer leaves no partial dataset that a reader accepts, and blocks no later writer.
 
-A process that has loaded the packages forks writers and kills them with SIGKILL. Each writer writes
-partitions and commits their manifest like the tasks and the driver of `write_shards`. A fork takes
-milliseconds, and a Spark application takes seconds to start.
+A process forks the writers, because a fork takes milliseconds and a Spark application takes seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Every row of a DataFrame of any kind is in the files once, whichever way it is written.
-
-The frames are in tests/support/frames_of_any_kind.py. Each frame takes one way in `make test`, and every way
-in `make test-all`; both in three modes (tests/test_modes.py).
-"""
+"""Every row of a DataFrame of any kind is in the files once, whichever way it is written."""
 
 from __future__ import annotations
 

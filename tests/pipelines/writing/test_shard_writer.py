@@ -68,16 +68,6 @@ def test_no_rows_make_no_file(tmp_path: Path) -> None:
     assert _write(_plan(tmp_path))["stats"]["train"][0]["rows"] == 0
 
 
-def test_the_last_column_parts_train_from_validation(tmp_path: Path) -> None:
-    for indicator in (np.arange(40) % 4 == 0, (np.arange(40) % 4 == 0).astype(np.float64)):
-        plan = _plan(tmp_path, splits=True)
-        report = _write(plan, _batch(np.arange(40), indicator))
-        validation, train = (_stored(plan, report, split).read() for split in ("validation", "train"))
-        assert validation.to_pydict() == {"x": list(range(0, 40, 4))}
-        assert train.to_pydict() == {"x": [row for row in range(40) if row % 4]}
-        assert report["stats"]["validation"][0]["rows"] == 10
-
-
 def test_wide_rows_get_smaller_row_groups(tmp_path: Path) -> None:
     wide = Column(name="x", kind=Array("float32"))
     values = pa.ListArray.from_arrays(

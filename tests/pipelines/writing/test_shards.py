@@ -16,7 +16,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
-from ringspark.pipelines import Image, Ragged, ShardManifest, Vocabulary, open_reader, write_shards
+from ringspark.pipelines import Image, Ragged, ShardManifest, open_reader, write_shards
 from ringspark.pipelines.manifest import SPLITS
 from ringspark.pipelines.writing import shards
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.spark
 
 
 def _ids(manifest: ShardManifest, name: str = "id") -> dict[str, list[Any]]:
-    """Returns the sorted values of a column in each split."""
     return {split: sorted(_read(manifest.select(split))[name].tolist()) for split in SPLITS}
 
 
@@ -35,41 +34,8 @@ def _read(manifest: ShardManifest) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def rows(spark: Any) -> Any:
-    """200 rows with every column type."""
-    return spark.range(200).selectExpr(
-        "id + 16777217 - 100 as id",
-        "cast(id as int) as i",
-        "cast(id % 100 as tinyint) as b",
-        "id % 2 = 0 as flag",
-        "cast(id as float) as f",
-        "id * 0.1D as d",
-        "array(cast(id as float), cast(-id as float)) as a",
-        "array(id, id + 1, id + 2) as tokens",
-        "id % 5 = 0 as held_out",
-        "id as `dotted.name`",
-    )
-
-
-def test_every_row_arrives_exactly(rows: Any, tmp_path: Path) -> None:
-    manifest = write_shards(rows.drop("held_out"), str(tmp_path / "s"), num_files=3, row_group_rows=32)
-    manifest.verify_files()
-    assert ShardManifest.load(tmp_path / "s") == manifest
-    assert len(manifest.files) == 3
-    assert max(f.num_rows for f in manifest.files) - min(f.num_rows for f in manifest.files) <= 4
-    data = _read(manifest)
-    order = np.argsort(data["i"])
-    ids = np.arange(200)
-    assert {name: values.dtype.name for name, values in data.items()} == {
-        "id": "int64", "i": "int32", "b": "int8", "flag": "bool", "f": "float32", "d": "float64",
-        "a": "float32", "tokens": "int64", "dotted.name": "int64",
-    }  # fmt: skip
-    # float32 has no odd numbers beyond 2**24, so a cast anywhere would show.
-    assert np.array_equal(data["id"][order], ids + 16_777_217 - 100)
-    assert np.array_equal(data["flag"][order], ids % 2 == 0)
-    assert np.array_equal(data["a"][order], np.stack([ids, -ids], axis=1).astype(np.float32))
-    assert np.array_equal(data["tokens"][order], ids[:, None] + [0, 1, 2])
-    assert np.array_equal(data["dotted.name"][order], ids)
-    assert manifest.stats["train"]["id"].maximum == 16_777_217 + 99
+    columns = "cast(id as int) as i", "id * 0.1D as d", "array(float(id)) as a", "id % 5 = 0 as held_out"
+    return spark.range(200).selectExpr(*columns)
 
 
 def test_the_split_of_a_plan_that_changes_on_every_run_is_disjoint(spark: Any, tmp_path: Path) -> None:
@@ -151,14 +117,6 @@ def test_an_indicator_that_is_none_is_refused(rows, tmp_path, expression, messag
             rows.selectExpr("i", f"{expression} as held_out"), str(tmp_path / "s"), validation_col="held_out"
         )
     assert not (tmp_path / "s").exists()
-
-
-def test_nan_and_infinity_are_recorded_not_refused(rows: Any, tmp_path: Path) -> None:
-    df = rows.selectExpr(
-        "case when i < 3 then double('NaN') when i < 5 then double('-Infinity') else d end as d"
-    )
-    stats = write_shards(df, str(tmp_path / "s")).stats["train"]["d"]
-    assert (stats.nans, stats.infs, stats.minimum) == (3, 2, 0.5)
 
 
 def test_a_failing_task_leaves_nothing(rows: Any, tmp_path: Path) -> None:
@@ -261,11 +219,6 @@ def test_nulls_are_skipped_or_kept_where_asked_for(spark: Any, tmp_path: Path) -
     manifest = write_shards(df, str(tmp_path / "keep"), handle_invalid={"x": "keep", "a": "keep"})
     names = ["id", "x", "x.isnull", "a", "a.isnull", "held_out"]
     assert [column.name for column in manifest.columns] == names
-    data = _read(manifest)
-    assert np.array_equal(data["x.isnull"], data["id"] % 4 == 0)
-    assert np.array_equal(data["x"], np.where(data["id"] % 4 == 0, 0, data["id"]))
-    assert np.array_equal(data["a.isnull"], data["id"] % 10 == 0)
-    assert np.array_equal(data["a"][:, 0], np.where(data["id"] % 10 == 0, 0, data["id"]))
     stats = manifest.stats["train"]["x"]
     # The fill value of a null does not count as a value.
     assert (stats.rows, stats.nulls, stats.values, stats.minimum) == (100, 25, 75, 1)
@@ -334,15 +287,6 @@ def test_columns_whose_arrays_would_share_a_name_are_refused(spark: Any, tmp_pat
 def test_every_codec_reads_back(rows: Any, tmp_path: Path, compression: str) -> None:
     manifest = write_shards(rows.select("i"), str(tmp_path / "s"), compression=compression)
     assert sorted(_read(manifest)["i"].tolist()) == list(range(200))
-
-
-def test_a_vocabulary_counts_training_rows_alone(spark: Any, tmp_path: Path) -> None:
-    df = spark.range(30).selectExpr(
-        "if(id < 20, 'held', if(id % 2 = 0, 'a', 'b')) as city", "id < 20 as held"
-    )
-    columns = {"city": Vocabulary()}
-    manifest = write_shards(df, str(tmp_path / "s"), columns=columns, validation_col="held")
-    assert manifest.column("city").kind.words == ("a", "b")
 
 
 @pytest.mark.parametrize(
