@@ -1,8 +1,4 @@
-"""Every public stage of the package, for the conformance suite `test_conformance.py`.
-
-`STAGES` lists the stages that train, `EXTRA_STAGES` the stages of extras. The tests of Params, saving and
-`transform` take both.
-"""
+"""Every public stage: `STAGES` train, and `EXTRA_STAGES` are those of extras."""
 
 from __future__ import annotations
 
@@ -62,7 +58,6 @@ class StageCase:
         return _load(self.model_path) if self.model_path else None
 
     def make(self, storage_uri: str, **params: Any) -> Any:
-        """Returns the stage, not fitted."""
         return self.stage(**self.make_params(storage_uri) | params)
 
     def make_evaluator(self) -> Evaluator:
@@ -77,7 +72,6 @@ def _load(path: str) -> type[Any]:
 
 
 def _training(network: ModelSpec, storage_uri: str) -> dict[str, Any]:
-    """Returns Params of short, quiet fits."""
     place = {"storageUri": storage_uri, "showProgress": False}
     return {"model": network, "epochs": 2, "batchSize": 32, "learningRate": 0.05} | place
 
@@ -149,13 +143,11 @@ EXTRA_CASES = [_param(case, pytest.mark.extras) for case in EXTRA_STAGES]
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
-    """One stage of `STAGES` per run."""
     return request.param
 
 
 @pytest.fixture(scope="module", params=[*CASES, *EXTRA_CASES])
 def any_case(request):
-    """One stage of `STAGES` or `EXTRA_STAGES` per run."""
     return request.param
 
 
@@ -166,7 +158,6 @@ def listed():
 
 @pytest.fixture(scope="module")
 def stage_storage(tmp_path_factory):
-    """A folder that the driver and the executors share."""
     return str(tmp_path_factory.mktemp("stages"))
 
 
@@ -217,5 +208,4 @@ def transformer(any_case, stages):
 
 @pytest.fixture(scope="module")
 def scored(fitted, frame):
-    """Predictions of `fitted` for every row, by id."""
     return fitted.transform(frame).orderBy("id").collect()

@@ -1,8 +1,4 @@
-"""The contract of a Spark ML stage: one suite for every public stage (`STAGES` and `EXTRA_STAGES`).
-
-It runs on local, local-cluster and Connect, and on the oldest, the default and the newest Spark. A test is
-skipped only if Spark itself lacks the feature. Tests that only read a model share `fitted`.
-"""
+"""The contract of a Spark ML stage for every public stage; tests that only read a model share `fitted`."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ def values(stage: Any) -> dict[str, Any]:
 
 
 def set_by_user(stage: Any) -> set[str]:
-    """Returns the names of Params that the user set."""
     return {param.name for param in stage.params if stage.isSet(param)}
 
 
@@ -348,12 +343,6 @@ def test_train_validation_split_fits_the_stage(case, split, evaluator, frame):
     assert len(split.validationMetrics) == 1
     assert type(split.bestModel) is case.model
     assert evaluator.evaluate(split.transform(frame)) == evaluator.evaluate(split.bestModel.transform(frame))
-
-
-def test_a_best_model_survives_save_and_load(case, cross_validated, frame, tmp_path, spark):
-    cross_validated.bestModel.save(str(tmp_path / "best"))
-    loaded = case.model.load(str(tmp_path / "best"))
-    assert predictions(loaded, frame) == predictions(cross_validated, frame)
 
 
 def test_validators_survive_save_and_load(cross_validated, split, frame, tmp_path, spark_saves):

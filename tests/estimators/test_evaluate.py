@@ -19,7 +19,6 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture(scope="module")
 def table(spark):
-    """300 rows in several partitions; a third are held out."""
     plain = spark.range(0, 300, 1, 5).selectExpr("id", "array(sin(id), cos(1.7 * id)) as features")
     return plain.selectExpr(
         "id",

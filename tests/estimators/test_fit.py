@@ -43,7 +43,6 @@ MLP = mlp(2, hidden=16)
 
 @pytest.fixture(scope="module")
 def table(spark):
-    """240 rows: two numbers, a class, a target, a few nulls."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2))
     rows = [(i, float(a), float(b), float(a + b > 0), float(a - b)) for i, (a, b) in enumerate(x)]
@@ -194,7 +193,6 @@ def test_nulls_are_left_out_where_asked_in_fit_and_transform(table, common):
 
 
 def of_two_numbers() -> Net:
-    """Returns a network that takes two numbers as two arguments."""
     return Net(lambda self, a, b: self.linear(torch.stack([a, b], dim=1)), linear=nn.Linear(2, 2))
 
 
@@ -283,7 +281,6 @@ def test_settings_without_effect_are_said(table, common, tmp_path):
 
 
 def _said(function: Any) -> list[str]:
-    """Returns the user warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
@@ -308,14 +305,6 @@ def test_a_fitted_pipeline_is_saved_over_the_folder_above_its_storage(table, com
     before = values_of(fitted.transform(table))
     fitted.write().overwrite().save(str(tmp_path / "shared"))
     assert values_of(PipelineModel.load(str(tmp_path / "shared")).transform(table)) == before
-
-
-def test_none_clears_a_param_in_setters_as_in_constructors(common):
-    estimator = TorchClassifier(**common, metrics=["auroc"], validationIndicatorCol="held_out", patience=3)
-    estimator.setMetrics(None).setValidationIndicatorCol(None).setPatience(None)
-    assert estimator.getMetrics() == []
-    assert estimator.getPatience() is None
-    assert not estimator.isDefined(estimator.validationIndicatorCol)
 
 
 def test_an_empty_name_of_a_column_that_may_be_missing_is_none(table, common):

@@ -21,7 +21,6 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 @pytest.fixture(scope="module")
 def table(spark):
-    """300 rows in two partitions; a third are held out."""
     return spark.range(0, 300, 1, 2).selectExpr(
         "id",
         "array(cast(sin(id) as float), cast(cos(1.7 * id) as float)) as features",

@@ -43,7 +43,6 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 @pytest.fixture(scope="module")
 def table(spark):
-    """40 rows: an encoded image and its dominant colour."""
     rows = [(i, png(picture(i)), "red" if i % 2 else "blue") for i in range(40)]
     return spark.createDataFrame(rows, "id long, content binary, colour string").repartition(2, "id")
 

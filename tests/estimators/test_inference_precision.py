@@ -91,10 +91,6 @@ def test_shards_of_a_run_stay_until_they_are_compared(table, tmp_path):
     assert [path.name for path in (run / "shards").iterdir()] == ["manifest.json"]
 
 
-def test_fp32_is_not_compared(table, tmp_path):
-    assert stage(tmp_path).fit(table).summary.precision_difference is None
-
-
 @pytest.mark.parametrize("handling", ["error", pytest.param("skip", marks=pytest.mark.slow), "keep"])
 def test_a_table_without_vectors_is_scored_straight_from_parquet(spark, tmp_path, handling):
     """Spark then passes its columns to Python by another way than rows."""

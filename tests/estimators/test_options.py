@@ -46,6 +46,7 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"scaleLearningRate": ScaleLearningRate(base_batch_size=4, rule="sqrt", warmup_epochs=0.5)},
     ),
     ({"lora": {"rank": 2, "targets": "*"}}, {"lora": LoRA(rank=2, targets=("*",))}),
+    ({"gradientCheckpointing": ("trunk.0",)}, {"gradientCheckpointing": ["trunk.0"]}),
     ({"pretrained": "/some/folder"}, {"pretrained": Pretrained(uri="/some/folder")}),
 ]
 

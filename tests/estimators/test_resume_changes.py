@@ -20,7 +20,6 @@ pytestmark = pytest.mark.spark
 
 
 def _fail(path: Path, state: TrainingState) -> None:
-    """Raises in step 9 while `path` exists."""
     if state.step == 9 and path.exists():
         raise ZeroDivisionError("on purpose")
 

@@ -19,7 +19,6 @@ from ringspark.estimators import (
     Zero,
 )
 from ringspark.estimators.collectives import COLLECTIVES
-from ringspark.estimators.options.checked import listed
 from ringspark.estimators.stages.to_config import config_of, settings_without_effect
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
@@ -39,20 +38,6 @@ def test_the_stages_have_every_declared_setting_and_no_other():
     found = {param.name: param.doc for kind in STAGES for param in kind().params}
     declared = {name: setting.words for name, setting in SETTINGS.items()}
     assert found == declared
-
-
-@pytest.mark.parametrize("kind", STAGES)
-def test_a_param_has_getter_setter_and_the_declared_default(kind):
-    stage = kind()
-    for param in stage.params:
-        suffix = param.name[0].upper() + param.name[1:]
-        default = SETTINGS[param.name].default
-        setter = getattr(stage, f"set{suffix}")
-        if default is None:
-            assert not stage.isDefined(param)
-        else:
-            assert getattr(stage, f"get{suffix}")() == listed(default)
-            assert setter(default) is stage
 
 
 def test_a_gang_on_gpus_sums_by_torch_unless_told_otherwise():

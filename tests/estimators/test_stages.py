@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
-from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 from small_networks import Net, linear, mlp
 from spark_tables import quiet
@@ -37,7 +37,6 @@ def storage_uri(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(spark):
-    """240 rows: two numbers, a class computed from them, a target linear in them."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2))
     rows = [
@@ -145,15 +144,6 @@ def test_progress_is_shown_on_the_driver(table, storage_uri, capsys):
     printed = capsys.readouterr().err
     assert "epoch 1: loss 0." in printed
     assert "epoch 2: loss 0." in printed
-
-
-def test_vectors_and_arrays_give_the_same_model(table, storage_uri):
-    """One shard file each, so both fits read the rows in the same order."""
-    estimator = _stage(storage_uri, epochs=1, batchSize=240)
-    ordered = table.orderBy("id").coalesce(1)
-    arrays = ordered.withColumn("features", vector_to_array("features", "float32"))
-    losses = [estimator.fit(frame).summary.epochs[0].train_loss for frame in (ordered, arrays)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.extras

@@ -78,13 +78,6 @@ def test_texts_are_features_saved_loaded_and_streamed(spark, table, tmp_path):
     assert values_of(run_stream(stream, tmp_path), "predictedLabel") == wanted
 
 
-def test_an_estimator_with_a_tokenizer_is_saved_as_text(tmp_path, spark):
-    estimator = classifier(tmp_path)
-    estimator.save(str(tmp_path / "estimator"))
-    assert not list((tmp_path / "estimator").rglob("*.pkl"))
-    assert TorchClassifier.load(str(tmp_path / "estimator")).getColumns() == estimator.getColumns()
-
-
 @pytest.mark.slow
 def test_two_workers_are_one_though_each_pads_to_its_own_longest(table, tmp_path):
     """This includes a worker without rows, and micro-batches."""

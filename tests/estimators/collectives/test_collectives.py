@@ -26,11 +26,9 @@ from ringspark.estimators.collectives import (
 )
 from ringspark.estimators.collectives.base import backward_errors, gather_bytes
 from ringspark.estimators.collectives.horovod_collective import _check_name
-from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.network import interface_of
 from ringspark.estimators.collectives.network_collective import NetworkCollective
 from ringspark.estimators.collectives.rendezvous.server import KeyValues, unpack
-from ringspark.estimators.environment import environment
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.data.data_parallel import synchronize
@@ -55,7 +53,6 @@ def _both_roads(work: RankWork, collective: Collective) -> list[Any]:
 
 
 def _results(size: int, name: str, work: RankWork) -> list[list[Any]]:
-    """Returns the results of every rank, by transport."""
     return [list(road) for road in zip(*run_ranks(size, name, partial(_both_roads, work)), strict=True)]
 
 
@@ -469,19 +466,6 @@ def test_a_horovod_that_would_bind_to_a_wrong_name_is_refused_before_it_starts(m
     with pytest.raises(ValueError, match=rf"{name} {problem} on the host with the address 10.77.0.9; add"):
         _check_name(two)
     _check_name(replace(two, local_size=2))
-
-
-def test_local_refuses_more_than_one_worker():
-    with pytest.raises(ValueError, match="serves one worker, got 2"):
-        LocalCollective(Member(size=2))
-
-
-def test_the_environment_is_put_back(monkeypatch):
-    monkeypatch.setenv("RINGSPARK_A", "old")
-    with environment({"RINGSPARK_A": "new", "RINGSPARK_B": "new"}):
-        assert os.environ["RINGSPARK_A"] == os.environ["RINGSPARK_B"] == "new"
-    assert os.environ["RINGSPARK_A"] == "old"
-    assert "RINGSPARK_B" not in os.environ
 
 
 def test_the_interface_of_loopback_is_found():

@@ -59,7 +59,6 @@ def _available(num_bytes: int) -> Available:
 
 @pytest.fixture
 def shards(make_shards):
-    """1,000 rows of 64 numbers, in row groups of 10."""
     x = np.zeros((1000, 64), np.float32)
     manifest: ShardManifest = make_shards({"x": x, "y": x[:, 0]}, row_group_rows=10)
     return manifest

@@ -7,17 +7,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from parity import difference, equal_to_one_worker
 from short_sync import sync_of
-from small_networks import Net
 from small_training import columns_of, config_of, train_gang
-from torch import nn
 
-from ringspark.estimators import WorkerError
 from ringspark.estimators.collectives import COLLECTIVES
 from ringspark.estimators.options.sync import SHARDINGS, Zero
-from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.models import ModelSpec
 
 SPEC = ModelSpec("mlp", {"in_features": 4, "hidden": [16] * 4, "out_features": 1, "dropout": 0.0})
@@ -57,23 +52,3 @@ def test_sharded_parameters_go_with_checkpointing_and_mixed_precision(make_shard
     plain = _config(manifest, tmp_path / "a", num_workers=2, collective="torch", precision="bf16")
     sharded = replace(plain, run_uri=str(tmp_path / "b"), sync=Zero(stage=3), gradient_checkpointing=policy)
     assert difference(train_gang(plain), train_gang(sharded), plain) < 1e-5
-
-
-def _fails_on_rank_one(network: Net, x: torch.Tensor) -> torch.Tensor:
-    if network.training and torch.distributed.is_initialized():
-        network.calls += 1
-        if network.calls == 3 and torch.distributed.get_rank() == 1:
-            raise RuntimeError("the model broke")
-    return network.blocks(x)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("sharding", ["gradients", "parameters"])
-def test_a_model_that_raises_on_one_rank_ends_the_others(make_shards, tmp_path, sharding):
-    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
-    objects = UserObjects(module=Net(_fails_on_rank_one, blocks=blocks, calls=0))
-    gang = {"num_workers": 2, "collective": "torch", "sync": sync_of(sharding=sharding)}
-    config = config_of(make_shards(columns_of(200)), tmp_path / "run", **gang)
-    with pytest.raises(WorkerError, match=r"rank 1 .* step 3': RuntimeError: the model broke") as caught:
-        train_gang(config, objects)
-    assert {f.rank: f.from_peer for f in caught.value.failures}.get(0, True)

@@ -1,7 +1,4 @@
-"""Tests one contract for every strategy and collective, on real processes.
-
-One gang per strategy and collective runs all cases; each test checks its own case.
-"""
+"""One contract for every strategy and collective; one gang of real processes runs all cases."""
 
 from __future__ import annotations
 
@@ -149,7 +146,6 @@ def _train(
 
 
 def _weights(sync: GradientSync) -> list[float]:
-    """Returns all weights of the network, gathered; runs on every rank."""
     if hasattr(sync.network, "reshard"):
         sync.network.reshard()
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in sync.network.parameters()]

@@ -13,6 +13,7 @@ import pytest
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 from small_networks import mlp
+from small_training import epoch_record
 from spark_tables import quiet
 
 from ringspark.estimators import TorchClassifier
@@ -32,9 +33,7 @@ def _record(step: int, loss: float) -> StepRecord:
 
 
 def _epoch(number: int, loss: float) -> EpochRecord:
-    return EpochRecord(
-        epoch=number, steps=3, rows=96, seconds=0.5, learning_rate=0.1, train_loss=loss, validation_loss=None
-    )
+    return epoch_record(number, steps=3, train_loss=loss)
 
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from small_networks import linear
+from small_training import epoch_record
 from spark_tables import quiet
 
 from ringspark.estimators import TorchRegressor, run_layout
@@ -22,9 +23,7 @@ from ringspark.estimators.tracking.registry import make_trackers
 from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
 
-EPOCH = EpochRecord(
-    epoch=1, steps=3, rows=96, seconds=0.5, learning_rate=0.1, train_loss=0.25, validation_loss=None
-)
+EPOCH = epoch_record()
 AT = ("start", "epoch", "end")
 
 

@@ -233,12 +233,6 @@ def test_the_best_checkpoint_is_the_best(runs: Runs, collective: str) -> None:
     assert [name for name in kept if name.startswith(("best", "checkpoint"))] == ["best-3"]
 
 
-def test_without_being_asked_for_the_best_the_last_is_kept(runs: Runs) -> None:
-    last = runs.here(_columns(), run="run", epochs=3)
-    assert (last.checkpoint_epoch, last.stop_reason) == (3, None)
-    assert [path.name for path in (runs.folder / "run").iterdir() if path.is_dir()] == ["checkpoint"]
-
-
 def test_monitor_means_the_held_out_rows_where_there_are_any(runs: Runs) -> None:
     manifest = runs.shards(_columns(), validation=HELD_OUT)
     config = runs.config(manifest, metrics=("auroc",))

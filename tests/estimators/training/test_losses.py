@@ -17,7 +17,6 @@ from ringspark.estimators.training.objective.losses import (
     NOT_OF_OUTPUT_AND_LABEL,
     ClassLoss,
     RowLoss,
-    default_loss,
     loss_names,
     resolve_loss,
 )
@@ -147,24 +146,6 @@ def test_an_instance_keeps_its_settings(loss: nn.Module, shape: tuple[int, ...])
     before = loss.reduction
     torch.testing.assert_close(_mean(loss, output, label.double()), loss(output, label))
     assert loss.reduction == before
-
-
-def test_a_split_batch_has_the_gradient_of_the_whole_one() -> None:
-    """Ranks and micro-batches have different classes, so averaging their means would be wrong."""
-    g = _generator("split")
-    loss = nn.CrossEntropyLoss(weight=W4, ignore_index=1)
-    label = torch.randint(0, 4, (ROWS, 3), generator=g)
-    output = torch.randn(ROWS, 4, 3, generator=g, requires_grad=True)
-    (expected,) = torch.autograd.grad(loss(output, label), output, retain_graph=True)
-    criterion = Criterion([Head(label="y", loss=loss, ignored=1)])
-    weights = criterion.row_weights([label])
-    assert weights is not None
-    divisor = weights.sum(0)
-    gradient = torch.zeros_like(output)
-    for part in (slice(0, 2), slice(2, 2), slice(2, 7)):
-        share = criterion.rows([output[part]], [label[part]]).sum(0) / divisor
-        gradient += torch.autograd.grad(criterion.total(share), output, retain_graph=True)[0]
-    torch.testing.assert_close(gradient, expected)
 
 
 def test_a_known_range_of_labels_spares_the_weights() -> None:
@@ -310,12 +291,6 @@ def test_a_module_of_the_users_loses_its_reduction() -> None:
     loss = Scaled()
     assert resolve_loss(loss)(torch.zeros(3), torch.tensor([0.0, 1.0, 2.0])).tolist() == [0.0, 1.0, 3.0]
     assert loss.reduction == "mean"
-
-
-def test_default_losses() -> None:
-    assert default_loss("classification", 1) == "bce_with_logits"
-    assert default_loss("classification", 3) == "cross_entropy"
-    assert default_loss("regression", 1) == default_loss("any", 4) == "mse"
 
 
 def test_several_losses_add_up_by_their_own_means() -> None:

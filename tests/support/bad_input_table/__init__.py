@@ -1,10 +1,4 @@
-"""Inputs that must be refused: each row does something and gives patterns of the error message.
-
-`test_bad_inputs.py` asserts every row. A row's `do` takes a
-`Place`, which has a table, shards, a model and a saved model, and must raise the row's error.
-
-To add a row, put it into the list of its subject.
-"""
+"""Inputs that must be refused: each row does something and gives patterns of the error message."""
 
 from bad_input_table.columns import COLUMNS, TEXTS, WINDOWS
 from bad_input_table.jobs import JOB_LINES

@@ -17,10 +17,6 @@ R = BadInput
 RUNS = [
     R("fit: more workers than there are", lambda p: p.fit(minWorkers=2),
       "minWorkers .2. .* numWorkers", "lower"),
-    R("fit: a checkpoint every 0 steps", lambda p: p.fit(checkpointEverySteps=0),
-      "checkpointEverySteps", "least 1"),
-    R("fit: keeps no checkpoint", lambda p: p.fit(keepCheckpoints=0), "keepCheckpoints", "at least 1, got 0"),
-    R("fit: no time", lambda p: p.fit(timeoutSeconds=0.0), "timeoutSeconds", "above 0 and finite"),
     R("fit: fewer at most than at first", lambda p: p.fit(numWorkers=2, maxWorkers=1),
       r"maxWorkers \(1\) must be numWorkers \(2\) or more", "raise maxWorkers"),
     R("fit: growth without checkpoints by time",

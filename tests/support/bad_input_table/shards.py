@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import functions as F
 
 from bad_input_table.place import BadInput, Place, blocked, cut, edited, gone
-from ringspark.pipelines import Binary, Image, Padded, ShardManifest, open_reader, plan_epoch, write_shards
+from ringspark.pipelines import Binary, Padded, ShardManifest, open_reader, plan_epoch, write_shards
 
 R = BadInput
 
@@ -31,8 +31,6 @@ WRITING = [
     R("write: arrays of two lengths", lambda p: p.write("uneven"),
       "'uneven' has arrays of 1 to 2", "pad or cut"),
     R("write: no row", lambda p: write_shards(p.pair.limit(0), p.storage), "no training rows", "nothing was"),
-    R("write: two columns of one name", lambda p: p.write("label", "label"),
-      "two columns .* 'label'", "rename"),
     R("write: a pandas frame", lambda p: write_shards(pd.DataFrame(), p.storage),
       "got pandas", "createDataFrame"),
     R("write: no folder", lambda p: p.write(uri=""), "storage URI must not be empty", "pass a folder"),
@@ -53,8 +51,6 @@ WRITING = [
     R("write: kind by name", lambda p: p.write(columns={"label": "pad"}), r"columns\['label'\]", "such as"),
     R("write: no validation_col", lambda p: p.write(validation_col="x"),
       "validation_col 'x'", "known: features"),
-    R("write: validation_col of fractions", lambda p: p.write("features", "half", validation_col="half"),
-      "validation column 'half'", "must be boolean or 0/1, got values from 0.0 to"),
     R("write: fraction as text", lambda p: p.write(validation_fraction="0.1"),
       "validation_fraction", "a number between 0 and 1"),
     R("write: long seed", lambda p: p.write(validation_fraction=0.1, seed=2**70),
@@ -75,9 +71,6 @@ WRITING = [
     R("write: an image of 16 bits for Binary", lambda p: write_shards(
         pictures(p, deep=True), p.storage, columns={"bytes": Binary("image", shape=(2, 2))}),
       "mode 'I;16.*' has more than 8 bits per channel", "store it as npy"),
-    R("write: an image of 16 bits", lambda p: write_shards(
-        pictures(p, deep=True), p.storage, columns={"bytes": Image(2, 2)}),
-      "'bytes' holds .* more than 8 bits per channel", "convert it to 8 first"),
     R("write: everything held out",
       lambda p: write_shards(p.pair.withColumn("v", F.lit(True)), p.storage, validation_col="v"),
       "no training rows", "of 60 rows, 60 are for validation"),

@@ -89,5 +89,4 @@ TABLE_FITS = [
 
 
 def _tabm(**options: Any) -> Any:
-
     return ModelSpec("tabm", options)
