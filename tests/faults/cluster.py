@@ -44,7 +44,6 @@ class Cluster:
         self.heal()
 
     def pids(self) -> list[int]:
-        """Process ids of live master and workers."""
         return [process.pid for process in self._started if process.poll() is None]
 
     def heal(self) -> None:
@@ -56,7 +55,6 @@ class Cluster:
         wait_for("the workers", lambda: self._registered() >= known + missing)
 
     def close(self) -> None:
-        """Ends all processes of the cluster."""
         for process in self._started:
             processes.send(process.pid, signal.SIGKILL)
             process.wait()

@@ -18,12 +18,10 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def truncate(path: Path, draw: random.Random) -> None:
-    """Truncates the file."""
     os.truncate(path, draw.randrange(path.stat().st_size))
 
 
 def delete(path: Path, draw: random.Random) -> None:
-    """Deletes the file."""
     path.unlink()
 
 

@@ -1,9 +1,4 @@
-"""A driver program like a user's. `trainings.Driver` starts it and sends it commands.
-
-It reads JSON commands from standard input, one per line, and answers each with a line of JSON that begins
-with `ANSWER`. Every rank writes the rows of each step to a separate file on the local disk, so that the
-harness can check afterwards whether every row was seen once per epoch (see `rows.py`).
-"""
+"""A driver program like a user's: obeys lines of JSON, and each rank writes the rows of each step."""
 
 from __future__ import annotations
 
@@ -153,7 +148,6 @@ def watch_executors(spark: Any, path: str) -> None:
 
 
 def fit(command: dict[str, Any]) -> dict[str, Any]:
-    """Calls `fitOnShards` once. Returns its result."""
     torch.manual_seed(0)  # the initial weights
     settings = {
         "loss": "mse",
@@ -210,7 +204,6 @@ def write(spark: Any, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers commands until standard input ends."""
     options = json.loads(sys.argv[1])
     # If the harness ignores Ctrl-C, its children must not inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -32,7 +32,6 @@ MESH_MASTER = "local[4]"
 
 
 def names_below(folder: Path) -> set[str]:
-    """Returns the files of a folder, including hidden ones."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -137,7 +136,6 @@ class Lab:
         return left
 
     def bucket(self) -> stores.Bucket:
-        """Returns the S3 server."""
         self._bucket = self._bucket or stores.Bucket()
         return self._bucket
 

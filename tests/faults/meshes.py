@@ -1,8 +1,4 @@
-"""Trainings whose network is sharded over four ranks, and the roles of the ranks.
-
-Ranks are numbered as in `ringspark.estimators.parallel.mesh`: the last stage of a pipeline has the first
-ranks, and rank 0 writes the checkpoints.
-"""
+"""Trainings whose network is sharded over four ranks; the last stage of a pipeline has the first ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +29,6 @@ class MeshTraining:
     micro_batches: int = 1
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the estimator."""
         return {
             "parallelism": dict(self.parallelism),
             "gradientAccumulation": self.micro_batches,
@@ -42,7 +37,6 @@ class MeshTraining:
         }
 
     def network(self) -> dict[str, Any]:
-        """Arguments of the network."""
         return {**TRANSFORMER, **self.model}
 
 
@@ -74,5 +68,4 @@ MESHES = {
 
 
 def target_of(mesh: str, role: str) -> str:
-    """Returns the name of a row of the matrix."""
     return f"{mesh}: {role}"

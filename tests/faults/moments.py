@@ -72,7 +72,6 @@ class Moment:
     commit: str = field(default_factory=_commit)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
         return asdict(self)
 
 
@@ -157,7 +156,6 @@ class Training:
                 self._resume(answer)
 
     def moments(self, answer: dict[str, Any], reference: dict[str, Any]) -> list[Moment]:
-        """Returns the outcome of each fault."""
         problems = self._problems_after(answer, reference)
         lines = self._diaries.read()
         moments = []
@@ -306,7 +304,6 @@ class Training:
 
 
 def _problems_of(answer: dict[str, Any], fault: Fault) -> list[str]:
-    """Returns violations in the failure of a fit."""
     problems = []
     if fault.must_survive:
         problems.append(f"the fit did not survive: {answer['type']}: {answer['message'][:1000]}")

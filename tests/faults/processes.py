@@ -1,8 +1,4 @@
-"""The real processes of a training: their roles, signals to them, and leftovers.
-
-Every process that a `Driver` starts inherits an environment variable with a random value, through all JVMs
-and daemons. This also finds processes that have lost their parent.
-"""
+"""The real processes of a training, found by an environment variable that all of them inherit."""
 
 from __future__ import annotations
 
@@ -89,7 +85,6 @@ def send(process: psutil.Process | int, number: int) -> None:
 
 
 def describe(process: psutil.Process) -> str:
-    """Returns a line about an unexpected process."""
     try:
         return f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[-160:]}"
     except psutil.Error:

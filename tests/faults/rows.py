@@ -1,8 +1,4 @@
-"""The trained rows by step, from the diaries of all ranks.
-
-If a step was trained again after a restart, its last training counts. If the gang had the same size, the
-repeated step must have the same rows on every rank.
-"""
+"""The trained rows by step, from the diaries of all ranks; the last training of a repeated step counts."""
 
 from __future__ import annotations
 
@@ -55,7 +51,6 @@ class Diaries:
 
 
 def steps_of(lines: Iterable[Line], rank: int = 0) -> list[Line]:
-    """Returns the lines of one rank's steps."""
     return [line for line in lines if line["what"] == "step" and line["rank"] == rank]
 
 

@@ -56,7 +56,6 @@ class Scene:
     stopped: int | None = None
 
     def some_rank(self) -> int:
-        """Returns a rank other than 0."""
         return self.draw.randrange(1, self.plan.num_workers)
 
 
@@ -102,7 +101,6 @@ def _sends(number: int, find: Callable[[Scene], psutil.Process | int]) -> Callab
 
 
 def find(target: str, kind: str) -> Fault:
-    """Returns the fault of a cell."""
     return next(one for one in FAULTS if (one.target, one.kind) == (target, kind))
 
 

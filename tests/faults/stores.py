@@ -13,8 +13,6 @@ from s3_server import S3Server
 
 
 class Bucket(S3Server):
-    """The S3 server with the client's retries, as users configure it."""
-
     def __init__(self) -> None:
         super().__init__({"read_timeout": 2, "connect_timeout": 2, "retries": {"max_attempts": 2}})
         self._uploaded: set[str] = set()

@@ -1,8 +1,4 @@
-"""A seeded selection of the fault matrix, and tests of the harness.
-
-`make faults` runs all moments. Each scenario checks as `moments.run` does: every row once per epoch, the
-weights of the undisturbed run, and no leftover process, port, temporary file or shared memory.
-"""
+"""A seeded selection of the fault matrix, which `make faults` runs as a whole, and tests of the harness."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Trainings in real processes: a driver program with its cluster, one fit, and the checks afterwards.
-
-One driver serves several fits, because Spark's start takes longer than most fits. A killed driver is
-restarted.
-"""
+"""Trainings in real processes: a driver program with its cluster, one fit, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -77,11 +73,9 @@ class Plan:
 
     @property
     def epoch_steps(self) -> int:
-        """Steps per epoch."""
         return -(-NUM_ROWS // int(self.more.get("batchSize", BATCH)))
 
     def command(self, resume: bool) -> dict[str, Any]:
-        """Returns the command for the driver."""
         settings = {
             "runUri": self.run,
             "resume": resume,
@@ -114,7 +108,6 @@ class Plan:
         (self.diary / STRUCK).touch()
 
     def lines(self) -> list[rows.Line]:
-        """Returns the lines of the steps so far."""
         return rows.Diaries(self.diary).read()
 
 
@@ -187,12 +180,10 @@ class Driver:
 
     @property
     def lives(self) -> bool:
-        """True if the Python driver runs."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Process id of the Python driver."""
         return self._process.pid
 
     def jvms(self) -> list[psutil.Process]:
@@ -201,12 +192,10 @@ class Driver:
         return [p for p in children if "org.apache.spark.deploy.SparkSubmit" in processes.cmdline(p)]
 
     def write_shards(self, uri: str, num_rows: int = NUM_ROWS) -> None:
-        """Writes the data of all trainings."""
         self._tell({"do": "write", "uri": uri, "rows": num_rows})
         assert self.answer(START_SECONDS)["ok"]
 
     def begin(self, plan: Plan, *, resume: bool = False) -> None:
-        """Starts a fit and returns."""
         plan.diary.mkdir(parents=True, exist_ok=True)
         self._tell(plan.command(resume))
 
@@ -231,7 +220,6 @@ class Driver:
         return self.answer(END_SECONDS)
 
     def tail(self) -> str:
-        """Returns the end of the driver's standard error."""
         self._errors.flush()
         return Path(self._errors.name).read_text()[-2000:]
 

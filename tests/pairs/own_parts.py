@@ -1,7 +1,4 @@
-"""Networks, optimizers, schedules and callbacks of a user, for the matrix of pairs.
-
-They are pickled by value, so this file holds nothing else.
-"""
+"""Networks, optimizers and schedules of a user, pickled by value, so this file holds nothing else."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ class Bag(nn.Module):
 
 
 class CountSteps(Callback):
-    """Appends a line per step of rank 0."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -49,7 +44,6 @@ def penalize_slopes(module: Any, inputs: Any, outputs: torch.Tensor, labels: tor
 
 
 def halve(step: int, num_steps: int) -> float:
-    """Returns the factor of the learning rate: half in the second half of the training."""
     return 1.0 if step < num_steps // 2 else 0.5
 
 
@@ -69,8 +63,6 @@ def classify(step: Any) -> None:
 
 
 class OwnWhole(torch.optim.SGD):
-    """SGD along the direction of each whole gradient."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

@@ -44,7 +44,6 @@ _SHORT = {
 
 
 def page() -> str:
-    """Returns the page as Markdown."""
     states = {pair: status(frozenset(pair)) for pair in PAIRS}
     counts = Counter(states.values())
     num_fits = len(fits()[0])
@@ -101,7 +100,6 @@ def page() -> str:
 
 
 def _row(rule: Rule) -> str:
-    """Returns the choices of a rule's pairs and its message as a row."""
     pairs = [pair for pair in PAIRS if rule_of(frozenset(pair)) is rule]
     sides = []
     for side in (0, 1):

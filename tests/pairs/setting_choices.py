@@ -90,7 +90,6 @@ def bag(num_ids: int, mode: str, is_sparse: bool = False) -> Bag:
 
 
 def tokens() -> Tokens:
-    """Returns the column type of texts, one token per word."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -102,7 +101,6 @@ def tokens() -> Tokens:
 
 
 def picture(number: int, is_bright: bool) -> bytes:
-    """Returns a PNG of 8 x 8 pixels."""
     from PIL import Image as Picture
 
     found = io.BytesIO()

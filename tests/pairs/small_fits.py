@@ -118,7 +118,6 @@ class Place:
         return self._plain[key]
 
     def fit(self, combination: Combination) -> Any:
-        """Fits; also checks restarts, callbacks and predictions."""
         folder = self._new_folder()
         own: dict[str, Any] = {"callbacks": []}
         if combination["callbacks"] != "none":

@@ -1,8 +1,4 @@
-"""Every pair of settings works in a Spark fit, is refused in one sentence, or has no meaning.
-
-`setting_choices.py` lists the choices, `setting_pairs.py` the refusals. Every other pair works: a fit of a
-tiny table contains it. A failing fit prints its Params.
-"""
+"""Every pair of settings works in a Spark fit, is refused in one sentence, or has no meaning."""
 
 from __future__ import annotations
 

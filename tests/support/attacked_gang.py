@@ -74,7 +74,6 @@ def _stranger(gang: int, stop_file: Path, source: str, wanted: bool) -> Iterator
 
 
 def _train(collective: Collective, *, steps: int, stop_file: str, gang: int) -> Any:
-    """Trains a small network on batches by step and rank. Rank 0 starts an attacker on the same machine."""
     near = Path(f"{stop_file}-near")
     wanted = bool(stop_file) and collective.rank == 0
     process = psutil.Process()

@@ -1,8 +1,4 @@
-"""Networks that are more than modules and numbers, composed of parts, and their training in plain PyTorch.
-
-A part changes a `Net` in one layer. A `Recipe` names parts, an optimizer, a schedule, a loss and the kind of
-output, and makes an equal `Case` for every training. `recipes` draws them.
-"""
+"""Networks composed of parts that are more than modules and numbers, and their training in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ EPS = 1e-3
 
 
 def make_columns(rows: int) -> dict[str, np.ndarray]:
-    """Returns `rows` rows with 4 features `x` and a label `y`."""
     rng = np.random.default_rng(5)
     x = rng.normal(size=(rows, 4)).astype(np.float32)
     return {"x": x, "y": (x @ np.array([1, -2, 0.5, 1], np.float32) + 1).astype(np.float32)}
@@ -61,7 +56,6 @@ class Net(nn.Module):
         return output if self.pack is None else self.pack(self, output)
 
     def add(self, value: Any) -> Any:
-        """Registers a module or parameter under a new name, and returns it."""
         setattr(self, f"extra{sum(1 for name in dir(self) if name.startswith('extra'))}", value)
         return value
 
@@ -344,7 +338,6 @@ def moving_teacher(net: Any, layer: nn.Module) -> None:
 
 @part
 def number_that_only_training_reads(net: Any, layer: nn.Module) -> None:
-    """A warm-up that the network counts itself."""
     net.calls = 0
 
     def act(h: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Generates tables as people have them, and worse: any Spark type, any name, nulls and extreme values.
-
-A case is a table of few rows with several columns and a label. Each column is Spark SQL over `id`.
-"""
+"""Generates tables of few rows: any Spark type, any name, nulls and extreme values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Audits private trainings with canaries: rows that an attacker looks for in the trained weights.
+"""Audits private trainings with canaries (Jagielski et al. 2020, "Auditing Differentially Private ML").
 
-Each canary has a weight of its own, and a gradient so large that clipping decides its size. A coin decides
-whether a canary is among the rows. The attacker reads its weight and guesses. The error rates of the guesses
-bound epsilon from below (Jagielski et al. 2020, "Auditing Differentially Private Machine Learning").
+A coin decides whether a canary is among the rows; the attacker guesses it from the canary's own weight.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""An S3 server and a proxy that fails on command, in their own process.
+"""An S3 server, and a proxy in front of it that counts requests and fails like a network.
 
-The proxy forwards every request to moto and counts it. It fails like a network: bodies end in a TCP reset or
-stall in the middle, the port refuses connections, or the answer is an S3 error. Each command is a line of
-JSON on standard input, and its answer is a line on standard output. The process ends when its input closes,
-so it cannot outlive the tests. The first output line names the ports; the argument is the proxy's address.
+Each command is a line of JSON on standard input, and its answer is a line on standard output.
 """
 
 from __future__ import annotations

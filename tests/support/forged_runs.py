@@ -1,7 +1,4 @@
-"""Forges certified runs as a strong forger does: the chain, the hashes and the signature are consistent.
-
-Each forger trains on from the forged state, so only a replay of a forged interval finds the forgery.
-"""
+"""Forges certified runs: only a replay of a forged interval finds the forgery."""
 
 from __future__ import annotations
 

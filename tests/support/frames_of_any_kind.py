@@ -1,7 +1,4 @@
-"""DataFrames of every kind that people write, each with the columns `id` (bigint) and `x` (double).
-
-`x` is a function of `id`, so a test notices mixed-up values.
-"""
+"""DataFrames of every kind, each with the columns `id` (bigint) and `x` (double), a function of `id`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Peak memory and seconds of the trainer's step, without reading rows, to compare plans with.
-
-The peak is the bytes of the existing tensors and of every allocation and release in one step in steady state,
-as `torch.profiler` records them.
-"""
+"""Peak memory and seconds of the trainer's step, without reading rows, to compare plans with."""
 
 from __future__ import annotations
 

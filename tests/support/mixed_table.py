@@ -49,6 +49,5 @@ def make(spark: SparkSession, rows: int, *, seed: int = 0) -> DataFrame:
 
 
 def write(spark: SparkSession, rows: int, folder: Path) -> None:
-    """Writes `train.parquet` with that many rows, and `test.parquet` with a fifth of them."""
     for name, size, seed in (("train", rows, 0), ("test", rows // 5, 10_000)):
         make(spark, size, seed=seed).write.mode("overwrite").parquet(str(folder / f"{name}.parquet"))

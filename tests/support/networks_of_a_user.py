@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Residual(nn.Module):
-    """Convolutions with a residual connection and batch normalisation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
@@ -56,8 +54,6 @@ class Table(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Two outputs with different shapes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body, self.one, self.many = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 6)
@@ -84,8 +80,6 @@ class Functional(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Uses activation checkpointing for one layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
@@ -98,8 +92,6 @@ class Recomputed(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in two layers, in double precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)

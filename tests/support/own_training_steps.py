@@ -1,7 +1,4 @@
-"""Networks and training steps of a user: a GAN, a contrastive network, and the ordinary loss.
-
-They are pickled by value, so this file holds nothing else.
-"""
+"""Training steps of a user and their networks, pickled by value, so this file holds nothing else."""
 
 from __future__ import annotations
 

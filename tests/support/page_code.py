@@ -1,9 +1,4 @@
-"""Extracts and runs the Python code of a Markdown page.
-
-The blocks of a page run from top to bottom in one namespace. A comment `<!-- run first: ... -->`, hidden from
-readers, holds setup code such as a made-up table. A block that cannot run gives the reason after its
-language: "```python not run: needs YARN". `/shared/` in the code is a folder of the test.
-"""
+"""Extracts and runs the Python code of a page; `run first` comments hold setup that readers do not see."""
 
 from __future__ import annotations
 
@@ -37,7 +32,6 @@ class Block:
 
     @property
     def reason(self) -> str:
-        """Reason why the block does not run; empty if it runs."""
         return self.words.removeprefix(NOT_RUN) if self.words.startswith(NOT_RUN) else ""
 
 

@@ -1,8 +1,4 @@
-"""Compares trainings that must agree: one worker and several, undisturbed and resumed, saved and loaded.
-
-The functions `equal_to_...` train, compare, and return both results for further comparisons. `config`
-describes the training. The runs are in `config.run_uri`, and in folders next to it.
-"""
+"""Compares trainings that must agree: one worker and several, undisturbed and resumed, saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Exact peak and remaining bytes of torch's allocator while a function runs.
-
-On the CPU every allocation and release is an event of `torch.profiler`; on CUDA the caching allocator counts.
-Earlier memory does not count, so a function that builds its network is measured as a whole.
-"""
+"""Exact peak and remaining bytes of torch's allocator while a function runs."""
 
 from __future__ import annotations
 

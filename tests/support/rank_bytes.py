@@ -1,8 +1,4 @@
-"""Memory of one rank of a mesh: counted from tensors, computed, and measured under a limit.
-
-The network is the product's `mlp` with equal layers of W x W numbers. A mesh shards it into whole or half
-layers, so the expected memory of a rank has a simple formula.
-"""
+"""Memory of one rank of a mesh: counted from tensors, computed, and measured under a limit."""
 
 from __future__ import annotations
 
@@ -43,13 +39,11 @@ CUT = {
 
 
 def spec_of(layers: int, width: int) -> ModelSpec:
-    """Returns an MLP of `layers` hidden layers and a head, all of width x width."""
     sizes = {"in_features": width, "hidden": [width] * layers, "out_features": width}
     return ModelSpec("mlp", {**sizes, "activation": "tanh"})
 
 
 def columns(rows: int, width: int) -> dict[str, np.ndarray]:
-    """Returns inputs `x` and labels `y`."""
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(rows, width)).astype(np.float32) for name in ("x", "y")}
 
@@ -57,7 +51,6 @@ def columns(rows: int, width: int) -> dict[str, np.ndarray]:
 def config_of(
     manifest: ShardManifest, folder: Path, layers: int, width: int, rows: int, **changes: Any
 ) -> TrainConfig:
-    """Returns settings of one epoch of AdamW, with `rows` rows per step."""
     given = {"model": spec_of(layers, width), "task": "any", "batch_size": rows, "epochs": 1}
     given |= {"optimizer": "adamw", "learning_rate": 1e-4, "collective": "torch"}
     return small_training.config_of(manifest, folder, **given | changes)
@@ -148,7 +141,6 @@ def _counting(config: TrainConfig, collective: Collective) -> dict[str, int]:
 
 
 def counted_bytes(config: TrainConfig) -> list[dict[str, int]]:
-    """Returns the bytes that each rank of a training holds, by kind."""
     work = partial(_counting, config)
     return run_ranks(config.num_workers, config.collective, work, timeout_seconds=300)
 
@@ -172,7 +164,6 @@ def _copying(config: TrainConfig, collective: Collective) -> dict[str, int]:
 
 
 def copied_bytes(config: TrainConfig) -> list[dict[str, int]]:
-    """Returns the bytes of each rank's copies for checkpoints, and of its training state."""
     return run_ranks(config.num_workers, config.collective, partial(_copying, config), timeout_seconds=300)
 
 

@@ -46,7 +46,6 @@ def run_ranks(
 
 
 def run_one(work: RankWork) -> Any:
-    """Runs `work` on one rank in this process."""
     return json.loads(json.dumps(work(LocalCollective())))
 
 

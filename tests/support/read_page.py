@@ -11,13 +11,10 @@ VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
 
 @dataclass
 class Table:
-    """One table with its cells as text."""
-
     header: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
 
     def column(self, name: str) -> list[str]:
-        """Returns the cells under a heading."""
         return [row[self.header.index(name)] for row in self.rows]
 
     def row(self, first: str) -> dict[str, str]:

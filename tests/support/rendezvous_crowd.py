@@ -1,9 +1,4 @@
-"""Connects many ranks, one per thread, to one rendezvous while attackers connect too.
-
-Run as a program with an address and a number, it starts that many attackers. Each attacker connects, makes
-one of the attacks in `stranger.py`, holds the connection until it is closed, and connects again. The program
-prints "ready" once every attacker has connected, and the number of connections at the end of its input.
-"""
+"""Connects many ranks, one per thread, to one rendezvous while attackers of another process connect too."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ class S3Server:
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(timeout=300)

@@ -26,7 +26,6 @@ class Net(nn.Module):
 
 @torch.no_grad()
 def outputs_of(network: nn.Module, *inputs: torch.Tensor) -> Any:
-    """Returns what the network computes, without gradients."""
     return network(*inputs)
 
 
@@ -46,5 +45,4 @@ def linear(outputs: int = 1, inputs: int = 2) -> ModelSpec:
 
 
 def mlp(outputs: int = 1, hidden: int = 8, inputs: int = 2) -> ModelSpec:
-    """Returns a network with one hidden layer."""
     return ModelSpec("mlp", {"in_features": inputs, "hidden": [hidden], "out_features": outputs})

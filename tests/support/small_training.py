@@ -72,7 +72,6 @@ def epoch_record(epoch: int = 1, **changes: Any) -> EpochRecord:
 
 
 def workers_of(mesh: Any) -> int:
-    """Returns the number of workers in `mesh`, a value of the setting `parallelism`."""
     return math.prod(Mesh.of(mesh).size(axis) for axis in AXES)
 
 
@@ -176,12 +175,10 @@ class Runs:
         return config_of(self.manifest(data), folder, **{**self._settings, **own, **changes})
 
     def check(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainConfig:
-        """Checks a training on the driver; returns its config."""
         config, manifest = self.config(data, objects, **changes), self.manifest(data)
         return check_training(config, objects or UserObjects(), manifest).config
 
     def here(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
-        """Trains with one worker in this process."""
         return train_here(self.config(data, objects, **changes), objects)
 
     def gang(self, data: Any, objects: UserObjects | None = None, **changes: Any) -> TrainResult:
@@ -206,7 +203,6 @@ def _train_each(
 
 
 def state_of(result: TrainResult) -> dict[str, torch.Tensor]:
-    """Reads all parameters and buffers of the trained network."""
     return load_file(f"{result.checkpoint_uri}/{WEIGHTS}")
 
 

@@ -63,7 +63,6 @@ def run_stream(scored: Any, folder: Path, name: str = "scored") -> Any:
 
 @contextmanager
 def spark_conf(spark: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Changes settings of the session, and restores them at the end."""
     before = {name: spark.conf.get(name, None) for name in settings}
     try:
         for name, value in settings.items():
@@ -78,5 +77,4 @@ def spark_conf(spark: Any, settings: dict[str, Any]) -> Iterator[None]:
 
 
 def time_zone(spark: Any, zone: str) -> Any:
-    """Changes the time zone of the session."""
     return spark_conf(spark, {"spark.sql.session.timeZone": zone})

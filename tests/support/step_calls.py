@@ -17,8 +17,6 @@ WAITING = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero
 
 
 class Operations(TorchDispatchMode):
-    """Records the name of every operation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -62,7 +60,6 @@ class StepCalls(Callback):
 
 
 def calls_of(path: Path) -> tuple[list[str], list[str]]:
-    """Returns the recorded operations and waiting calls."""
     operations, waits = json.loads(path.read_text())
     return operations, waits
 
@@ -73,7 +70,6 @@ def waiting_operations(operations: list[str]) -> list[str]:
 
 
 def operations_of(step: Any) -> list[str]:
-    """Returns the operations of one call."""
     with Operations() as operations:
         step()
     return operations.names

@@ -1,10 +1,6 @@
-"""An attacker: connects to every TCP port of a gang's processes, again and again.
+"""An attacker, run as `stranger.py PID STOP_FILE SOURCE`: attacks every port of a process and its children.
 
-Run as `stranger.py PID STOP_FILE SOURCE`. Until STOP_FILE exists, it lists the listening ports of process
-PID and its children, and sends one attack after another to each port. It prints when it is ready, and at the
-end the number of accepted connections. It uses loopback only, sends a few bytes per connection, and holds at
-most `HELD` connections. SOURCE is the source address; 127.0.0.2 acts as another machine for a gang on
-127.0.0.1.
+It prints when it is ready, and at the end the number of accepted connections.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ ATTACKS = {
 
 
 def main(pid: int, stop_file: str, source: str) -> None:
-    """Attacks until the stop file exists, then prints the number of connections."""
     attacks = itertools.cycle(ATTACKS.values())
     held: deque[socket.socket] = deque()
     reached = 0

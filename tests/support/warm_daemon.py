@@ -1,7 +1,4 @@
-"""The package's Spark Python daemon, with torchmetrics imported too.
-
-Many fits in tests have metrics, and each rank would import torchmetrics for 3 s.
-"""
+"""The package's Python daemon with torchmetrics, which each rank would otherwise import for 3 s."""
 
 from __future__ import annotations
 
