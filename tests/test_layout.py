@@ -359,11 +359,6 @@ def test_removal_of_a_folder_is_found(source: str) -> None:
     assert not removals("storage.remove(uri)\nos.rmdir(p)\nnames.remove('a')\nfs.delete(p)\ndel x")
 
 
-def test_metrics_by_name_need_no_extra() -> None:
-    dependencies = pyproject()["project"]["dependencies"]
-    assert any(requirement.startswith("torchmetrics>") for requirement in dependencies)
-
-
 def test_no_module_is_named_after_a_dependency() -> None:
     project = pyproject()["project"]
     listed = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]

@@ -1,10 +1,6 @@
 """Runs the tests marked `modes` again, on separate executor processes and through Spark Connect.
 
-A Python process can hold only one kind of Spark session, so each mode gets a process. By hand:
-`RINGSPARK_TEST_MASTER=connect pytest -m modes`.
-
-From Spark 4 on, pyspark includes a Connect server. For 3.5 it is a separate Maven artifact, so the 3.5 client
-uses the server of `.venv`: Connect guarantees that a newer server supports an older client.
+The client of Spark 3.5, which has no Connect server, uses the server of `.venv`.
 """
 
 from __future__ import annotations

@@ -117,12 +117,6 @@ def test_every_missing_tool_is_named_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_missing_cmake_is_named_but_pip_has_one(tmp_path: Path) -> None:
-    done = run_script(ROOT, "--check", env=environment(PATH=tools_without(tmp_path / "bin", "cmake")))
-    assert done.returncode == 0
-    assert "cmake 3.13 or newer is missing (apt-get install cmake)" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("tool", "script", "part"),
     [
@@ -347,14 +341,6 @@ def test_cache_lies_in_home_without_xdg(checkout: Checkout, tmp_path: Path) -> N
     assert run_script(checkout.root, env=env).returncode == 0
     folders = list((tmp_path / "home" / ".cache" / "ringspark" / "wheels").iterdir())
     assert [folder.name for folder in folders] == ["horovod-0.28.1+iface.cycle-torch-2.13.0+cpu-cp311"]
-
-
-def test_other_gpu_operations_are_another_wheel(checkout: Checkout) -> None:
-    checkout.set_up()
-    (checkout.root / ".venv" / ".ringspark-setup").unlink()
-    checkout.calls()
-    assert checkout.set_up(HOROVOD_GPU_OPERATIONS="NCCL").returncode == 0
-    assert "wheel" in [call.split()[0] for call in checkout.calls()]
 
 
 @pytest.mark.parametrize(
