@@ -63,10 +63,7 @@ def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_pat
         module = import_module(f"ringspark.{package}")
         public = {f"{module.__name__}.{name}" for name in module.__all__}
         # Tables have no docstring.
-        assert public - names <= {
-            "ringspark.pipelines.READERS",
-            "ringspark.models.MODELS",
-        }
+        assert public - names <= {"ringspark.pipelines.READERS", "ringspark.models.MODELS"}
 
 
 @pytest.mark.extras

@@ -54,7 +54,6 @@ if words[0] == "wheel":
     (folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl").write_text("wheel")
 """
 
-
 CMAKE = 'set(CMAKE_CXX_STANDARD 14)\nstring(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO)\n'
 # The files of Horovod that the build edits.
 SOURCES = {

@@ -31,7 +31,6 @@ NUM_WORKERS = 2
 
 pytestmark = [pytest.mark.spark, pytest.mark.modes]
 
-
 WAYS = {
     "cancel_group": lambda spark: spark.sparkContext.cancelJobGroup("my group"),
     "cancel_all": lambda spark: spark.sparkContext.cancelAllJobs(),

@@ -38,7 +38,6 @@ def stage(folder: Path, kind: Any = TorchRegressor, **changes: Any) -> Any:
 
 IGNORING = {"labelCol": "kind", "loss": nn.CrossEntropyLoss(ignore_index=-1)}
 
-
 CASES = {
     "one logit": (TorchClassifier, {"model": mlp(), "metrics": ["accuracy", "auroc", "log_loss"]}),
     "classes, some ignored": (

@@ -363,7 +363,6 @@ INVALID = {
     "date": ["1970-01-02", None],
 }
 
-
 # The other types differ in their elements only.
 QUICK = ("array<double>", "double", "boolean", "date")
 

@@ -18,7 +18,6 @@ from ringspark.pipelines import Padded, Vocabulary
 
 pytestmark = pytest.mark.spark
 
-
 ARRAYS, WORDS = "array_repeat(id, cast(1 + id % 2 as int))", "if(id % 2 = 0, 'a', 'b')"
 
 

@@ -15,12 +15,7 @@ from small_networks import Net, linear, mlp
 from spark_tables import quiet
 from torch import nn
 
-from ringspark.estimators import (
-    Callback,
-    TorchClassifier,
-    TorchRegressor,
-    TrainingState,
-)
+from ringspark.estimators import Callback, TorchClassifier, TorchRegressor, TrainingState
 from ringspark.estimators.prepared_fit import prepare_fit
 from ringspark.models import ModelSpec
 from ringspark.pipelines import write_shards

@@ -197,7 +197,6 @@ for _mesh, _training in meshes.MESHES.items():
     for _role, _ranks in _training.roles.items():
         _mesh_faults(_mesh, _role, _ranks)
 
-
 # Stores. Faults of writes must hit a write that the training waits for or resumes from.
 
 WRITES = "^(PUT|POST) "

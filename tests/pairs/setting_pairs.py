@@ -230,7 +230,6 @@ def status(pair: Pair) -> str:
 
 PAIRS: list[tuple[Value, Value]] = all_pairs(NAMES)
 
-
 _OUT = {frozenset(pair) for pair in PAIRS if status(frozenset(pair)) != "works"}
 
 

@@ -32,7 +32,6 @@ FILES, GROUPS, GROUP_ROWS = 3, 4, 1500
 NUM_ROWS = FILES * GROUPS * GROUP_ROWS
 BATCH = 3 * GROUP_ROWS
 
-
 # Longer than any answer takes on a busy machine. Tests of the timeout use SHORT_SECONDS.
 PATIENT_SECONDS = 600
 # A slow answer counts as one more stall here, which no assertion depends on.

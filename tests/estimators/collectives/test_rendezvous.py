@@ -39,7 +39,6 @@ from ringspark.estimators.collectives.rendezvous.server import (
 SECRET = bytes(range(32))
 HOST = "127.0.0.1"
 
-
 _opened: list[RendezvousClient | socket.socket] = []
 
 

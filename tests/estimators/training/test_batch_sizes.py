@@ -48,7 +48,6 @@ SETTINGS = {
 LINEAR = ScaleLearningRate(base_batch_size=8, warmup_epochs=1.5)
 SQRT = ScaleLearningRate(base_batch_size=64, rule="sqrt")
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -121,7 +120,6 @@ COURSES: dict[str, tuple[Any, Callable[[int, int], float]]] = {
     "callable": (_falls, _falls),
     "torch scheduler": (partial(lr_scheduler.ExponentialLR, gamma=0.9), lambda step, num_steps: 0.9**step),
 }
-
 
 STEADY = Steps(BatchSizes.of(32, (), 3), 160)
 

@@ -30,7 +30,6 @@ SETTINGS = {"batch_size": 16, "metrics": ("mae",), "shuffle": False}
 BAD_ROW = 37
 POISON = 99.0
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -91,7 +91,6 @@ CASES: dict[str, tuple[Any, str]] = {
     "an nn loss by row": (nn.L1Loss(reduction="none"), "values"),
 }
 
-
 WIDTHS = {"two logits": 2, "five logits": 5, "three labels": 3}
 
 

@@ -22,7 +22,6 @@ from ringspark.models.reports import add_loss
 CPU = torch.device("cpu")
 ROWS = 7
 
-
 COMMON: dict[str, Any] = {"shards_uri": "", "run_uri": "", "input_columns": ("x",), "reader": "arrow"}
 
 

@@ -37,7 +37,6 @@ TUNINGS: dict[str, dict[str, Any]] = {
 }
 SHARDINGS = [("none", "horovod"), *((name, "torch") for name in ("optimizer", "gradients", "parameters"))]
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
