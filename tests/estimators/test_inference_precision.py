@@ -23,8 +23,6 @@ from ringspark.estimators.inference.precision import reduce_precision
 
 pytestmark = pytest.mark.spark
 
-REDUCED = ["bf16", "int8"]
-
 
 @pytest.fixture(scope="module")
 def table(spark):

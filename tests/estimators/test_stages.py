@@ -11,7 +11,7 @@ import torch
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
-from small_networks import Net, linear, mlp
+from small_networks import linear, mlp
 from spark_tables import quiet
 from torch import nn
 
@@ -55,24 +55,6 @@ def test_a_regression_finds_the_line_and_keeps_fractions(table, storage_uri):
     assert RegressionEvaluator(labelCol="target", metricName="rmse").evaluate(model.transform(table)) < 0.05
     weight = next(model.module().parameters()).detach().numpy()
     np.testing.assert_allclose(weight, [[2.0, -1.0]], atol=0.05)
-
-
-def _scaled(network: Net, identifier: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    assert identifier.dtype == torch.int64
-    return (identifier % 2).to(torch.float32) + network.scale * number
-
-
-@pytest.mark.modes
-def test_integer_inputs_stay_exact_and_predictions_are_not_rounded(spark, storage_uri):
-    rows = [(2**24 + i, 0.25 * i, 1) for i in range(64)]
-    frame = spark.createDataFrame(rows, "key long, number double, label long")
-    network = Net(_scaled, scale=nn.Parameter(torch.zeros(1)))
-    settings = {"inputCols": ["key", "number"], "epochs": 1, "batchSize": 16, "learningRate": 0.3}
-    model = _stage(storage_uri, TorchRegressor, model=network, **settings).fit(frame)
-    scale = model.module().scale.item()
-    assert scale != 0
-    for row in model.transform(frame).collect():
-        assert row.prediction == pytest.approx(row.key % 2 + scale * row.number, rel=1e-5)
 
 
 def test_column_names_with_dots_are_names(table, storage_uri):

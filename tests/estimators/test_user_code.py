@@ -37,14 +37,6 @@ def _elsewhere(value: Any, tmp_path: Path) -> str:
     return run_program(LOAD, tmp_path / "value.pkl", cwd="/").stdout.strip()
 
 
-def test_a_function_travels_with_the_files_it_uses(folder):
-    (folder / "rs_helper.py").write_text("FACTOR = 6\ndef times(x):\n    return FACTOR * x\n")
-    (folder / "rs_main.py").write_text("import rs_helper\ndef answer():\n    return rs_helper.times(7)\n")
-    import rs_main
-
-    assert _elsewhere(rs_main.answer, folder) == "42"
-
-
 def test_a_package_of_another_environment_stays_there(folder, monkeypatch):
     """All nodes have the installed packages, also if a job's environment comes before them."""
     installed = folder / "site-packages"

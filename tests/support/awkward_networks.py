@@ -246,7 +246,7 @@ def handle_of_a_hook(net: Any, layer: nn.Module) -> None:
 
 
 @part
-def caught_feature(net: Any, layer: nn.Module) -> None:
+def caught_feature_after_a_call(net: Any, layer: nn.Module) -> None:
     net.feature = None
 
     def catch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -254,11 +254,6 @@ def caught_feature(net: Any, layer: nn.Module) -> None:
 
     net.lin.register_forward_hook(catch)
     net.stages.append(lambda h: h + torch.tanh(net.feature))
-
-
-@part
-def caught_feature_after_a_call(net: Any, layer: nn.Module) -> None:
-    caught_feature(net, layer)
     net(torch.ones(5, 4))
 
 
@@ -356,16 +351,6 @@ def weight_norm(net: Any, layer: nn.Module) -> None:
         old_weight_norm(layer)
 
 
-class Symmetric(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.triu() + x.triu(1).t()
-
-
-@part
-def own_parametrization(net: Any, layer: nn.Module) -> None:
-    parametrize.register_parametrization(net.mid, "weight", Symmetric())
-
-
 class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -378,18 +363,6 @@ class _Scaled(nn.Module):
 @part
 def parametrization_with_a_parameter(net: Any, layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "bias", _Scaled())
-
-
-@part
-def counter(net: Any, layer: nn.Module) -> None:
-    owner = _with_buffer(net, "calls", torch.zeros(()))
-
-    def act(h: torch.Tensor) -> torch.Tensor:
-        if net.training:
-            owner.calls += 1
-        return h / (1 + 0.1 * owner.calls)
-
-    net.stages.append(act)
 
 
 @part
