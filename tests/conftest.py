@@ -4,8 +4,6 @@ RINGSPARK_TEST_MASTER sets the master: `local[4]` (default), `local-cluster[...]
 `connect` or a server address `sc://...`. tests/test_modes.py runs the `modes` tests in all three modes.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import itertools

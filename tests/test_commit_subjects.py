@@ -1,7 +1,5 @@
 """Commit subjects are imperative and short."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages of docs/ are built, and what they name exists."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import runpy

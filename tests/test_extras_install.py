@@ -1,7 +1,5 @@
 """Every extra of the package can be installed together with the pinned torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

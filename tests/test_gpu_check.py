@@ -1,7 +1,5 @@
 """The GPU check: every part runs on the CPU, and no broken part stops another one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 loaded in a new Python, and predicts the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

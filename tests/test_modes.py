@@ -3,8 +3,6 @@
 The client of Spark 3.5, which has no Connect server, uses the server of `.venv`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The table of `make mutants` matches the code. `make mutants` itself takes a quarter of an hour."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every notebook runs, cell by cell, as on Databricks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Examples of pages that promise a test."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every Python block of every page runs or gives a reason."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No phrase in docstrings, comments, messages and pages makes a reader stop."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """Installs the wheel in a new environment, without optional packages and outside of the checkout."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The core works without `ringspark.extras`: its tests pass in a copy of the tree without the folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every public stage: `STAGES` train, and `EXTRA_STAGES` are those of extras."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

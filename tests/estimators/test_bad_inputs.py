@@ -1,7 +1,5 @@
 """Every row of the bad-input table raises one clear error and leaves nothing behind."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 

@@ -1,7 +1,5 @@
 """Training cancelled through Spark, as from a notebook or by an administrator."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The contract of a Spark ML stage for every public stage; tests that only read a model share `fitted`."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 from importlib import import_module

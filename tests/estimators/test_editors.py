@@ -1,7 +1,5 @@
 """Tests what editors, type checkers and `help` show about the stages."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import pydoc

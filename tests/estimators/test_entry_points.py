@@ -1,7 +1,5 @@
 """A reader and a collective from another package, found through entry points."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

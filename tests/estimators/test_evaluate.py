@@ -1,7 +1,5 @@
 """`model.evaluate` computes the training's metrics on other rows."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fine-tuning from a saved model's weights, with settings that are saved with the stage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

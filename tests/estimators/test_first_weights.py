@@ -1,7 +1,5 @@
 """A large user-defined network: its weights travel through the store, so Spark's closure stays small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

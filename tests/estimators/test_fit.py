@@ -1,7 +1,5 @@
 """`fit`: one write for several parameter maps, validation rows, metrics, callbacks, any module, warnings."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """User-defined metrics, transforms, readers and collectives in the stages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images through the stages: augmentation, broken images, and the number of images per forward pass."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`inferenceOffload="disk"`: a worker with too little memory for all weights predicts correctly."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

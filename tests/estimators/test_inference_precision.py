@@ -1,7 +1,5 @@
 """`inferencePrecision`: predictions in bf16 and int8 are as far from fp32 as the summary says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fit that starts from a fitted model: its weights, optimizer state, vocabularies, classes and plan."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

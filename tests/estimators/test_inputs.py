@@ -1,7 +1,5 @@
 """`fit` and `transform` pass a network the same numbers for every column type."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

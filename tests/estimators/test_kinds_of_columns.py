@@ -1,7 +1,5 @@
 """Columns with types that leave the encoding open, chosen with the setting `columns`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fitted models without a fit: the tests write weights as a training would, then use the model."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

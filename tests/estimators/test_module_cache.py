@@ -1,7 +1,5 @@
 """A process releases modules that were not used for a while."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

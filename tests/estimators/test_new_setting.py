@@ -1,7 +1,5 @@
 """Adds a setting in four lines, and checks the Param, the help and the errors that result."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What is learned from the training rows sees no held-out row, also if the rows change between two jobs."""
 
-from __future__ import annotations
-
 import pytest
 from changing_frames import CHANGING, ROWS
 

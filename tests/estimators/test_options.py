@@ -1,7 +1,5 @@
 """Each setting's options are one frozen dataclass, and earlier forms of a setting still work."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Rows that Spark before 4.1 passes to Python as pandas, see `inference.pandas_batches`."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pyarrow as pa
 

@@ -1,7 +1,5 @@
 """Saving and loading stages: the written files, and the state after a failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Trainings that are killed, stopped, cancelled and resumed. tests/faults has larger ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Settings that a resumed run may change: what they do to the training, and what the run records."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

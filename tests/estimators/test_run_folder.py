@@ -1,7 +1,5 @@
 """Contents of a finished run's folder. `test_resume.py` tests the allowed contents before a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

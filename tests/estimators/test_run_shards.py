@@ -1,7 +1,5 @@
 """A resumed run writes its rows again, compares them, and trains on the rows of the first start."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

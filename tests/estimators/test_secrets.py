@@ -1,7 +1,5 @@
 """Passwords in URIs never appear in messages or files."""
 
-from __future__ import annotations
-
 import base64
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """A setting keeps the value that was meant, and refuses what only looks like it."""
 
-from __future__ import annotations
-
 from array import array
 from decimal import Decimal
 from types import MappingProxyType

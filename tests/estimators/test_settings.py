@@ -1,7 +1,5 @@
 """Each setting is declared once; stages, config and command lines use its message and default."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Changes in a run's shards that a restart detects. `test_resume.py` uses files of a real training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Paths without a scheme resolve like Spark resolves them, so a Pipeline saves and loads as a whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

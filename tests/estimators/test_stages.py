@@ -1,7 +1,5 @@
 """The stages as a Spark ML user calls them, on local, local-cluster and Connect."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Structured Streaming scores arriving files like a batch over all of them."""
 
-from __future__ import annotations
-
 import pytest
 from ready_models import ready_model
 from small_networks import mlp

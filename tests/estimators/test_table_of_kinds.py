@@ -1,7 +1,5 @@
 """Every column type is trained on and scored; predictions equal those for tensors built by hand."""
 
-from __future__ import annotations
-
 import datetime
 import io
 from collections.abc import Callable, Sequence

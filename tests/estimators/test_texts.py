@@ -1,7 +1,5 @@
 """Text columns: `fit` and `transform` tokenize them and pad each batch to its longest text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

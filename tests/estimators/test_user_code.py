@@ -1,7 +1,5 @@
 """User code travels: one process pickles it, and another process without the files unpickles it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

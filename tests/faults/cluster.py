@@ -1,7 +1,5 @@
 """A standalone Spark cluster: a master and workers as processes of this machine, like three nodes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Damage to files on the local disk, as by a bad disk, a bad copy or a user."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A driver program like a user's: obeys lines of JSON, and each rank writes the rows of each step."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

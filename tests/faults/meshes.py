@@ -1,7 +1,5 @@
 """Trainings whose network is sharded over four ranks; the last stage of a pipeline has the first ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

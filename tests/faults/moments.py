@@ -1,7 +1,5 @@
 """One training with one or more faults: injects each, waits until it trains again, then checks everything."""
 
-from __future__ import annotations
-
 import math
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The real processes of a training, found by an environment variable that all of them inherit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The trained rows by step, from the diaries of all ranks; the last training of a repeated step counts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

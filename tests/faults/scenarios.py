@@ -4,8 +4,6 @@
 cannot be killed, and checksums of TCP and of the store handle corrupted packets.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -10,8 +10,6 @@ Instead, `pidfd_getfd` (Linux 5.6) gives this process a copy of a rank's socket,
 It needs permission to trace the rank (root, or an ancestor if /proc/sys/kernel/yama/ptrace_scope is 1).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

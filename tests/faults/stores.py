@@ -1,7 +1,5 @@
 """Failing stores: an S3 server behind a proxy that breaks requests, and a small full disk."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

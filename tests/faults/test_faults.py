@@ -1,7 +1,5 @@
 """A seeded selection of the fault matrix, which `make faults` runs as a whole, and tests of the harness."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Trainings in real processes: a driver program with its cluster, one fit, and the checks afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Networks as sequences of links, from which pipelines are built."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

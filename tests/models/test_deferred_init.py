@@ -1,7 +1,5 @@
 """Deferred initialization gives bit-identical weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Networks with a layer description; a network built from it computes the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters: their result, and merging them into a plain network."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

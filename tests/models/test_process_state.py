@@ -1,7 +1,5 @@
 """Concurrent threads that build and save networks do not disturb process state or output."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

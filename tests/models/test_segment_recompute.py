@@ -1,7 +1,5 @@
 """Activation checkpointing: the same results, keys and types, less memory, at most one more forward pass."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Combinations that together contain every allowed pair of choices: a greedy pairwise covering."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 

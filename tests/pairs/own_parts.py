@@ -1,7 +1,5 @@
 """Networks, optimizers and schedules of a user, pickled by value, so this file holds nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Prints the page "Pairs of settings", the table of all pairs: `make docs` runs it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The table of all pairs of settings: refused with a sentence, meaningless with a reason, or working."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache

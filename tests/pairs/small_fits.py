@@ -1,7 +1,5 @@
 """Fits a combination of choices by Spark on a tiny table, and compares it with the plain training."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every pair of settings works in a Spark fit, is refused in one sentence, or has no meaning."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

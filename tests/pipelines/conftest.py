@@ -1,7 +1,5 @@
 """Fixtures of the pipelines tests: shards in row order, and a check that no thread is left."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which DataFrames `fix_rows` copies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One function removes folders, and only what this package wrote there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fsspec

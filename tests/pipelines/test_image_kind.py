@@ -1,7 +1,5 @@
 """Images of every format decode to pixels of one size; damaged images are refused."""
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

@@ -1,7 +1,5 @@
 """One contract for every type in KINDS: from a Spark column to the arrays of a batch."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import io

@@ -1,7 +1,5 @@
 """Values of pandas are read without Spark; test_kinds.py compares every column type with Spark."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shards on a real S3 server on this machine, behind a proxy that breaks connections on command."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

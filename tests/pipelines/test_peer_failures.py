@@ -1,7 +1,5 @@
 """Data failures of Petastorm and the horovod.spark estimators that no other file tests."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

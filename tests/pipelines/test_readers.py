@@ -1,7 +1,5 @@
 """One contract for every engine in READERS."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

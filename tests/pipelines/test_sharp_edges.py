@@ -1,7 +1,5 @@
 """Edge cases of readers: very few rows, little memory, changed files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

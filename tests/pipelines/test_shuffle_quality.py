@@ -4,8 +4,6 @@ The rows are sorted in the files, which is the hardest case, because any remaini
 five standard deviations do not need a lucky seed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

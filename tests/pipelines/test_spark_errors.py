@@ -1,7 +1,5 @@
 """A common failure of first runs: Spark's workers use another Python than the driver."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`Tokens.of` accepts every form of a tokenizer; texts become ids and a mask. No test here needs Spark."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

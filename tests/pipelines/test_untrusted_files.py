@@ -1,7 +1,5 @@
 """Manifests, folders and URIs from untrusted sources: paths outside the folder, wrong types, passwords."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A callback of functions, so that a test need not define a class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trains on two ranks while attackers connect to their ports."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

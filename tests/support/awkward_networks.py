@@ -1,7 +1,5 @@
 """Networks composed of parts that are more than modules and numbers, and their training in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """Generates tables of few rows: any Spark type, any name, nulls and extreme values."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any

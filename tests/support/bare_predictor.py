@@ -1,7 +1,5 @@
 """A `Predictor` without the results of Spark, for forward passes on a machine that has no Spark."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of the GPU check that fail in every way that a part can fail."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Opens a local page in headless Chromium and returns its console output, its size, or a picture."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Peak bytes of tensors while the driver checks a network, and while the ranks build it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

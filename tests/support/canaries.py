@@ -3,8 +3,6 @@
 A coin decides whether a canary is among the rows; the attacker guesses it from the canary's own weight.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's network, which `ringspark verify` imports."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

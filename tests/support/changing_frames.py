@@ -1,7 +1,5 @@
 """DataFrames whose rows Spark computes differently in each job, with a distinct `id` per row."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

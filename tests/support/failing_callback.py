@@ -1,7 +1,5 @@
 """Callbacks that make a training fail once, so that it restarts from a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

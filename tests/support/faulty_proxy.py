@@ -3,8 +3,6 @@
 Each command is a line of JSON on standard input, and its answer is a line on standard output.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

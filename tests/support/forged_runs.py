@@ -1,7 +1,5 @@
 """Forges certified runs: only a replay of a forged interval finds the forgery."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

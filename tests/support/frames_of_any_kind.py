@@ -1,7 +1,5 @@
 """DataFrames of every kind, each with the columns `id` (bigint) and `x` (double), a function of `id`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes of a rank's training state, from its actual tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny networks of seven families of the transformers library, trained alone and on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

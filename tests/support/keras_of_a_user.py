@@ -1,7 +1,5 @@
 """A `keras.Model` in a module that workers can import."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ringspark.extras.keras_models.library import import_keras

@@ -1,7 +1,5 @@
 """Writes what deltalake and pyiceberg cannot: deletion vectors, position deletes, a catalog's entries."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

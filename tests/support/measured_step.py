@@ -1,7 +1,5 @@
 """Peak memory and seconds of the trainer's step, without reading rows, to compare plans with."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

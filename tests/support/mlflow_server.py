@@ -1,7 +1,5 @@
 """An MLflow server in its own process, on a loopback port: of tracking with SQLite, or of a model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """User-defined networks; a test copies this file elsewhere and removes the copy."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """A function that can be differentiated once. Workers must import it: cloudpickle cannot pickle its class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

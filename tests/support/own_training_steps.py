@@ -1,7 +1,5 @@
 """Training steps of a user and their networks, pickled by value, so this file holds nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Extracts and runs the Python code of a page; `run first` comments hold setup that readers do not see."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

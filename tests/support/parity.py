@@ -1,7 +1,5 @@
 """Compares trainings that must agree: one worker and several, undisturbed and resumed, saved and loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exact peak and remaining bytes of torch's allocator while a function runs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Data, networks and settings of the tests of private training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs that a test runs in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

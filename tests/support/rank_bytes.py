@@ -1,7 +1,5 @@
 """Memory of one rank of a mesh: counted from tensors, computed, and measured under a limit."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import resource

@@ -1,7 +1,5 @@
 """A timeline of one step of one rank, made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment

@@ -1,7 +1,5 @@
 """Runs a function on several ranks of this machine, or on one rank in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Fitted models without a fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

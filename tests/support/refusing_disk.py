@@ -1,7 +1,5 @@
 """A store that refuses the writes of one worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem

@@ -1,7 +1,5 @@
 """Names of registries for tests; `make test` leaves out names of extras, which `make test-extras` tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """Connects many ranks, one per thread, to one rendezvous while attackers of another process connect too."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """moto's S3 server behind a proxy that breaks requests on command, in their own process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

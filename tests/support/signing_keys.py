@@ -1,7 +1,5 @@
 """Writes a pair of EC keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,7 +1,5 @@
 """The times of a schedule's actions: simulated as if only computing takes time, or recorded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

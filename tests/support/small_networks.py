@@ -1,7 +1,5 @@
 """Networks of tests: layers, and a function of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trains a small regression on shards with spawned ranks, and reads its weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Fixtures that skip a test if Spark's own stages cannot run or be saved in this mode."""
 
-from __future__ import annotations
-
 import os
 
 import pyspark

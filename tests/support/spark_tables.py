@@ -1,7 +1,5 @@
 """DataFrames and fits of several test files, and conditions of the Spark session."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A standalone Spark cluster on this machine: a master, and two workers with one core each."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Operations of one real training step, and its calls that wait for a device."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

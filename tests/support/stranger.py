@@ -3,8 +3,6 @@
 It prints when it is ready, and at the end the number of accepted connections.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

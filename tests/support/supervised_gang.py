@@ -1,7 +1,5 @@
 """A gang with any work on Spark, under the supervisor of `fit`."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The package's Python daemon with torchmetrics, which each rank would otherwise import for 3 s."""
 
-from __future__ import annotations
-
 from ringspark.estimators.launch import python_daemon
 
 if __name__ == "__main__":

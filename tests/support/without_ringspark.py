@@ -1,7 +1,5 @@
 """Starts Python processes that cannot import ringspark and pyspark."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

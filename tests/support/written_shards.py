@@ -1,7 +1,5 @@
 """Writes shards from NumPy columns with the package's writer, without Spark."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

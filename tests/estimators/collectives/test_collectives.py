@@ -1,7 +1,5 @@
 """Tests one contract for every collective, on real processes."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Horovod's cycle time; only a build that the setup script patched can set it at each start."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """In-process ranks get the results of a real gang and never deadlock."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Members can use the rendezvous and strangers cannot; with threads and real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

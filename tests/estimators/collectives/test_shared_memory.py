@@ -1,7 +1,5 @@
 """Which ranks share memory, and how they fall back if they cannot."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

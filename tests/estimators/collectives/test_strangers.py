@@ -1,7 +1,5 @@
 """Strangers connect to every open port of a running gang."""
 
-from __future__ import annotations
-
 import attacked_gang
 import pytest
 from ranks import TORCH_AND_SLOW_OTHERS

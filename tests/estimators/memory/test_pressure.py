@@ -1,7 +1,5 @@
 """A worker's estimated need is below its real use, and training that cannot fit fails with a clear error."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

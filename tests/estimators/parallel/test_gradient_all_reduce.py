@@ -1,7 +1,5 @@
 """Which gradients a rank sends and which it refuses, without a second rank."""
 
-from __future__ import annotations
-
 import os
 from copy import deepcopy
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Processes that train again with other ranks, as Spark's reused Python workers do."""
 
-from __future__ import annotations
-
 import multiprocessing
 import secrets
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Every element of every parameter belongs to one rank, at an offset that all ranks agree on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """`train_worker` gives the model of one worker under every sharding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

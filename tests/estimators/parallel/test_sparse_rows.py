@@ -1,7 +1,5 @@
 """Sparse embedding gradients have the norm, noise and indices of a dense table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

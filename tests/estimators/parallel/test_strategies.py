@@ -1,7 +1,5 @@
 """One contract for every strategy and collective; one gang of real processes runs all cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """ZeRO buckets: many small ones, three ranks, and gradients that arrive after their bucket was sent."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

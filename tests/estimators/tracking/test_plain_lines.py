@@ -1,7 +1,5 @@
 """Progress lines of a training without a terminal, with a fake clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """MLflow and TensorBoard logs of one training, read back with their own libraries."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """Trackers that fail or hang, and the output of a training without a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """`sync` of workers that step on their own: valid options, and settings that exclude them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

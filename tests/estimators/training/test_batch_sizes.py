@@ -1,7 +1,5 @@
 """Batch size schedules and scaled learning rates: their arithmetic, and trainings against plain loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

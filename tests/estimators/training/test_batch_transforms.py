@@ -1,7 +1,5 @@
 """transformBatch and transformInPrediction in whole trainings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values that callbacks log on each rank are in the epoch's metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints are due by steps, epochs and seconds; ranks rarely read the clock."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

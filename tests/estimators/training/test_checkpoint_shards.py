@@ -1,7 +1,5 @@
 """Sharded checkpoints: several ranks write them, one commit completes them, damaged shards are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Activation checkpointing trains bit-identical weights, with the same dropout masks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

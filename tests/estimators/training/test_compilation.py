@@ -1,7 +1,5 @@
 """`compile`: ranks train a compiled network to the weights of the plain one, and compile it once."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

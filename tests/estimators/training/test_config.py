@@ -1,7 +1,5 @@
 """Every rule of the config names a remedy, and sizes follow the number of workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What would end in a worker is refused by the driver in one sentence, or works."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """Cost of an epoch: rows per second, bytes, operations and energy; None if unknown."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

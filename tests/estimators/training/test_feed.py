@@ -1,7 +1,5 @@
 """Batches as tensors: their dtypes, their rows, and the memory of a column."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """A head combines the settings, the user's objects and the data of one output."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop: several labels, metrics, callbacks, early stopping, the best epoch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

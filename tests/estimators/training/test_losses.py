@@ -1,7 +1,5 @@
 """Per-row losses equal torch's mean, also if rows have different weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics equal scikit-learn's over all rows, for one rank and for several, one of them without rows."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

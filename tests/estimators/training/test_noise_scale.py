@@ -1,7 +1,5 @@
 """The gradient noise scale of a quadratic with known noise, measured in whole trainings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

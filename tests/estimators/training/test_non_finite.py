@@ -1,7 +1,5 @@
 """A non-finite loss or gradient stops the training, skips the step, or rolls back, with a report."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

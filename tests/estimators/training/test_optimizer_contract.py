@@ -1,7 +1,5 @@
 """The whole contract of `torch.optim.Optimizer`: modes, and everything that `state_dict()` returns."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

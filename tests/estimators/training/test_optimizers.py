@@ -1,7 +1,5 @@
 """Optimizers: the registry, parameter groups, and factories, also on several ranks."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

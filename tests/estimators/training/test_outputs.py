@@ -1,7 +1,5 @@
 """All forms in which modules return tensors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """User-defined metrics over several ranks equal the metric over all rows."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

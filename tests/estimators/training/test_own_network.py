@@ -1,7 +1,5 @@
 """The network that trains is the user's network: N workers equal plain PyTorch, or the driver refuses."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Mixed precision: operations in fp32, and how fp16 scales, skips and recovers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pretrained initial weights: files behind a URI, loaded names, and refused checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Rank states in a checkpoint; they need no more memory in a larger gang."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 RINGSPARK_RECORD=1 writes a new record instead of comparing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """A resumed training equals an uninterrupted one, bit for bit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

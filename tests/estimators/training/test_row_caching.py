@@ -1,7 +1,5 @@
 """Param `cache`: identical trainings, the reported bytes, and no leftovers."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

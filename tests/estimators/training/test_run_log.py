@@ -1,7 +1,5 @@
 """Progress files of rank 0; `test_worker.py` checks their content."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Learning rates: schedules, warm-up, and torch's schedulers, replayed to any step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Every rank reports progress while rank 0 writes to a slow store, so no rank counts as hung."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """One micro-batch: gradients stay on the network, and everything else is returned."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

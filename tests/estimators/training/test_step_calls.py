@@ -1,7 +1,5 @@
 """A default training step never waits for a device and adds few operations to the network's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The log of losses within an epoch: a mean over all ranks, once per step, also after a resume."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading a safetensors file tensor by tensor equals reading all of it, and both refuse damaged files."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """A training resumes from its saved state with other rank counts and shardings."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Fine-tuning: frozen parameters, LoRA adapters, and the moving average of weights."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

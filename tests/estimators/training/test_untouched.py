@@ -1,7 +1,5 @@
 """The checks of the driver leave the user's network, and all that it holds, as they were."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import OrderedDict, deque

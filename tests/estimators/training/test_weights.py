@@ -1,7 +1,5 @@
 """Weights of a checkpoint: a round trip, and refused files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`train_worker` on one rank and on several: the numbers, not the launch."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """Reused arrays: never while something still refers to them, and hardly larger than requested."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Failure cases of the disk cache: many arrays, a full disk, threads, forked children, closing."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Memory estimates from the plan: rows that a reader holds, and rows that it reads again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

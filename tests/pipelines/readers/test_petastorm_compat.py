@@ -1,7 +1,5 @@
 """Patches for Petastorm's missing imports are visible to Petastorm only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

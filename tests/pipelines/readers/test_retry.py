@@ -1,7 +1,5 @@
 """Retries of store reads are counted per row group."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Callable

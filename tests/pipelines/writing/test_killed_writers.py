@@ -3,8 +3,6 @@
 A process forks the writers, because a fork takes milliseconds and a Spark application takes seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

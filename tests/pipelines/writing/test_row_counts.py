@@ -1,7 +1,5 @@
 """A write that loses or doubles rows fails, commits nothing and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

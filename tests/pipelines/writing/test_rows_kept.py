@@ -1,7 +1,5 @@
 """Every row of a DataFrame of any kind is in the files once, whichever way it is written."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refusals of columns: their types and values, texts, and windows over time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pyspark.sql import functions as F

@@ -1,7 +1,5 @@
 """Refusals of the jobs' command lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

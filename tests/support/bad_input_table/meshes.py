@@ -1,7 +1,5 @@
 """Refusals of the setting `parallelism`; tests/pairs has those of other settings' values."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from bad_input_table.place import DEEP, BadInput

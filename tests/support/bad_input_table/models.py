@@ -1,7 +1,5 @@
 """Refusals when models are used, exported, saved or loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

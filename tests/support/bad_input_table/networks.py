@@ -1,7 +1,5 @@
 """Refusals of networks, of their memory, and of finetuning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

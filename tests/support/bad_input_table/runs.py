@@ -1,7 +1,5 @@
 """Refusals of checkpoints, restarts and resumed runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

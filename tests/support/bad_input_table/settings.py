@@ -1,7 +1,5 @@
 """Refusals of settings of a fit, except for meshes."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

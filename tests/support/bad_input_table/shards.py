@@ -1,7 +1,5 @@
 """Refusals when shards are written or read, and when tables of Parquet or Delta files are read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path

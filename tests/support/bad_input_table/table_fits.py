@@ -1,7 +1,5 @@
 """Tables on which `fit` without a model cannot train."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pyspark.sql import functions as F
