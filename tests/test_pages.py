@@ -55,9 +55,7 @@ def test_the_page_about_fine_tuning(spark: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about data loader workers and its next version
-def test_lightning_and_we_train_the_page_s_module_alike(
-    make_shards: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_lightning_and_we_train_its_module_alike(make_shards: Callable[..., Any], tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     names = _run("lightning.md")
     rng = np.random.default_rng(0)

@@ -279,9 +279,7 @@ def test_a_newer_format_is_refused(instances, tmp_path, spark):
         assert len(str(failure.value).splitlines()) == 1
 
 
-def test_a_pipeline_of_the_stage_survives_save_and_load(
-    fitted, estimator, frame, scored, tmp_path, spark_saves
-):
+def test_a_pipeline_of_it_survives_save_and_load(fitted, estimator, frame, scored, tmp_path, spark_saves):
     Pipeline(stages=[estimator]).save(str(tmp_path / "pipeline"))
     (loaded,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
     assert values(loaded) == values(estimator)

@@ -670,9 +670,7 @@ def test_a_network_is_the_same_to_the_cache_in_each_transform(tmp_path):
         (True, ["6"], 3, 2, "cuda:1"),
     ],
 )
-def test_a_task_computes_where_spark_says_else_by_its_partition(
-    use_gpu, addresses, partition, devices, expected
-):
+def test_a_task_computes_where_spark_says_or_its_partition(use_gpu, addresses, partition, devices, expected):
     assert choose_inference_device(use_gpu, addresses, partition, devices) == expected
 
 

@@ -268,9 +268,7 @@ def test_a_default_of_the_machine_is_no_choice_of_the_saved_stage(tmp_path):
         ("stage", "net", [], None),
     ],
 )
-def test_a_network_whose_class_lies_with_the_stage_is_not_imported(
-    tmp_path, monkeypatch, stage, module, packages, told
-):
+def test_a_class_that_the_stage_holds_is_not_imported(tmp_path, monkeypatch, stage, module, packages, told):
     make(tmp_path / "c").save(str(tmp_path / stage))
     file = tmp_path / f"{module.replace('.', '/')}.py"
     file.write_text(f"import pathlib\nimport torch\npathlib.Path({str(tmp_path)!r}, 'ran').touch()\n"

@@ -157,9 +157,7 @@ def test_a_pipeline_is_in_one_folder_whatever_its_name(tmp_path):
 
 @pytest.mark.spark
 @pytest.mark.connect
-def test_a_connect_server_with_another_default_is_asked_once_and_not_for_a_folder_of_its_own(
-    spark, monkeypatch
-):
+def test_a_connect_server_with_another_default_is_asked_once_and_not_for_own_folders(spark, monkeypatch):
     if not is_remote(spark):
         pytest.skip("Spark Classic asks Hadoop itself")
     monkeypatch.setattr(spark_paths, "_DEFAULTS", WeakKeyDictionary())

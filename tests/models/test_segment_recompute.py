@@ -298,9 +298,7 @@ class DifferentiatesItself(nn.Module):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block", [CheckpointsItself, DifferentiatesItself])
-def test_blocks_that_checkpoint_or_differentiate_themselves(
-    block: type[nn.Module], policy: str | int
-) -> None:
+def test_blocks_that_checkpoint_or_derive_themselves(block: type[nn.Module], policy: str | int) -> None:
     torch.manual_seed(0)
     plain = Around(*(block() for _ in range(4)))
     nets = plain, apply_activation_checkpoint(copy.deepcopy(plain), policy)

@@ -489,9 +489,7 @@ def test_what_does_not_fit_is_refused_by_name_with_the_remedy(spark, tmp_path, t
         ([b"1234"], "binary", Binary("npy", shape=(3, 3)), "4 bytes that decoder 'npy' cannot read"),
     ],
 )
-def test_data_that_does_not_fit_is_refused_and_nothing_is_left(
-    spark, tmp_path, values, type_, choice, message
-):
+def test_data_that_does_not_fit_leaves_an_error_alone(spark, tmp_path, values, type_, choice, message):
     df = spark.createDataFrame([(value,) for value in values], f"x {type_}")
     with pytest.raises(ValueError, match=message):
         write_shards(df, str(tmp_path / "s"), columns=None if choice is None else {"x": choice})

@@ -92,9 +92,7 @@ def full_rank_correlation(length: int) -> float:
     return float(5 / np.sqrt(length - 1))
 
 
-def test_the_order_has_no_rank_correlation_with_the_files(
-    orders: list[dict[str, np.ndarray]], row_groups: list[int]
-) -> None:
+def test_the_order_is_not_that_of_files(orders: list[dict[str, np.ndarray]], row_groups: list[int]) -> None:
     # With at most one row group per stream, each row group spreads over the whole epoch. With more, the row
     # groups are permuted as units, so their number limits the correlation.
     length = len(row_groups) if len(row_groups) > NUM_STREAMS else sum(row_groups)
@@ -113,9 +111,7 @@ def test_neighbours_in_the_files_are_parted(orders: list[dict[str, np.ndarray]])
         assert neighbours(order["row-group order only"]) > 0.9
 
 
-def test_a_batch_holds_few_neighbours_of_the_files(
-    orders: list[dict[str, np.ndarray]], row_groups: list[int]
-) -> None:
+def test_a_batch_holds_few_neighbours(orders: list[dict[str, np.ndarray]], row_groups: list[int]) -> None:
     rows_per_group, num_rows = row_groups[0], sum(row_groups)
     # Neighbours lie anywhere within their row group's range of the epoch: NUM_STREAMS positions per row, at
     # most the whole epoch. `expected` is the share of one batch in this range.

@@ -10,9 +10,7 @@ from ringspark.pipelines import storage
 
 
 @pytest.mark.parametrize(("number", "kept"), [(1, [6]), (2, [3, 6]), (9, [1, 3, 6])])
-def test_the_checkpoint_just_written_is_kept_and_later_ones_are_removed(
-    tmp_path: Path, number: int, kept: list[int]
-) -> None:
+def test_the_newest_is_kept_and_later_ones_are_removed(tmp_path: Path, number: int, kept: list[int]) -> None:
     """Later ones exist if a training resumed before damaged checkpoints or rolled back."""
     for step in (1, 3, 6, 9, 12):
         Path(step_uri(str(tmp_path), step)).mkdir()

@@ -159,9 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_parts_that_make_up_no_whole_are_passed_over(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_parts_of_no_whole_never_count(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     for step in (1, 2):
         _write(tmp_path, _snapshots(step))
     change, words = DAMAGES[damage]
@@ -179,9 +177,7 @@ def test_blocks_that_leave_a_rest_make_up_no_whole() -> None:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_nobody_waits(
-    tmp_path: Path, shard: int
-) -> None:
+def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_no_wait(tmp_path: Path, shard: int) -> None:
     _write(tmp_path, _snapshots(1))
     snapshots = _snapshots(2)
     weights = snapshots[shard].contents[WEIGHTS]
@@ -228,9 +224,7 @@ class HeldDisk(LocalFileSystem):
         return super().ls(path, detail, **options)
 
 
-def test_a_store_that_does_not_answer_costs_the_checkpoint_and_not_the_others_patience(
-    tmp_path: Path,
-) -> None:
+def test_a_store_that_does_not_answer_costs_the_checkpoint_and_no_others_patience(tmp_path: Path) -> None:
     """One rank clears the folder for a checkpoint while all other ranks wait."""
     fsspec.register_implementation("held", HeldDisk, clobber=True)
     left = tmp_path / "step-0000000001"

@@ -181,9 +181,7 @@ def test_networks_of_torchs_own_classes_are_compiled_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_compiled_code_is_kept_where_this_user_alone_writes(
-    private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_stays_private(private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "ringspark" / f"compiled-{platform.node()}"
     if not private:

@@ -55,9 +55,7 @@ def test_a_metric_that_suits_no_output_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("lowest", "ignored"), [(-1, -1), (0, None)])
-def test_a_label_is_ignored_where_the_data_have_it(
-    make_shards: Any, lowest: int, ignored: int | None
-) -> None:
+def test_a_label_is_ignored_where_data_have_it(make_shards: Any, lowest: int, ignored: int | None) -> None:
     labels = np.arange(ROWS) % 3
     labels[0] = lowest
     columns = {"x": np.zeros(ROWS, np.float32), "kind": labels, "size": np.ones(ROWS, np.float32)}
@@ -127,9 +125,7 @@ class _Noise:
         ("lr_schedule", lambda p: partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=p)),
     ],
 )
-def test_a_run_with_another_setting_of_a_transform_or_loss_is_another_run(
-    given: Any, name: str, make: Any
-) -> None:
+def test_another_setting_of_a_transform_or_loss_is_another_run(given: Any, name: str, make: Any) -> None:
     used = make(0.5)
     for layer in used if isinstance(used, tuple) else (used,):
         if isinstance(layer, nn.Module):

@@ -268,9 +268,7 @@ class Normed(nn.Module):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("collective", ["local", *TORCH_AND_SLOW_OTHERS])
-def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size(
-    runs: Runs, collective: str
-) -> None:
+def test_a_single_row_passes_batch_normalisation_and_lazy_layers_fit_it(runs: Runs, collective: str) -> None:
     """301 rows in batches of 60: the last batch is one row, on one rank."""
     train = runs.here if collective == "local" else runs.gang
     objects = UserObjects(module=Normed())
@@ -283,9 +281,7 @@ def test_a_single_row_passes_batch_normalisation_and_lazy_layers_find_their_size
     assert module(torch.zeros(1, 4)).isfinite().all()
 
 
-def test_the_held_out_loss_is_that_of_the_saved_network_with_batch_normalisation(
-    runs: Runs, collective: str
-) -> None:
+def test_the_held_out_loss_is_the_saved_networks_with_batch_norm(runs: Runs, collective: str) -> None:
     """Each rank has its own running statistics, and the model has those from one rank."""
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.5), nn.ReLU(), nn.Linear(8, 2))
     manifest = runs.shards(_columns(), validation=HELD_OUT)
@@ -424,9 +420,7 @@ MAX_NORM = "layer '1' of model Sequential is an embedding with max_norm"
         (nn.EmbeddingBag(9, 4, max_norm=1.0), MAX_NORM),
     ],
 )
-def test_layers_that_ranks_cannot_share_are_refused_in_a_gang(
-    runs: Runs, layer: nn.Module, message: str
-) -> None:
+def test_layers_that_ranks_cannot_share_are_refused(runs: Runs, layer: nn.Module, message: str) -> None:
     module = nn.Sequential(nn.Linear(4, 8), layer)
     with pytest.raises(ValueError, match=message):
         runs.check(_columns(), UserObjects(module=module), num_workers=2)

@@ -99,9 +99,7 @@ W4 = torch.tensor([0.5, 2.0, 0.0, 3.0])
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 5), (ROWS, 2, 3)])
-def test_weighted_classes_and_ignored_positions_divide_as_in_torch(
-    loss: nn.Module, shape: tuple[int, ...]
-) -> None:
+def test_class_weights_and_ignored_places_count_as_torchs(loss: nn.Module, shape: tuple[int, ...]) -> None:
     g = _generator(str(loss))
     output = torch.randn((ROWS, 4, *shape[1:]), generator=g).log_softmax(1)
     label = torch.randint(0, 4, shape, generator=g)

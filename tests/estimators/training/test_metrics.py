@@ -205,9 +205,7 @@ def test_no_metrics_make_no_collective_call() -> None:
         ("f1", 2, (4, 5), r"got \(4, 2\) and labels \(4, 5\)"),
     ],
 )
-def test_shapes_that_do_not_belong_together_are_refused(
-    name: str, width: int, label: tuple[int, ...], message: str
-) -> None:
+def test_shapes_that_differ_are_refused(name: str, width: int, label: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MetricSet([name], width, CPU).update(torch.zeros(4, 2), torch.zeros(label))
 

@@ -67,9 +67,7 @@ def check(noise: GradientNoise | None, answer: GradientNoise) -> None:
         ),
     ],
 )
-def test_a_gang_finds_the_noise_scale_of_a_quadratic(
-    runs: Runs, workers: int, changes: dict[str, Any]
-) -> None:
+def test_a_gang_finds_the_scale_of_a_quadratic(runs: Runs, workers: int, changes: dict[str, Any]) -> None:
     columns, settings = make_columns(), {"collective": "torch", "epochs": 4} | changes
     results = train_ranks(runs.config(columns, num_workers=workers, **settings), OBJECTS)
     assert all(record.noise is not None for record in results[0].history)

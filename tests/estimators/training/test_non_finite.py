@@ -181,9 +181,7 @@ def test_rollback_takes_logged_values_back(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
-def test_rollback_to_the_first_weights_takes_the_optimizers_state_back_too(
-    runs: Runs, optimizer: str
-) -> None:
+def test_rollback_to_the_first_weights_takes_optimizer_state_back_too(runs: Runs, optimizer: str) -> None:
     """Before its first step, an optimizer has no state, or only the state from its constructor."""
     settings = {"optimizer": optimizer, "checkpoint_every_steps": 100}
     manifest = data(runs, bad=False)

@@ -256,9 +256,7 @@ class _Thaws(Callback):
 @pytest.mark.parametrize("decay", [None, 0.5])
 # Fails in the third epoch; right after a step that thaws; while the layer is frozen again.
 @pytest.mark.parametrize(("in_turns", "step"), [(False, 8), (True, 2), (True, 4)])
-def test_a_thawed_layer_trains_on_after_a_resume(
-    runs: Runs, decay: float | None, in_turns: bool, step: int
-) -> None:
+def test_a_thawed_layer_resumes_training(runs: Runs, decay: float | None, in_turns: bool, step: int) -> None:
     """Adam keeps the state of a layer that is frozen again."""
     every = {"checkpoint_every_steps": 1} if in_turns else {"checkpoint_every_epochs": 1, "epochs": 4}
     config, objects = (
@@ -276,9 +274,7 @@ def test_a_thawed_layer_trains_on_after_a_resume(
 
 @pytest.mark.parametrize("decay", [None, 0.5])
 @pytest.mark.parametrize("freezes", [("lin.*", "out.*"), ("out.*", "lin.*")])
-def test_a_fit_from_a_training_state_freezes_its_own_layers(
-    runs: Runs, freezes: tuple[str, str], decay: float | None
-) -> None:
+def test_a_fit_from_a_state_freezes_anew(runs: Runs, freezes: tuple[str, str], decay: float | None) -> None:
     """The state of the first training names other frozen layers."""
     columns, objects = make_columns(83), Recipe().make().objects()
     changes: dict[str, Any] = {"keep_training_state": True, "ema_decay": decay}

@@ -198,9 +198,7 @@ BAD_ROW = 2 * 32 + 1
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("collective", "accumulation"), [(name, 1 + i) for i, name in enumerate(GANGS)])
-def test_an_overflow_on_one_rank_skips_the_step_on_both(
-    runs: Runs, collective: str, accumulation: int
-) -> None:
+def test_an_overflow_on_a_rank_skips_the_step_on_both(runs: Runs, collective: str, accumulation: int) -> None:
     config = runs.config(
         runs.shards(_columns(160, (BAD_ROW,)), num_files=1, row_group_rows=16),
         num_workers=2,

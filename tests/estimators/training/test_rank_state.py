@@ -88,9 +88,7 @@ def test_the_gathered_states_are_the_file_of_all_tensors() -> None:
     assert found.getvalue() == expected.getvalue()
 
 
-def test_a_full_folder_for_temporary_files_costs_the_checkpoint_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_temporary_folder_costs_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     first, _ = run_in_turns(2, lambda world: gather_ranks(_state(world.rank), world))
     with pytest.raises(OSError, match="missing"):

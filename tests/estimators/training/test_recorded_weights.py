@@ -88,9 +88,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_the_record(
-    name: str, trained: Callable[[str], dict[str, torch.Tensor]]
-) -> None:
+def test_weights_are_as_recorded(name: str, trained: Callable[[str], dict[str, torch.Tensor]]) -> None:
     weights = trained(name.split("-")[0])[name]
     if os.environ.get("RINGSPARK_RECORD"):
         known = load_file(RECORD) if RECORD.exists() else {}

@@ -153,9 +153,7 @@ def test_a_run_may_be_continued_again_and_again_and_by_accumulation_in_fp16(runs
     assert_same(result, expected)
 
 
-def test_a_clock_that_jumps_and_files_of_other_times_change_nothing(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_jumping_clock_and_old_files_change_nothing(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = runs.here(manifest := data(runs), objects())
     draw = random.Random(0)
     monkeypatch.setattr(time, "time", lambda: draw.uniform(0.0, 4e9))
@@ -280,9 +278,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
 ]
 
 
-def test_a_damaged_or_unfinished_checkpoint_is_passed_over(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_or_partial_checkpoint_is_passed_over(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     config = runs.config(data(runs), checkpoint_every_steps=3, keep_checkpoints=2)
     folders = stopped(config, 10)
     assert sorted(path.name for path in folders.iterdir()) == ["step-0000000006", "step-0000000009"]

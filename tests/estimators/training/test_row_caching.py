@@ -52,9 +52,7 @@ def _open_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
-def test_every_cache_trains_alike_and_frees_what_it_kept(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_each_cache_trains_alike_and_frees(runs: Runs, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     temporary = runs.folder.resolve() / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -102,9 +100,7 @@ def test_every_cache_trains_alike_and_frees_what_it_kept(
         (1, None, 2, "disk"),
     ],
 )
-def test_auto_takes_what_has_twice_the_room(
-    num_bytes: int, memory: int | None, disk: int, chosen: str
-) -> None:
+def test_auto_takes_what_has_double_room(num_bytes: int, memory: int | None, disk: int, chosen: str) -> None:
     assert choose_cache(num_bytes, memory, disk) == chosen
 
 
@@ -125,9 +121,7 @@ def test_the_memory_check_counts_what_is_kept(runs: Runs) -> None:
     assert resolve_cache(asked, manifest, 0, 1, 1, 2 * 300 * ROW_BYTES).cache == "memory"
 
 
-def test_auto_looks_at_the_disk_only_where_memory_does_not_do(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_looks_at_the_disk_only_if_memory_is_short(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, asked = runs.manifest(300), runs.config(300, cache="auto")
 
     def no_folder() -> str:
@@ -151,9 +145,7 @@ def _refuses(*args: Any, **settings: Any) -> str:
     raise PermissionError(13, "on purpose")
 
 
-def test_no_thread_outlives_a_validation_whose_batch_fails(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_outlives_a_validation_that_fails(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_BLOCK_ROWS", 2)  # keeps the reader thread from finishing early
     to_batch, made = feed.to_batch, count()
 

@@ -47,9 +47,7 @@ def _train(config: TrainConfig, pulse: Pulse, collective: Collective, device: st
         pytest.param("torch", {"sync": Zero(stage=3)}, marks=pytest.mark.slow),
     ],
 )
-def test_no_rank_stands_still_while_the_weights_are_written(
-    runs: Runs, collective: str, changes: dict[str, Any]
-) -> None:
+def test_no_rank_stands_still_during_a_write(runs: Runs, collective: str, changes: dict[str, Any]) -> None:
     """Covers the last weights, the best weights, and a checkpoint that is still being written."""
     config = runs.check(64, num_workers=2, collective=collective, **changes)
     config = replace(config, run_uri=f"slow://{runs.folder}/run")

@@ -136,9 +136,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("read", [tensor_file.read, StreamedFile])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_and_takes_no_memory(
-    tmp_path: Path, name: str, read: Callable[[str], object]
-) -> None:
+def test_a_hostile_file_takes_no_memory(tmp_path: Path, name: str, read: Callable[[str], object]) -> None:
     path = tmp_path / "model.safetensors"
     content, told = HOSTILE[name]
     path.write_bytes(content)

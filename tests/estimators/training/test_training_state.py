@@ -163,9 +163,7 @@ def _gather(sharding: str, collective: Collective) -> Any:
         ("parameters", "torch"),
     ],
 )
-def test_each_rank_of_a_sharded_training_copies_its_share_of_the_tensors(
-    sharding: str, collective: str
-) -> None:
+def test_each_rank_of_a_sharded_training_copies_its_share_of_tensors(sharding: str, collective: str) -> None:
     """Weights and two Adam moments, 256 KiB each; each of three ranks copies a third of all tensors."""
     one = WIDTH * WIDTH * 4
     share = 3 * DEPTH * one // 3

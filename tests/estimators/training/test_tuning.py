@@ -90,9 +90,7 @@ class _Normed(nn.Module):
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_frozen_batch_normalisation_keeps_its_statistics_and_normalises_by_them(
-    runs: Runs, affine: bool
-) -> None:
+def test_a_frozen_batch_normalisation_keeps_and_uses_its_statistics(runs: Runs, affine: bool) -> None:
     module, columns = _Normed(affine), columns_of(100)
     norm = module.body[1]
     assert isinstance(norm, nn.BatchNorm1d)
@@ -174,9 +172,7 @@ class _Reads(nn.Module):
         (True, r"model _Reads gives other outputs once .* are merged"),
     ],
 )
-def test_an_adapter_that_would_change_nothing_or_that_a_merge_would_change_is_refused(
-    runs: Runs, calls: bool, message: str
-) -> None:
+def test_an_adapter_of_no_use_or_that_merges_change_is_refused(runs: Runs, calls: bool, message: str) -> None:
     lora = {"rank": 1, "alpha": 1, "targets": ["layer"], "dropout": 0.0, "train": []}
     with pytest.raises(ValueError, match=message):
         runs.check(100, UserObjects(module=_Reads(calls)), lora=lora)

@@ -290,9 +290,7 @@ def test_every_codec_reads_back(rows: Any, tmp_path: Path, compression: str) -> 
 @pytest.mark.parametrize(
     "layout", ["shuffled", pytest.param("cached", marks=pytest.mark.slow), "few rows together"]
 )
-def test_few_tasks_write_tiny_partitions_into_the_splits_of_one_task_each(
-    spark, tmp_path, monkeypatch, layout
-):
+def test_few_tasks_write_tiny_partitions_into_splits_of_one_task_each(spark, tmp_path, monkeypatch, layout):
     frame = spark.range(150, numPartitions=24).selectExpr("id", "if(id % 50 = 7, null, id * 2) AS x")
     if layout == "few rows together":
         frame = frame.where("id BETWEEN 20 AND 40")
