@@ -30,9 +30,8 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.host_allocator import keep_freed_memory
-from ringspark.estimators.launch.meeting import Offer, await_roster, check_offers, gather_offers
+from ringspark.estimators.launch.meeting import Offer, await_roster, check_offers, gather_offers, own_executor
 from ringspark.estimators.launch.rank_output import RankOutput
-from ringspark.estimators.launch.taken import own_executor
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
 from ringspark.models.process_state import print_any_text

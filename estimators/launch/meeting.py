@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ class Offer(JsonText):
 
     Attributes:
         address: Address of the rendezvous, from the task of rank 0 in a barrier stage; "" from other tasks.
-        executor: Identity of the executor, see `taken.own_executor`.
+        executor: Identity of the executor, see `own_executor`.
         problem: The error that keeps the task from starting; "" if there is none.
     """
 
@@ -55,6 +56,11 @@ class Roster(JsonText):
     """The offers that become the ranks, in the order of their tasks; none if the tasks are to end."""
 
     offers: tuple[Offer, ...]
+
+
+def own_executor() -> str:
+    """Returns the identity of this task's executor: its host and the process that forks its workers."""
+    return f"{socket.gethostname()}:{os.getppid()}"
 
 
 def look_seconds(run_uri: str) -> float:

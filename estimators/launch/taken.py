@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -13,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.launch.meeting import own_executor
 from ringspark.pipelines import spark_plans
 from ringspark.pipelines.spark_paths import is_remote
 
@@ -75,11 +74,6 @@ def _reasons(spark: SparkSession, since: float) -> list[str]:
         if each.removeTime().get().getTime() / 1000 >= since
     ]
     return [reason for reason in reasons if _IDLE not in reason]
-
-
-def own_executor() -> str:
-    """Returns the identity of this task's executor: its host and the process that forks its workers."""
-    return f"{socket.gethostname()}:{os.getppid()}"
 
 
 def _find_executors(spark: SparkSession) -> set[str]:
