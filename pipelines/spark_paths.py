@@ -44,7 +44,7 @@ def resolve(spark: SparkSession, path: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path)
     storage.refuse_secrets(text)
-    is_whole = "::" in text or ("://" in text and not text.startswith(("viewfs:", "file:")))
+    is_whole = "::" in text or ("://" in text and not text.startswith(("viewfs:", "file:", "hdfs:///")))
     on_databricks = "DATABRICKS_RUNTIME_VERSION" in os.environ
     if not text or is_whole or (on_databricks and text.startswith("/Volumes/")):
         return storage.normalize(text)

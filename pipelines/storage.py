@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import IO, Any, cast
 
 from fsspec.core import url_to_fs
@@ -22,8 +23,14 @@ from ringspark.pipelines.rename_once import rename_once
 # On these stores a put is atomic, while "move" is a copy followed by a delete.
 _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 
+# Scheme -> module that opens the store better than fsspec alone.
+_CLIENTS = {"hdfs": "ringspark.extras.stores.hdfs"}
+
 # Client errors that a retry cannot cure.
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
+
+# Characters of a path that clients of a store misread, as a pattern, as an object's version or as a slash.
+_MISREAD = {"hdfs": "*?[:", "gs": "*?[#", "gcs": "*?[#", "abfs": "*?[\\", "abfss": "*?[\\", "az": "*?[\\"}
 
 # Hadoop's short form of a URI.
 _HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")
@@ -60,22 +67,19 @@ def normalize(uri: str | os.PathLike[str]) -> str:
     """Returns the canonical spelling of `uri`: absolute, without a trailing slash.
 
     Local paths and `file://` URIs become absolute paths, in which "%" is an ordinary character; `dbfs:/`
-    becomes the mount `/dbfs` if it exists. Raises ValueError if `uri` is empty, or holds a password or token.
+    becomes the mount `/dbfs` if it exists. Raises ValueError if `uri` is empty, or holds a password, a token
+    or a character that the store's client misreads.
     """
     text = os.fspath(uri)
     refuse_secrets(text)
     if not text:
-        raise ValueError(
-            "a storage URI must not be empty; pass a folder such as '/data/shards' or 's3://bucket/shards'"
-        )
+        raise ValueError("a storage URI must not be empty; pass '/data/shards' or 's3://bucket/shards'")
     if text.startswith("dbfs:/") and os.path.isdir("/dbfs"):
         text = mount_of(text)
     if text.startswith("file:"):
-        path = text[len("file:") :]
-        if path.startswith("//"):
-            # The authority is empty or localhost; file://host/path is not supported.
-            path = path[2:].removeprefix("localhost")
-        text = path
+        # The authority is empty or localhost; file://host/path is not supported.
+        path = text.removeprefix("file:")
+        text = path[2:].removeprefix("localhost") if path.startswith("//") else path
     if is_local(text):
         if scheme := _HOSTLESS.match(text):
             raise ValueError(
@@ -83,6 +87,10 @@ def normalize(uri: str | os.PathLike[str]) -> str:
                 f"{scheme[1] + '//host' + text[len(scheme[1]) :]!r}, or pass a folder that is mounted here"
             )
         return os.path.abspath(os.path.expanduser(text))
+    store, _, path = text.partition("://")
+    misread = _MISREAD.get(store, "*?[") if "::" not in text else ""
+    if found := next((one for one in misread if one in path.partition("/")[2]), None):
+        raise ValueError(f"{text!r} holds {found!r}, which clients of the store misread; rename the folder")
     return text.rstrip("/")
 
 
@@ -118,13 +126,15 @@ def check_inside(folder: str, name: str) -> None:
 def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
+        with suppress(KeyError, ModuleNotFoundError):  # of a client or of the extras
+            return cast("tuple[Any, str]", import_module(_CLIENTS[uri.partition("://")[0]]).connect(uri))
         return cast("tuple[Any, str]", url_to_fs(uri))
     except OSError as error:  # HDFS is connected to at once
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
         raise ValueError(
             f"storage URI {redact(uri)!r} needs a client of HDFS on driver and workers; pip install "
-            "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow"
+            "'ringspark[hdfs]', or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow"
         ) from None
     except (ValueError, ImportError) as error:
         raise ValueError(
@@ -216,15 +226,10 @@ def exists(uri: str) -> bool:
     """Returns whether a file or folder exists now; does not use cached listings."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
-    with store_errors(uri):
-        if is_local(uri):
-            return bool(fs.exists(path))
-        try:
-            # The `exists` of some clients returns False if the store does not answer.
-            fs.info(path)
-        except FileNotFoundError:
-            return False
-    return True
+    with store_errors(uri), suppress(FileNotFoundError):
+        # The `exists` of some clients returns False if the store does not answer.
+        return bool(fs.exists(path) if is_local(uri) else fs.info(path))
+    return False
 
 
 def size(uri: str) -> int:
@@ -247,12 +252,9 @@ def list_names(uri: str) -> list[str]:
     """Returns the sorted names of a folder's entries; an empty list if the folder is missing."""
     fs, path = filesystem(uri)
     fs.invalidate_cache()
-    try:
-        with store_errors(uri):
-            entries = fs.ls(path, detail=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+    with suppress(FileNotFoundError, NotADirectoryError), store_errors(uri):
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False))
+    return []
 
 
 def remove(uri: str, *, recursive: bool = False) -> None:
@@ -277,9 +279,7 @@ def newest_change(uri: str) -> float | None:
     fs, path = filesystem(uri)
     fs.invalidate_cache()
     with store_errors(uri):
-        names = [str(entry) for entry in fs.ls(path, detail=False)]
-        if not names and is_local(uri):
-            names = [path]
+        names = [str(entry) for entry in fs.ls(path, detail=False)] or [path] * is_local(uri)
         return max((fs.modified(name).timestamp() for name in names), default=None)
 
 
@@ -305,7 +305,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
         raise FileExistsError(f"{uri!r} exists")
     if is_local(uri):
         _make_local_dirs(parent or "/")
-    if _ATOMIC_PUT.intersection([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+    protocols = [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
+    if getattr(fs, "puts_are_atomic", False) or _ATOMIC_PUT.intersection(protocols):
         with store_errors(uri):
             _put(fs, path, data, overwrite)
         return
@@ -336,10 +337,8 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
                 ) from error
         else:
             fs.mv(temporary, path)
-    except BrokenOffError:
-        raise
     except BaseException as error:
-        if fs.exists(temporary):
+        if not isinstance(error, BrokenOffError) and fs.exists(temporary):
             fs.rm(temporary)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = path  # the error of a full disk does not name the file
@@ -388,8 +387,7 @@ def check_writable(uri: str) -> None:
             raise OSError("the test file had other content when it was read")
         remove(probe)
         if not existed and is_local(uri):
-            # Another writer may have written there meanwhile.
-            remove_if_empty(uri)
+            remove_if_empty(uri)  # unless another writer has written there meanwhile
     except Exception as error:  # a store's client may raise anything when an upload fails
         if "needs a client" in str(error):
             raise

@@ -1,6 +1,7 @@
 import asyncio
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -142,9 +143,39 @@ def test_an_unknown_scheme_cannot_be_written() -> None:
         storage.check_writable("nope://x")
 
 
+@pytest.mark.parametrize(
+    ("uri", "character"),
+    [
+        ("s3://bucket/a*", "*"),
+        ("s3://bucket/a/what?", "?"),
+        ("gs://bucket/run#1", "#"),
+        ("abfs://container/a\\b", "\\"),
+        ("hdfs://host:8020/2026-11-30T10:00", ":"),
+        ("hdfs:///x[1]", "["),
+    ],
+)
+def test_a_character_that_a_client_misreads_is_refused(uri: str, character: str) -> None:
+    """s3fs, gcsfs and adlfs remove what a pattern matches: "a*" would also remove "ab"."""
+    with pytest.raises(
+        ValueError, match=re.escape(f"holds {character!r}, which clients of the store misread")
+    ):
+        storage.normalize(uri)
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/a#1;b %20", "hdfs://host:8020/a#1;b %20", "/a*[1]?:", "a::s3://b?"]
+)
+def test_other_characters_stay(uri: str) -> None:
+    assert storage.normalize(uri).endswith(uri)
+
+
 def test_hdfs_without_a_client_says_what_to_install() -> None:
     """In a process of its own: the first attempt to load the library has another message than later ones."""
     code = """
+import sys
+import fsspec
+sys.modules["hdfs_native"] = None  # as if it were not installed
+fsspec.register_implementation("hdfs", "fsspec.implementations.arrow.HadoopFileSystem", clobber=True)
 from ringspark.pipelines import storage
 for call in (storage.exists, storage.check_writable, storage.list_names):
     try:
@@ -156,7 +187,7 @@ for call in (storage.exists, storage.check_writable, storage.list_names):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     sentence = (
         "storage URI 'hdfs://host:8020/rows' needs a client of HDFS on driver and workers; pip install "
-        "hdfs-native, or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow\n"
+        "'ringspark[hdfs]', or set JAVA_HOME, HADOOP_HOME and CLASSPATH for the client of pyarrow\n"
     )
     assert (done.stdout, done.stderr) == (3 * sentence, "")
 

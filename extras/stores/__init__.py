@@ -1,0 +1,1 @@
+"""Stores that need more than their client in fsspec."""
