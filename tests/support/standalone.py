@@ -1,4 +1,4 @@
-"""A standalone Spark cluster on this machine: a master, and two workers with one core each."""
+"""A standalone Spark cluster on this machine: a master and two workers."""
 
 import os
 import socket
@@ -20,7 +20,9 @@ def spark_environment() -> dict[str, str]:
 
 
 @contextmanager
-def standalone_cluster(folder: Path, second_worker: Mapping[str, str] | None = None) -> Iterator[str]:
+def standalone_cluster(
+    folder: Path, second_worker: Mapping[str, str] | None = None, cores: tuple[int, int] = (1, 1)
+) -> Iterator[str]:
     """Starts the cluster, yields its URL, and stops the processes by id.
 
     `folder` gets logs and work files. `second_worker` is added to the environment of the second worker.
@@ -32,8 +34,8 @@ def standalone_cluster(folder: Path, second_worker: Mapping[str, str] | None = N
     deploy = [str(SPARK / "spark-class"), "org.apache.spark.deploy"]
     local = ["--host", "127.0.0.1", "--webui-port", "0"]
     commands = {"master": [deploy[0], f"{deploy[1]}.master.Master", "--port", str(port), *local]}
-    for name in ("worker0", "worker1"):
-        size = ["-c", "1", "-m", "1500m", "-d", str(folder / name)]
+    for name, number in zip(("worker0", "worker1"), cores, strict=True):
+        size = ["-c", str(number), "-m", f"{1500 * number}m", "-d", str(folder / name)]
         commands[name] = [deploy[0], f"{deploy[1]}.worker.Worker", url, *size, *local]
     processes = []
     try:
