@@ -18,15 +18,20 @@ _RAISED = re.compile(
 _UNREAD_FILE = re.compile(
     r"Encountered error while reading file (\S+?)\.?\s+(.*?)(?:Details:|SQLSTATE: \w+)?\s*$", re.MULTILINE
 )
+# A process that ended without an exception: killed, or taken away with its executor.
+_LOST_EXECUTOR = re.compile(r"ExecutorLostFailure[^\n]*|Python worker exited unexpectedly[^\n]*")
+_KILLED_FOR_MEMORY = re.compile(r"memory|OOM|\b137\b", re.IGNORECASE)
 _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|torch)")
 
 
 @contextmanager
-def explain_worker_errors() -> Iterator[None]:
+def explain_worker_errors(*, also_losses: bool = True) -> Iterator[None]:
     """Context of a Spark job that runs our code in Python workers; explains failures with a known cause.
 
+    `also_losses`: whether to explain lost workers too. A gang does that itself.
+
     Raises:
-        RuntimeError: A worker lacks a package, or a task failed inside `report_task_errors`.
+        RuntimeError: A worker lacks a package or was lost, or a task failed inside `report_task_errors`.
         ValueError: An expression in the plan refused a row, or Spark cannot read a file.
     """
     try:
@@ -43,6 +48,10 @@ def explain_worker_errors() -> Iterator[None]:
                 f"Spark cannot read the file {unread[1]}{reason}; remove it, or write it again with the same "
                 "column types as the other files"
             ) from None
+        if also_losses and (lost := _LOST_EXECUTOR.search(str(error))) is not None:
+            reason = " ".join(lost[0].split())[:300]
+            advice = advise_on_loss(reason) or "; see the log of that executor"
+            raise RuntimeError(f"Spark lost its workers in each attempt ({reason}){advice}") from None
         missing = _MISSING_MODULE.search(str(error))
         if missing is None:
             raise
@@ -50,6 +59,16 @@ def explain_worker_errors() -> Iterator[None]:
             f"Spark's Python workers cannot import {missing[1]}; install ringspark on the executors, and "
             "set PYSPARK_PYTHON to that Python before Spark starts (on one machine: sys.executable)"
         ) from None
+
+
+def advise_on_loss(reason: str) -> str:
+    """Returns the remedy for processes that were killed for memory; "" for any other reason."""
+    if not _KILLED_FOR_MEMORY.search(reason):
+        return ""
+    return (
+        "; raise spark.executor.memoryOverhead, from which Python workers take their memory "
+        "(ringspark.estimators.plan_memory computes how much a training needs)"
+    )
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class GangStage:
         cpus = self._plan.task_cpus
         profile = {"profile": profile_of(self.spark, cpus)} if cpus else {}
         frame = self.spark.range(0, num_tasks, 1, num_tasks)
-        with explain_worker_errors():
+        with explain_worker_errors(also_losses=False):
             made = frame.mapInArrow(task, SCHEMA, barrier=is_barrier, **profile)
             rows = job.run(made.collect)
         return sorted(rows, key=lambda row: int(row.rank))

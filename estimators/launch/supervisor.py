@@ -40,6 +40,7 @@ from ringspark.estimators.launch.taken import FREE_LOSSES, find_taken
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, list_steps
 from ringspark.pipelines.job_names import name_jobs
+from ringspark.pipelines.spark_errors import advise_on_loss
 
 # Wait after a cancelled job: longer than Spark takes to kill a Python worker that does not react.
 END_SECONDS = 15.0
@@ -295,7 +296,7 @@ class Supervisor(Generic[C]):
         task = _TASK.search(str(error))
         silent = [beat for beat in monitor.beats if not beat.ended]
         blamed = [beat for beat in silent if task and beat.task == int(task[1])] or silent
-        message = f"its process died ({reason})"
+        message = f"its process died ({reason}){advise_on_loss(reason)}"
         lost = [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]
         lost = lost or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
         return WorkerError([*lost, *_reported_failures(monitor.beats)])

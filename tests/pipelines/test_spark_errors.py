@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
-from ringspark.pipelines.spark_errors import explain_worker_errors
+from ringspark.pipelines.spark_errors import advise_on_loss, explain_worker_errors
 
 SCRIPT = """
 from pyspark.sql import SparkSession
@@ -55,6 +56,40 @@ def test_workers_on_a_local_master_run_by_the_drivers_python(tmp_path: Path) -> 
     assert "REFUSED" not in done.stdout
     assert done.stderr.count(f"Spark's Python workers now run by {sys.executable}") == 1
     assert list(tmp_path.glob("shards/*"))
+
+
+KILLED = """
+import os, signal
+from pyspark.sql import SparkSession
+from pyspark.sql.functions import udf
+from ringspark.pipelines import write_shards
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+die = udf(lambda number: os.kill(os.getpid(), signal.SIGKILL), "long")
+try:
+    write_shards(spark.range(3).select(die("id")), "shards")
+except RuntimeError as error:
+    print("REFUSED", error)
+"""
+
+
+@pytest.mark.spark
+def test_workers_that_were_killed_are_explained_in_one_line(tmp_path: Path) -> None:
+    done = run_program(KILLED, folder=tmp_path)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("REFUSED"))
+    assert "Spark lost its workers in each attempt (Python worker exited unexpectedly" in line
+    assert not list(tmp_path.glob("shards/*"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "advised"),
+    [
+        ("ExecutorLostFailure: Container is running 45.9MB beyond the 'PHYSICAL' memory limit", True),
+        ("ExecutorLostFailure: Command exited with code 137", True),
+        ("ExecutorLostFailure: Executor heartbeat timed out after 120000 ms", False),
+    ],
+)
+def test_only_a_loss_for_memory_advises_more_memory(reason: str, advised: bool) -> None:
+    assert ("raise spark.executor.memoryOverhead" in advise_on_loss(reason)) is advised
 
 
 def test_other_errors_pass_unchanged() -> None:
