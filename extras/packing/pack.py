@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from ringspark.extras.packing.interpreter import OF_THE_HOST, check_environment,
 # Spark recognizes an archive by its name.
 SUFFIXES = (".tar.gz", ".tgz")
 _LARGEST = 5
+_CUDA = re.compile(r"nvidia-|triton$|cuda-")
 
 
 def pack(output: Path, requirement: Path | None = None, exclude: Iterable[str] = ()) -> None:
@@ -82,6 +84,13 @@ def _collect(root: Path, packages: dict[str, Distribution]) -> dict[str, Path]:
     shown = ", ".join(f"{name} {show_bytes(sizes[name])}" for name in largest)
     print(f"packing Python and {len(packages)} packages, {show_bytes(total)}: {shown}, ...", flush=True)
     print("--requirement and --exclude leave out packages", flush=True)
+    cuda = sum(size for name, size in sizes.items() if _CUDA.match(name))
+    if cuda:
+        print(
+            f"{show_bytes(cuda)} are libraries for GPUs; for executors without GPUs, pack an environment "
+            "with a CPU build of torch, which has none of them",
+            flush=True,
+        )
     # The test of the archive unpacks it.
     if shutil.disk_usage(root).free < total:
         raise ValueError(f"the test of the archive needs {show_bytes(total)} in {root.parent}; set TMPDIR")
