@@ -100,13 +100,13 @@ def test_clipped_gradients_of_rows_are_those_of_the_cpu(manifest, tmp_path, devi
 
 @pytest.mark.skipif(find_spec("opacus") is None, reason="needs opacus")
 def test_noise_on_a_gpu_has_the_promised_variance(make_shards, tmp_path, device):
-    from private_shards import Moves, Still, columns, objects, private_config
+    from private_shards import Moves, columns, objects, private_config, still
 
     path = tmp_path / "moves.pt"
     noisy = Privacy(noise_multiplier=1.3, delta=1e-5, max_grad_norm=0.5)
     config = private_config(make_shards(columns()), tmp_path / "run", privacy=noisy, learning_rate=1.0)
     config = replace(config, use_gpu=device != "cpu")
-    train_here(config, objects(module=Still(), callbacks=(Moves(str(path)),)), device=device)
+    train_here(config, objects(module=still(), callbacks=(Moves(str(path)),)), device=device)
     noise = torch.load(path, map_location="cpu") * config.batch_size
     # Five standard deviations of the variance of n normal numbers.
     assert float(noise.var()) == pytest.approx((1.3 * 0.5) ** 2, rel=5 * (2 / noise.numel()) ** 0.5)

@@ -24,13 +24,8 @@ from ringspark.extras.compressors import COMPRESSORS
 from ringspark.models import ModelSpec, apply_activation_checkpoint
 from ringspark.models.activation_checkpoint import block_names
 
-TABLE = {
-    "edges": [[-1.0, 0.0, 1.0]] * 3,
-    "cardinalities": [50, 5],
-    "out_features": 4,
-    "unknown": 0.0,
-    "averages": "probabilities",
-}
+TABLE = {"edges": [[-1.0, 0.0, 1.0]] * 3, "cardinalities": [50, 5], "out_features": 4}
+TABLE |= {"unknown": 0.0, "averages": "probabilities"}
 WORDS = {"vocab_size": 50, "max_seq_len": 12, "dim": 16, "num_heads": 2, "out_features": 4}
 SPECS = {
     "mlp": ModelSpec("mlp", {"in_features": 16, "hidden": [32, 32], "out_features": 4, "norm": "batch"}),
@@ -166,10 +161,8 @@ def test_an_optimizer_takes_the_steps_of_the_cpu(name: str, device: str) -> None
 @pytest.mark.parametrize("name", names_of(COMPRESSORS, [name for name in COMPRESSORS if name != "cpsgd"]))
 @pytest.mark.parametrize("feedback", [False, True])
 def test_a_compressor_gives_what_it_lacks_as_its_error(name: str, feedback: bool, device: str) -> None:
-    options = {
-        "gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3},
-        "powersgd": {"rank": 2},
-    }
+    options = {"gradiveq": {"slice": 64, "components": 4, "samples": 2, "refresh": 3}}
+    options |= {"powersgd": {"rank": 2}}
     given = Compression.of({"name": name, **options.get(name, {}), "feedback": feedback})
     compressor = COMPRESSORS[name](SHAPES, 7, given)
     elements = sum(shape.numel() for shape in SHAPES)

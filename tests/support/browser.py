@@ -68,15 +68,7 @@ class Browser:
 
     def _run(self, page: Path, *options: str, height: int = 900) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-            command = [
-                self.program,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                f"--user-data-dir={profile}",
-                f"--window-size={self.width},{height}",
-                *options,
-                page.resolve().as_uri(),
-            ]
+            command = [self.program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            command += [f"--user-data-dir={profile}", f"--window-size={self.width},{height}", *options]
+            command.append(page.resolve().as_uri())
             return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

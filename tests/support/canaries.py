@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from private_shards import private_config
 from scipy.stats import beta
+from small_networks import Net
 from small_training import weights_of
 from torch import nn
 from written_shards import written
@@ -23,16 +24,11 @@ CANARIES = 800
 CONFIDENCE = 0.95
 
 
-class Canaries(nn.Module):
-    """Returns the weight of each row's canary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(CANARIES))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not an index, whose gradient torch.func computes more slowly.
-        return (nn.functional.one_hot(x, CANARIES) * self.weights).sum(-1)
+def network() -> nn.Module:
+    """Returns a network that computes the weight of each row's canary."""
+    # Not an index, whose gradient torch.func computes more slowly.
+    parts = {"weights": nn.Parameter(torch.zeros(CANARIES))}
+    return Net(lambda self, x: (nn.functional.one_hot(x, CANARIES) * self.weights).sum(-1), **parts)
 
 
 def shout(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -47,15 +43,10 @@ def attack(folder: Path, privacy: Privacy, trainings: int) -> tuple[np.ndarray, 
         is_member = rng.random(CANARIES) < 0.5
         x = np.flatnonzero(is_member)
         manifest = written(folder / f"shards-{number}", {"x": x, "y": np.zeros(len(x), "f4")})
-        changes: dict[str, Any] = {
-            "learning_rate": 1.0,
-            "batch_size": len(x) // 4,
-            "epochs": 10,
-            "task": "any",
-        }
+        changes: Any = {"learning_rate": 1.0, "batch_size": len(x) // 4, "epochs": 10, "task": "any"}
         config = private_config(manifest, folder / f"run-{number}", privacy=privacy, **changes)
-        objects = UserObjects(module=Canaries(), losses=(shout,))
-        weights = weights_of(train_here(config, objects), Canaries()).numpy()
+        objects = UserObjects(module=network(), losses=(shout,))
+        weights = weights_of(train_here(config, objects), network()).numpy()
         inside.append(weights[is_member])
         outside.append(weights[~is_member])
     return np.concatenate(inside), np.concatenate(outside)
@@ -66,10 +57,8 @@ def bound_epsilon(inside: np.ndarray, outside: np.ndarray, delta: float) -> floa
 
     Half of the canaries choose the threshold of the guess, and the other half measure its errors.
     """
-    chosen = max(
-        np.unique(np.concatenate([inside[::2], outside[::2]])),
-        key=lambda at: _bound(inside[::2], outside[::2], at, delta),
-    )
+    values = np.unique(np.concatenate([inside[::2], outside[::2]]))
+    chosen = max(values, key=lambda at: _bound(inside[::2], outside[::2], at, delta))
     return _bound(inside[1::2], outside[1::2], chosen, delta)
 
 

@@ -45,7 +45,6 @@ class Family:
     inputs: tuple[str, ...]
 
     def build(self, **changes: Any) -> Any:
-        """Returns the network with random weights of seed 0."""
         import transformers
 
         torch.manual_seed(0)
@@ -53,11 +52,9 @@ class Family:
         return getattr(transformers, self.network)(config)
 
     def spec(self, **changes: Any) -> ModelSpec:
-        """Returns the same network as a spec."""
         return ModelSpec(f"transformers:{self.network}", {"config": {**self.sizes, **changes}})
 
     def columns(self, rows: int = ROWS) -> Columns:
-        """Returns the inputs and the label `y`; the label can be learned."""
         rng = np.random.default_rng(0)
         if "pixels" in self.inputs:
             labels = rng.integers(0, LABELS, rows)
@@ -81,11 +78,9 @@ class Family:
 
     @property
     def losses(self) -> tuple[Callable[..., torch.Tensor], ...]:
-        """Losses for `UserObjects`; none means cross entropy."""
         return (token_loss,) if self.is_language_model else ()
 
     def objects(self) -> UserObjects:
-        """Returns the network and its loss."""
         return UserObjects(module=self.build(), losses=self.losses)
 
 

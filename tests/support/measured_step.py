@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peak_memory import peak_bytes
+from small_training import bare_config
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -129,17 +130,9 @@ def compare(model: ModelSpec, rows: int, **settings: Any) -> tuple[MemoryPlan, i
     torch.manual_seed(0)
     columns = draw_columns(model, rows)
     plan = plan_memory(model, columns, **settings)
-    config = TrainConfig(
-        shards_uri="",
-        run_uri="",
-        input_columns=("x",),
-        label_columns=("y",),
-        losses=("cross_entropy",),
-        batch_size=len(columns[1]),
-        collective="local",
-        reader="arrow",
-        **{re.sub("([A-Z])", r"_\1", name).lower(): value for name, value in settings.items()},
-    )
+    given = {re.sub("([A-Z])", r"_\1", name).lower(): value for name, value in settings.items()}
+    common = {"losses": ("cross_entropy",), "batch_size": len(columns[1]), "collective": "local"}
+    config = bare_config(**common, **given)
     with ExitStack() as opened:
         mesh = RankMesh.of(LocalCollective())
         return plan, MeasuredStep(config, model.build(), mesh, columns, opened).peak()
@@ -161,20 +154,9 @@ class Network:
         return tuple(((self.rows, *shape), dtype) for shape, dtype in (self.inputs, self.labels))  # type: ignore[return-value]
 
     def config(self, parallelism: Mapping[str, Any], num_micro: int, ranks: int) -> TrainConfig:
-        return TrainConfig(
-            shards_uri="",
-            run_uri="",
-            model=self.spec.to_json(),
-            input_columns=("x",),
-            label_columns=("y",),
-            losses=(self.loss,),
-            batch_size=self.rows,
-            num_workers=ranks,
-            parallelism=dict(parallelism),
-            gradient_accumulation=num_micro,
-            collective="torch",
-            reader="arrow",
-        )
+        given = {"losses": (self.loss,), "batch_size": self.rows, "num_workers": ranks, "collective": "torch"}
+        given |= {"parallelism": dict(parallelism), "gradient_accumulation": num_micro}
+        return bare_config(model=self.spec, **given)
 
     def draw(self, rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns inputs and labels of some rows."""

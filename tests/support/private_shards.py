@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from small_networks import Net
 from small_training import config_of, train_gang
 from torch import nn
 
@@ -44,15 +45,9 @@ def objects(**changes: Any) -> UserObjects:
     return UserObjects(**{"module": network(), **changes})
 
 
-class Still(nn.Module):
-    """A network whose gradient is 0, so that only noise moves its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(500))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:, 0] + 0 * self.weights.sum()
+def still() -> nn.Module:
+    """Returns a network whose gradient is 0, so that only noise moves its weights."""
+    return Net(lambda self, x: x[:, 0] + 0 * self.weights.sum(), weights=nn.Parameter(torch.zeros(500)))
 
 
 class Moves(Callback):
@@ -81,17 +76,9 @@ def noise_of_steps(
 ) -> torch.Tensor:
     """Returns the noise on the summed gradient in each of 80 steps, (80, 500)."""
     path = folder / "moves.pt"
-    config = private_config(
-        manifest,
-        folder / "run",
-        privacy=noisy,
-        learning_rate=1.0,
-        epochs=10,
-        batch_size=32,
-        num_workers=workers,
-        collective=collective,
-    )
-    given = objects(module=Still(), callbacks=(Moves(str(path)),))
+    settings = {"privacy": noisy, "learning_rate": 1.0, "epochs": 10, "num_workers": workers}
+    config = private_config(manifest, folder / "run", collective=collective, **settings)
+    given = objects(module=still(), callbacks=(Moves(str(path)),))
     (train_gang if workers > 1 else train_here)(config, given)
     moves: torch.Tensor = torch.load(path)
     return moves * config.batch_size
