@@ -627,20 +627,14 @@ def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp
         storage.remove(uri, recursive=True)
 
 
-class Signed(nn.Module):
-    """Has one weight, and a sign that is not a weight."""
-
-    def __init__(self, sign: int) -> None:
-        super().__init__()
-        self.sign, self.line = sign, nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sign * self.line(x)
+def signed(sign: int) -> Net:
+    """Returns a network with one layer, and a sign that is not a weight."""
+    return Net(lambda self, x: self.sign * self.line(x), sign=sign, line=nn.Linear(2, 1))
 
 
 @pytest.mark.parametrize("kind", ["module", "spec"])
 def test_the_same_weights_in_another_network_are_another_model(pairs, tmp_path, kind):
-    networks: list[Any] = [Signed(1), Signed(-1)]
+    networks: list[Any] = [signed(1), signed(-1)]
     if kind == "spec":
         kwargs = {"in_features": 2, "hidden": [4], "out_features": 1}
         networks = [ModelSpec("mlp", kwargs | {"activation": name}) for name in ("relu", "tanh")]
@@ -655,7 +649,7 @@ def test_the_same_weights_in_another_network_are_another_model(pairs, tmp_path, 
 
 
 def test_a_network_is_the_same_to_the_cache_in_each_transform(tmp_path):
-    model = make(TorchModel, Signed(1), tmp_path, [(1,)])
+    model = make(TorchModel, signed(1), tmp_path, [(1,)])
     assert model._predictor().model == model._predictor().model
 
 

@@ -12,6 +12,7 @@ import torch
 from parity import equal_to_one_worker
 from ranks import TORCH_AND_SLOW_OTHERS
 from sklearn import metrics as reference
+from small_networks import Net
 from small_training import Runs, train_ranks
 from torch import nn
 from torch.nn import functional
@@ -75,25 +76,19 @@ def _step_by_hand(
             optimizer.zero_grad()
             loss(rows, epoch).backward()
             optimizer.step()
-    trained = _module(result, type(module)() if isinstance(module, TwoHeads) else None)
+    trained = _module(result, _two_heads() if isinstance(module, Net) else None)
     for ours, theirs in zip(trained.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-class TwoHeads(nn.Module):
-    """Predicts a class and a number from one trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.kind, self.size = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.trunk(x).relu()
-        return self.kind(hidden), self.size(hidden)
+def _two_heads() -> Net:
+    """Returns a network that predicts a class and a number from one trunk."""
+    parts = {"trunk": nn.Linear(4, 8), "kind": nn.Linear(8, 2), "size": nn.Linear(8, 1)}
+    return Net(lambda self, x: (self.kind(hidden := self.trunk(x).relu()), self.size(hidden)), **parts)
 
 
 def test_several_labels_train_like_the_loop_one_would_write(runs: Runs, collective: str) -> None:
-    module = TwoHeads()
+    module = _two_heads()
     result = runs.gang(
         runs.shards(_columns(), num_files=1),
         UserObjects(module=module),
@@ -255,15 +250,8 @@ def test_a_monitor_that_the_history_will_not_have_is_refused(runs: Runs, given: 
     assert not (runs.folder / "run").exists()
 
 
-class Normed(nn.Module):
-    """A lazy first layer, followed by batch normalization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.LazyLinear(8), nn.BatchNorm1d(8), nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
 @pytest.mark.distributed
@@ -271,13 +259,13 @@ class Normed(nn.Module):
 def test_a_single_row_passes_batch_normalisation_and_lazy_layers_fit_it(runs: Runs, collective: str) -> None:
     """301 rows in batches of 60: the last batch is one row, on one rank."""
     train = runs.here if collective == "local" else runs.gang
-    objects = UserObjects(module=Normed())
+    objects = UserObjects(module=_normed())
     result = train(_columns(), objects, batch_size=60, collective=collective)
     assert result.steps == 12
-    trained = Normed()
+    trained = _normed()
     trained(torch.zeros(2, 4))
     module = _module(result, trained)
-    assert module.norm.num_batches_tracked > 5  # type: ignore[union-attr, operator]
+    assert module[1].num_batches_tracked > 5  # type: ignore[index]
     assert module(torch.zeros(1, 4)).isfinite().all()
 
 

@@ -1,6 +1,7 @@
 """Fine-tuning: frozen parameters, LoRA adapters, and the moving average of weights."""
 
 import shutil
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,21 +78,15 @@ def test_the_ranks_exchange_nothing_for_frozen_parameters(runs: Runs, sharding: 
     assert bytes_of_a_step(wide, freeze=(BODY,)) == bytes_of_a_step(head)
 
 
-class _Normed(nn.Module):
-    """A body with batch normalization, and a head."""
-
-    def __init__(self, affine: bool = True) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=affine))
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))  # type: ignore[no-any-return]
+def _normed(affine: bool = True) -> Any:
+    """Returns a body with batch normalization, and a head."""
+    body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=affine))
+    return nn.Sequential(OrderedDict(body=body, head=nn.Linear(3, 1)))
 
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_frozen_batch_normalisation_keeps_and_uses_its_statistics(runs: Runs, affine: bool) -> None:
-    module, columns = _Normed(affine), columns_of(100)
+    module, columns = _normed(affine), columns_of(100)
     norm = module.body[1]
     assert isinstance(norm, nn.BatchNorm1d)
     norm.running_mean = torch.tensor([0.1, 0.2, 0.3])
@@ -188,7 +183,7 @@ class _Saves(Callback):
 
 def test_a_callback_may_save_a_module_with_a_frozen_normalisation(runs: Runs) -> None:
     path = runs.folder / "module.pt"
-    objects = UserObjects(module=_Normed(), callbacks=(_Saves(path),))
+    objects = UserObjects(module=_normed(), callbacks=(_Saves(path),))
     runs.here(100, objects, epochs=1, freeze=("body.*",))
     found = torch.load(path, weights_only=False).train()
     assert found.training
@@ -244,7 +239,7 @@ def test_a_step_that_is_skipped_leaves_the_average_alone(runs: Runs) -> None:
 
 
 def test_buffers_are_not_averaged(runs: Runs) -> None:
-    objects = UserObjects(module=_Normed())
+    objects = UserObjects(module=_normed())
     plain, averaged = (state_of(runs.here(100, objects, ema_decay=decay)) for decay in (None, 0.9))
     same = {name for name in plain if torch.equal(plain[name], averaged[name])}
     assert same == {f"body.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
