@@ -4,47 +4,30 @@ import re
 from collections import Counter
 from itertools import combinations
 
+import setting_pairs as table
 from covering import Value
 from setting_choices import GROUPS, params_of
-from setting_pairs import (
-    ALONE,
-    APART,
-    COMPRESSED,
-    CUT,
-    MEANINGLESS,
-    NAMES,
-    NOT_ZERO,
-    OF_SHARDS,
-    PAIRS,
-    REFUSED,
-    SHARD,
-    Rule,
-    beside,
-    fits,
-    matching,
-    rule_of,
-    status,
-)
+from setting_pairs import COMPRESSED, MEANINGLESS, NAMES, PAIRS, REFUSED, SHARD, Rule
 
 from ringspark.estimators import TorchClassifier
 from ringspark.estimators.stages.to_config import config_of
 
 # Short names for long lists of choices.
 _SHORT = {
-    frozenset(matching("mesh", CUT)): "every axis but data and shard",
-    frozenset(matching("mesh", f"{CUT}|{SHARD}")): "every axis but data",
-    frozenset(matching("sync", COMPRESSED)): "every compression",
-    frozenset(matching("sync", OF_SHARDS)): "every compression except CpSGD",
-    frozenset(matching("sync", f"{COMPRESSED}|between hosts")): "every compression, and between hosts",
-    frozenset(matching("sync", f"{ALONE}|{APART}")): "local and asynchronous training",
-    frozenset(matching("sync", NOT_ZERO)): "everything but Zero",
+    frozenset(table.matching("mesh", table.CUT)): "every axis but data and shard",
+    frozenset(table.matching("mesh", f"{table.CUT}|{SHARD}")): "every axis but data",
+    frozenset(table.matching("sync", COMPRESSED)): "every compression",
+    frozenset(table.matching("sync", table.OF_SHARDS)): "every compression except CpSGD",
+    frozenset(table.matching("sync", f"{COMPRESSED}|between hosts")): "every compression, and between hosts",
+    frozenset(table.matching("sync", f"{table.ALONE}|{table.APART}")): "local and asynchronous training",
+    frozenset(table.matching("sync", table.NOT_ZERO)): "everything but Zero",
 }
 
 
 def page() -> str:
-    states = {pair: status(frozenset(pair)) for pair in PAIRS}
+    states = {pair: table.status(frozenset(pair)) for pair in PAIRS}
     counts = Counter(states.values())
-    num_fits = len(fits()[0])
+    num_fits = len(table.fits()[0])
     lines = [
         "# Pairs of settings",
         "",
@@ -98,7 +81,7 @@ def page() -> str:
 
 
 def _row(rule: Rule) -> str:
-    pairs = [pair for pair in PAIRS if rule_of(frozenset(pair)) is rule]
+    pairs = [pair for pair in PAIRS if table.rule_of(frozenset(pair)) is rule]
     sides = []
     for side in (0, 1):
         group = pairs[0][side][0]
@@ -109,7 +92,7 @@ def _row(rule: Rule) -> str:
 
 def _message(rule: Rule, pair: tuple[Value, Value]) -> str:
     """Returns the error message if the settings alone raise it; otherwise the rule's pattern."""
-    params = params_of(beside(pair))
+    params = params_of(table.beside(pair))
     try:
         config_of(TorchClassifier(batchSize=12, epochs=2, **params), "classification", ["label"])
     except ValueError as error:

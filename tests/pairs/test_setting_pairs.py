@@ -1,5 +1,6 @@
 """Every pair of settings works in a Spark fit, is refused in one sentence, or has no meaning."""
 
+import itertools
 import os
 import random
 import re
@@ -91,11 +92,8 @@ def _refusals() -> list[Any]:
     found = []
     for number, rule in enumerate(REFUSED):
         for kind in (False, True):
-            pairs = [
-                pair
-                for pair in PAIRS
-                if rule_of(frozenset(pair)) is rule and is_of_extras(dict(pair)) == kind
-            ]
+            fitting = [pair for pair in PAIRS if rule_of(frozenset(pair)) is rule]
+            pairs = [pair for pair in fitting if is_of_extras(dict(pair)) == kind]
             marks = [pytest.mark.extras] if kind else []
             if pairs:
                 found.append(pytest.param(rule, pairs, id=f"{number}{' of extras' * kind}", marks=marks))
@@ -117,17 +115,11 @@ def test_a_pair_is_refused_in_one_sentence(place: Place, rule: Rule, pairs: list
 def test_every_working_pair_is_in_a_fit() -> None:
     combinations, impossible = fits()
     assert not impossible
-    covered = {frozenset(pair) for one in combinations for pair in _pairs_of(one)}
+    covered = {frozenset(pair) for one in combinations for pair in itertools.combinations(one.items(), 2)}
     assert covered == {frozenset(pair) for pair in PAIRS if status(frozenset(pair)) == "works"}
 
 
 def test_every_rule_has_a_pair() -> None:
     used = {id(rule_of(frozenset(pair))) for pair in PAIRS}
-    assert [
-        rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2 and id(rule) not in used
-    ] == []
-
-
-def _pairs_of(combination: Combination) -> list[Any]:
-    values = list(combination.items())
-    return [(left, right) for number, left in enumerate(values) for right in values[number + 1 :]]
+    pairs = [rule for rule in (*REFUSED, *MEANINGLESS) if len(rule.choices) == 2]
+    assert [rule for rule in pairs if id(rule) not in used] == []
