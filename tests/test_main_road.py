@@ -39,9 +39,8 @@ spark.stop()
 @pytest.mark.usefixtures("spark")
 def test_a_pipeline_is_fitted_saved_and_loaded_in_a_new_process(spark: Any, tmp_path: Path) -> None:
     rows = [(float(i % 17) - 8, float(i % 11) - 5) for i in range(400)]
-    table = spark.createDataFrame(
-        [(a, b, float(a + b > 0)) for a, b in rows], "a double, b double, label double"
-    )
+    labelled = [(a, b, float(a + b > 0)) for a, b in rows]
+    table = spark.createDataFrame(labelled, "a double, b double, label double")
     network = TorchClassifier(
         model=ModelSpec("mlp", {"in_features": 2, "hidden": [16], "out_features": 2}),
         featuresCol="scaled",

@@ -84,9 +84,8 @@ def test_fit_and_transform_see_the_same_numbers(spark, tmp_path):
         frame = frame.drop("id").join(vectors, "key").coalesce(1).sort("key")
         manifest = write_shards(frame, str(tmp_path / "s"))
 
-        values = [
-            to_column(bind(ModelInput(), field).values).alias(field.name) for field in frame.schema.fields
-        ]
+        fields = frame.schema.fields
+        values = [to_column(bind(ModelInput(), field).values).alias(field.name) for field in fields]
         names = [f"{name}_seen" for name in frame.columns]
         given = frame.select("key", *values).toDF("key", *names)
         schema = ", ".join(["key long", *(f"{name} string" for name in names)])

@@ -57,9 +57,8 @@ def _copy(folder: Path) -> int:
     for name in ("pipelines", "models", "extras", "jobs"):
         (folder / "ringspark" / name).symlink_to(ROOT / name)
     packages = folder / "ringspark"
-    shutil.copytree(
-        ROOT / "estimators", packages / "estimators", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "estimators", packages / "estimators", ignore=ignored)
     lines = 0
     for path, (before, added) in CHANGES.items():
         text = (packages / path).read_text()

@@ -8,9 +8,7 @@ from typing import NamedTuple
 from covering import Pair, Value, all_pairs, cover
 from setting_choices import CHOICES, GROUPS, Combination
 
-NAMES: dict[str, list[str]] = {
-    group: [choice.name for choice in choices] for group, choices in GROUPS.items()
-}
+NAMES: dict[str, list[str]] = {group: [one.name for one in choices] for group, choices in GROUPS.items()}
 
 
 @cache

@@ -182,9 +182,7 @@ def test_reads_come_in_the_order_of_need_and_only_once(row_groups, num_shards, b
         assert len({read.row_group for read in reads}) == len(reads)
         assert [read.first_step for read in reads] == sorted(read.first_step for read in reads)
         for read in reads:
-            users = (
-                step for step, rows in enumerate(steps) if read.row_group in {group for group, _ in rows}
-            )
+            users = (step for step, rows in enumerate(steps) if read.row_group in {each for each, _ in rows})
             assert read.first_step == next(users)
 
 

@@ -63,9 +63,7 @@ def test_a_folder_of_somebody_else_stays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no 'owner.json' in it shows that this run or job made it"):
         remove_folder(str(tmp_path / "ours"), SHARD_PATHS, "owner.json")
     with pytest.raises(ValueError, match=r"no 'manifest.json' in it shows that this run or job"):
-        remove_folder(
-            str(tmp_path / "ours"), SHARD_PATHS, "manifest.json", lambda content: content == b"mine"
-        )
+        remove_folder(str(tmp_path / "ours"), SHARD_PATHS, "manifest.json", lambda held: held == b"mine")
     (tmp_path / "link").symlink_to(tmp_path / "ours")
     with pytest.raises(ValueError, match="is kept, because it is a link"):
         remove_folder(str(tmp_path / "link"), SHARD_PATHS)

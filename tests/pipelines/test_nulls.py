@@ -31,9 +31,7 @@ def test_a_row_is_null_when_anything_in_it_is(rows: list[Any], skip: int) -> Non
 @given(rows=nested)
 def test_filled_lists_hold_no_null(rows: list[Any]) -> None:
     filled = fill_nulls(pa.array(rows, pa.list_(pa.list_(pa.int64()))))
-    assert filled.to_pylist() == [
-        [[value or 0 for value in inner or []] for inner in row or []] for row in rows
-    ]
+    assert filled.to_pylist() == [[[one or 0 for one in inner or []] for inner in row or []] for row in rows]
 
 
 @pytest.mark.parametrize(

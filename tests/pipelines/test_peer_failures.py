@@ -28,9 +28,8 @@ def test_vectors_never_become_python_rows(spark: Any, tmp_path: Path, monkeypatc
     from pyspark.ml.feature import VectorAssembler
 
     # The first rows are mostly zeros and the last have none, so the assembler makes sparse and dense vectors.
-    parts = spark.range(64).selectExpr(
-        "id", *(f"if(id % 8 < {i}, 0D, id / {i + 3}) as x{i}" for i in range(8))
-    )
+    values = [f"if(id % 8 < {i}, 0D, id / {i + 3}) as x{i}" for i in range(8)]
+    parts = spark.range(64).selectExpr("id", *values)
     df = VectorAssembler(inputCols=[f"x{i}" for i in range(8)], outputCol="v").transform(parts)
     kinds = {type(row.v).__name__ for row in df.select("v").collect()}
     assert kinds == {"SparseVector", "DenseVector"}

@@ -147,9 +147,7 @@ def test_few_rows_are_read_once(ordered_shards, engine, rows, num_files, num_sha
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("empty_group", [False, True])
 def test_files_and_row_groups_without_rows_are_passed_over(tmp_path, engine, empty_group, shuffle):
-    tables = [
-        _table(id=np.arange(start, stop)) for start, stop in ((0, 0), (0, 15), (0, 0), (15, 20), (0, 0))
-    ]
+    tables = [_table(id=np.arange(start, end)) for start, end in ((0, 0), (0, 15), (0, 0), (15, 20), (0, 0))]
     manifest = _shards(tmp_path, tables, [ID])
     if empty_group:
         # Some writers flush an empty row group before the other row groups.

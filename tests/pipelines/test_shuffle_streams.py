@@ -70,9 +70,7 @@ def test_any_run_of_positions_is_balanced_over_shards(num_shards: int) -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48])
 def test_divisors_of_the_number_of_streams_share_no_stream(num_shards: int) -> None:
-    streams = [
-        stream for shard in range(num_shards) for stream in ShuffledDeal(4800, num_shards, shard).streams
-    ]
+    streams = [one for shard in range(num_shards) for one in ShuffledDeal(4800, num_shards, shard).streams]
     assert len(streams) == len(set(streams)) == NUM_STREAMS
 
 

@@ -560,9 +560,7 @@ def adamw_by_flag(parameters: Any) -> torch.optim.Optimizer:
     flagged: dict[bool, list[Any]] = {False: [], True: []}
     for parameter in parameters:
         flagged[getattr(parameter, "_no_weight_decay", False)].append(parameter)
-    groups = [
-        {"params": own, "weight_decay": 0.0 if is_flagged else 2.0} for is_flagged, own in flagged.items()
-    ]
+    groups = [{"params": own, "weight_decay": 0.0 if is_set else 2.0} for is_set, own in flagged.items()]
     return torch.optim.AdamW([group for group in groups if group["params"]], RATE, eps=EPS)
 
 

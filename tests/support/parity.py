@@ -39,9 +39,7 @@ def assert_equal_states(first: TrainResult, second: TrainResult, bound: float = 
     """Asserts that all parameters and buffers differ by at most `bound`."""
     one, other = state_of(first), state_of(second)
     assert one.keys() == other.keys()
-    off = {
-        name: float((one[name] - other[name]).abs().max()) for name in one if not one[name].equal(other[name])
-    }
+    off = {k: float((one[k] - other[k]).abs().max()) for k in one if not one[k].equal(other[k])}
     assert not any(not distance <= bound for distance in off.values()), off
 
 

@@ -15,9 +15,8 @@ def runs(make_shards: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Ru
 
 
 def _param(name: str) -> Any:
-    return pytest.param(
-        name, marks=[pytest.mark.distributed, *([pytest.mark.slow] if name != "torch" else [])]
-    )
+    slow = [pytest.mark.slow] if name != "torch" else []
+    return pytest.param(name, marks=[pytest.mark.distributed, *slow])
 
 
 @pytest.fixture(params=[_param(name) for name in GANGS])

@@ -78,9 +78,7 @@ def test_steps_are_those_that_one_counts(
     assert [batches.size(epoch) for epoch in range(epochs)] == sizes
     assert (batches.largest, batches.smallest) == (max(sizes), min(sizes))
     assert [steps.in_epoch(epoch) for epoch in range(epochs)] == counts
-    assert [steps.before(epoch) for epoch in range(epochs + 1)] == [
-        sum(counts[:n]) for n in range(epochs + 1)
-    ]
+    assert [steps.before(n) for n in range(epochs + 1)] == [sum(counts[:n]) for n in range(epochs + 1)]
     assert steps.total == sum(counts)
     owners = [epoch for epoch, count in enumerate(counts) for _ in range(count)]
     assert [steps.epoch_of(step) for step in range(steps.total)] == owners

@@ -144,9 +144,7 @@ def test_each_rank_draws_its_own_numbers_and_a_rerun_the_same(runs: Runs) -> Non
     )
     assert _weights(first).equal(_weights(second))
     batch = Batch(inputs=(torch.zeros(2, 3),), labels=(torch.zeros(2),), weight=None)
-    changed = [
-        BatchTransform(Noise(), 0, rank, CPU)(batch, step).inputs[0] for rank in (0, 1) for step in (0, 1)
-    ]
+    changed = [BatchTransform(Noise(), 0, rank, CPU)(batch, i).inputs[0] for rank in (0, 1) for i in (0, 1)]
     assert len({values.numpy().tobytes() for values in changed}) == 4
 
 

@@ -43,9 +43,7 @@ from ringspark.models import ModelSpec
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 SPREAD = CheckpointShards(ShardSpec("tensor", 0), (5, 4), (0, 1))
-NAMES = [
-    f"{kind}-0000{shard}-of-00002.abc.safetensors" for shard in (0, 1) for kind in ("model", "optimizer")
-]
+NAMES = [f"{kind}-0000{part}-of-00002.abc.safetensors" for part in (0, 1) for kind in ("model", "optimizer")]
 FILES = sorted([*NAMES, "ranks.safetensors", "training.json", "checkpoint.json"])
 
 

@@ -312,9 +312,8 @@ class _Remembers(nn.Module):
             self.sizes.append(2)
             self.recent.append(self.recent[-1] + 1)
             self.counts["calls"] += 1
-            factor = (
-                torch.rand((), generator=self.of_torch) + self.of_numpy.random() + self.of_python.random()
-            )
+            factor = self.of_numpy.random() + self.of_python.random()
+            factor = factor + torch.rand((), generator=self.of_torch)
             factor = factor / self.calls + self.temperature + self.mean[0] + sum(self.recent)
             factor = factor / self.counts["calls"] + 1 / sum(self.sizes)
         return self.lin(x) * factor  # type: ignore[no-any-return]

@@ -40,9 +40,8 @@ def _run(recipe: Recipe, network: nn.Module, batch: Batch, keeps_outputs: bool =
     """Runs three micro-batches."""
     sync = GradientSync(network, torch.optim.SGD(network.parameters()))
     divisor = global_weights(recipe, batch, ROWS, LocalCollective())
-    return [
-        forward_backward(recipe, sync, part, divisor, keeps_outputs=keeps_outputs) for part in batch.split(3)
-    ]
+    parts = batch.split(3)
+    return [forward_backward(recipe, sync, part, divisor, keeps_outputs=keeps_outputs) for part in parts]
 
 
 def _assert_gradients_of(loss: torch.Tensor, network: nn.Module) -> None:
@@ -94,9 +93,8 @@ def test_losses_that_layers_add_are_means_over_rows_weighted_like_the_losses_of_
     seen = _run(TWO_HEADS, network, Batch(inputs=(x,), labels=(y, z), weight=w))
     hidden, value = network(x)
     weights = torch.stack([w * CLASSES.weight[y] * (y != 3), w], 1)
-    rows = torch.stack(
-        [nn.functional.cross_entropy(hidden, y, reduction="none"), (value[:, 0] - z).square()], 1
-    )
+    entropy = nn.functional.cross_entropy(hidden, y, reduction="none")
+    rows = torch.stack([entropy, (value[:, 0] - z).square()], 1)
     added = hidden.square().mean(1)
     means = (weights * rows).sum(0) / weights.sum(0)
     added_means = (weights * added[:, None]).sum(0) / weights.sum(0)

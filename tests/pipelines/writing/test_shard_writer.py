@@ -33,9 +33,8 @@ def _stored(plan: WritePlan, report: dict[str, Any], split: str = "train") -> An
 
 
 def _batch(*arrays: Any) -> Any:
-    return pa.RecordBatch.from_arrays(
-        [pa.array(a) for a in arrays], names=[f"c{i}" for i in range(len(arrays))]
-    )
+    names = [f"c{i}" for i in range(len(arrays))]
+    return pa.RecordBatch.from_arrays([pa.array(a) for a in arrays], names=names)
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 7, 10, 25, 100])
