@@ -20,7 +20,6 @@ from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.shared_memory import (
     _SLOT_BYTES,
     _SPLIT_ELEMENTS,
-    MOST_RANKS,
     SharedMemory,
     _receive_endpoint,
     _send_endpoints,
@@ -197,10 +196,6 @@ def test_ranks_of_one_host_share_memory_unless_the_environment_forbids_it(monkey
     assert run_ranks(2, "torch", _is_sharing) == [True, True]
     monkeypatch.setenv("RINGSPARK_SHARED_MEMORY", "0")
     assert run_ranks(2, "torch", _is_sharing) == [False, False]
-
-
-def test_the_sockets_of_the_most_ranks_are_few_beside_the_usual_limit_of_descriptors():
-    assert 2 < MOST_RANKS * (MOST_RANKS - 1) < 1024 // 2
 
 
 def test_a_stranger_at_the_door_gets_no_memory(tmp_path):
