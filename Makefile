@@ -2,6 +2,7 @@
 PYTHON = $(shell python3.11 -c "" 2>/dev/null && echo python3.11 || echo python3)
 VENV_PYTHON := .venv/bin/python
 FLOOR_PYTHON := .venv-floor/bin/python
+AZURITE := .dev/azurite/node_modules/azurite/package.json
 # What the oldest set has to pass: the stages, in every mode that tests/test_modes.py knows, and the readers.
 FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/test_modes.py \
 	tests/pipelines/test_readers.py tests/pipelines/readers/test_petastorm_compat.py
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The set-up finishes before what needs it, also under `make -j`.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-python test-frameworks test-all test-floor lint docs bench bench-peers gpu faults mutants package clean
+.PHONY: help python setup setup-floor setup-peers setup-frameworks demo test test-extras test-python test-frameworks test-places test-all test-floor lint docs bench bench-peers gpu faults mutants package clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,11 +43,11 @@ demo: setup ## Train the flights example end to end; options in ARGS="..."
 	@$(VENV_PYTHON) examples/flights/demo.py $(ARGS)
 
 # Suites run side by side: threads that wait for work in a loop take the cores from each other.
-test test-extras test-python test-frameworks test-all test-floor: export OMP_NUM_THREADS = 1
+test test-extras test-python test-frameworks test-places test-all test-floor: export OMP_NUM_THREADS = 1
 
 # Two processes, each with one Spark session; a file stays in one of them, with what its tests share.
 test: setup ## Run the core's tests that are not slow, under 10 minutes; pytest's options in ARGS="..."
-	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not extras" $(ARGS)
+	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not extras and not places" $(ARGS)
 
 test-extras: setup ## Run the tests of ringspark.extras that are not slow; pytest's options in ARGS="..."
 	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m "extras and not slow" $(ARGS)
@@ -60,6 +61,14 @@ test-python: ## Run the tests of stages and collectives with PYTHON, which has t
 
 test-frameworks: setup-frameworks ## Run the scripts of five frameworks by ringspark.run; options in ARGS="..."
 	@.venv-frameworks/bin/python -m pytest tests/frameworks tests/extras/keras_models/test_keras_network.py $(ARGS)
+
+# Real servers on loopback; what a machine lacks is skipped with its reason, or with RINGSPARK_REQUIRE_PLACES=1 fails.
+test-places: setup $(AZURITE) ## Run the tests of stores and cluster managers: S3, GCS, ABFS, HDFS, YARN, Kubernetes
+	@$(VENV_PYTHON) -m pytest -m places tests/places $(ARGS)
+
+$(AZURITE):
+	@command -v npm >/dev/null || { echo "npm is missing, so no test runs with ABFS: apt-get install npm"; exit 0; }; \
+		npm install --silent --no-audit --no-fund --prefix .dev/azurite azurite@3.35.0
 
 # Its Connect server is that of .venv: pyspark 3.5 comes without one.
 test-floor: setup-floor ## Run the tests of stages and readers in .venv-floor; options in ARGS="..."

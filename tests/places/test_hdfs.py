@@ -1,0 +1,162 @@
+"""HDFS that cannot be reached, refuses a request, or loses its NameNode."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from acting_callback import Acts
+from hadoop import Hadoop, free_ports
+from small_networks import linear
+from spark_tables import quiet, waves
+from waiting import wait_for
+
+from ringspark.estimators import TorchRegressor
+from ringspark.estimators.run.folder import RunFolder
+from ringspark.pipelines import storage
+
+pytest.importorskip("hdfs_native")
+from ringspark.extras.stores import hdfs
+
+
+@pytest.fixture(autouse=True)
+def a_new_client() -> Iterator[None]:
+    """Forgets open clients, so that each test reads the variables of Hadoop again."""
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    hdfs._open.cache_clear()
+    hdfs.Hdfs.clear_instance_cache()
+
+
+def _act_as(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    monkeypatch.setenv("HADOOP_USER_NAME", user)
+    _forget()
+
+
+def test_an_address_without_a_name_node_is_named_at_once(cluster: Hadoop) -> None:
+    (port,) = free_ports(1)
+    for authority in (f"127.0.0.1:{port}", "no-such-host.invalid:8020", "no-such-service"):
+        with pytest.raises(ConnectionError, match=rf"no NameNode of '.*//{authority}' answers: {authority} "):
+            storage.exists(f"hdfs://{authority}/x")
+        with pytest.raises(ValueError, match=r"cannot be written .*no NameNode of"):
+            storage.check_writable(f"hdfs://{authority}/x")
+
+
+def test_a_name_node_that_does_not_answer_is_named(cluster: Hadoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdfs, "ANSWER_SECONDS", 2.0)
+    process = cluster.processes["namenode"]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(ConnectionError, match=r"accepted a connection, but did not answer within 2 s"):
+            storage.exists(f"{cluster.uri}/x")
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert storage.exists(f"{cluster.uri}/")
+
+
+def test_hadoops_conf_names_the_name_nodes(
+    cluster: Hadoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, other = free_ports(2)
+
+    def configure(second: int) -> None:
+        names = {"dfs.nameservices": "pair", "dfs.ha.namenodes.pair": "one,two"}
+        names["dfs.client.failover.proxy.provider.pair"] = (
+            "org.apache.hadoop.hdfs.server.namenode.ha.ConfiguredFailoverProxyProvider"
+        )
+        for name, port in (("one", closed), ("two", second)):
+            names[f"dfs.namenode.rpc-address.pair.{name}"] = f"127.0.0.1:{port}"
+        cluster.write_conf(tmp_path / "conf", names, default="hdfs://pair")
+        monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "conf"))
+        _forget()
+
+    configure(cluster.port)
+    for uri in ("hdfs://pair/service", "hdfs:///service"):
+        storage.write_atomic(f"{uri}/file", b"through the second")
+        assert storage.read_bytes(f"{cluster.uri}/service/file") == b"through the second"
+        storage.remove(uri, recursive=True)
+    configure(other)
+    with pytest.raises(ConnectionError, match=rf"'hdfs://pair' answers: 127.0.0.1:{closed} .*:{other} "):
+        storage.exists("hdfs://pair/service")
+    monkeypatch.delenv("HADOOP_CONF_DIR")
+    _forget()
+    with pytest.raises(OSError, match=r"'hdfs:///' leaves the NameNode to Hadoop's conf, but"):
+        storage.exists("hdfs:///service")
+
+
+def test_a_denied_write_is_one_sentence(cluster: Hadoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"{cluster.uri}/denied"
+    storage.write_atomic(f"{uri}/file", b"mine")
+    _act_as(monkeypatch, "bob")
+    assert storage.read_bytes(f"{uri}/file") == b"mine"
+    for write in (
+        partial(storage.write_atomic, f"{uri}/file", b"his"),
+        partial(storage.make_dirs, f"{uri}/folder"),
+        partial(storage.remove, uri, recursive=True),
+    ):
+        with pytest.raises(PermissionError, match="Permission denied: user=bob") as caught:
+            write()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"cannot be written \(PermissionError: .*user=bob.*\); choose a"):
+        storage.check_writable(uri)
+    with pytest.raises(OSError, match=r"'hdfs://bob@.*' names a user, which hdfs-native takes from "):
+        storage.exists(uri.replace("//", "//bob@"))
+
+
+def test_safe_mode_and_a_full_quota_keep_the_old_file(cluster: Hadoop) -> None:
+    uri = f"{cluster.uri}/full"
+    storage.write_atomic(f"{uri}/file", b"old")
+    cluster.admin("-safemode", "enter")
+    with pytest.raises(OSError, match="Name node is in safe mode") as caught:
+        storage.write_atomic(f"{uri}/file", b"new")
+    assert "\n" not in str(caught.value)
+    cluster.admin("-safemode", "leave")
+    for option, value, kind in (("-setQuota", "2", "NameSpace"), ("-setSpaceQuota", "1m", "DiskSpace")):
+        cluster.admin(option, value, "/full")
+        with pytest.raises(OSError, match=rf"The {kind} quota .*full is exceeded") as caught:
+            storage.write_atomic(f"{uri}/file", bytes(4 << 20))
+        assert "\n" not in str(caught.value)
+        assert storage.list_names(uri) == ["file"]
+        assert storage.read_bytes(f"{uri}/file") == b"old"
+        cluster.admin(option.replace("set", "clr"), "/full")
+
+
+def _wait_in_a_step(state: Any) -> None:
+    time.sleep(0.2)
+
+
+@pytest.mark.spark
+def test_a_training_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Path, caplog: Any) -> None:
+    table = waves(spark)
+    params: dict[str, Any] = {"model": linear(), "epochs": 8, "batchSize": 16, "numWorkers": 2, "seed": 1}
+    params |= {"collective": "torch", "checkpointEverySteps": 5}
+    calm = quiet(TorchRegressor, tmp_path, **params).fit(table)
+    uri = f"{cluster.uri}/outlived"
+
+    def restart() -> None:
+        wait_for("a checkpoint", RunFolder(uri, is_given=True).has_checkpoint)
+        cluster.kill("namenode")
+        time.sleep(3)
+        cluster.start("namenode")
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        slow = [Acts(step_end=_wait_in_a_step)]
+        model = quiet(TorchRegressor, tmp_path, **params, runUri=uri, callbacks=slow).fit(table)
+    finally:
+        thread.join()
+        cluster.wait_until_writable()
+    assert model.summary.steps == calm.summary.steps
+    for found, expected in zip(model.module().parameters(), calm.module().parameters(), strict=True):
+        assert torch.equal(found, expected)
