@@ -16,6 +16,7 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.columns import check_batch
 from ringspark.pipelines.fixed_rows import fix_rows
+from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.spark_errors import explain_worker_errors
 
 TABLE_COLUMN = "__ringspark_table"
@@ -113,6 +114,7 @@ def prepare_fit(
     """
     plans = plans or Plans()
     check_batch(dataset, f"{type(estimator).__name__}.fit")
+    choose_python(dataset.sparkSession)
     estimator = estimator._complete()
     for technique in techniques_in(estimator):
         technique.check_estimator(estimator, is_table=wants_table(estimator))

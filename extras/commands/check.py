@@ -251,8 +251,10 @@ def _ask_executors(
     `at_once`: whether to run them as a barrier stage, so that one executor cannot run the tasks one after
     another while another executor gets none.
     """
+    from ringspark.pipelines.local_python import choose_python
     from ringspark.pipelines.spark_errors import explain_worker_errors
 
+    choose_python(spark)
     tasks = min(tasks, _MAX_TASKS)
     frame = spark.range(0, tasks, 1, tasks)
     try:

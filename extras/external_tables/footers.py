@@ -16,6 +16,7 @@ from ringspark.extras.external_tables.in_place.row_pages import find_leaves, has
 from ringspark.pipelines import storage
 from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds.base import is_list
+from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.spark_errors import explain_worker_errors
 from ringspark.pipelines.typed_json import parse_object, record
 
@@ -61,6 +62,7 @@ def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str])
         with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
             footers = list(pool.map(partial(read_footer, names=names), uris))
     else:
+        choose_python(spark)
         with explain_worker_errors(), name_jobs(spark, f"read the footers of {len(uris)} files"):
             rows = spark.range(0, len(uris)).mapInArrow(partial(_in_task, uris, names), "report string")
             found = [parse_object(row["report"]) for row in rows.collect()]

@@ -38,6 +38,7 @@ from ringspark.pipelines.kinds import (
 )
 from ringspark.pipelines.kinds.base import number_type
 from ringspark.pipelines.kinds.strings import fill_vocabulary
+from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors, report_task_errors
 from ringspark.pipelines.spark_paths import to_spark_uri
@@ -218,6 +219,7 @@ def _measure_table(
         for (path, _, _), footer, split in zip(listing.files, footers, splits, strict=True)
         for group in range(len(footer.row_groups))
     ]
+    choose_python(spark)
     with explain_worker_errors(), name_jobs(spark, f"measure {len(work)} row groups"):
         tasks = spark.range(0, len(work)).mapInArrow(partial(_measure, plan, work), REPORT_SCHEMA)
         reports = [json.loads(row["report"]) for row in tasks.collect()]
