@@ -60,7 +60,7 @@ def main() -> int:
                 plan = replace(_plan(folder, f"fit-{number}", options), collective=collective)
                 plan.nothing_comes()
                 driver.begin(plan)
-                events = _disturb(plan, cluster, draw, options.events)
+                events = _disturb(plan, cluster, driver, draw, options.events)
                 answer = driver.answer(LONGEST_FIT_SECONDS)
                 lines = plan.lines()
                 problems = rows.check(lines, NUM_ROWS).problems if answer["ok"] else [answer["message"]]
@@ -123,12 +123,14 @@ def _plan(folder: Path, name: str, options: Any) -> Plan:
     )
 
 
-def _disturb(plan: Plan, cluster: Cluster, draw: random.Random, number: int) -> list[tuple[str, float]]:
+def _disturb(
+    plan: Plan, cluster: Cluster, driver: Driver, draw: random.Random, number: int
+) -> list[tuple[str, float]]:
     """Runs the events, each while ranks train; returns what was done and when."""
     events: list[tuple[str, float]] = []
     diaries, end = rows.Diaries(plan.diary), time.monotonic() + LONGEST_FIT_SECONDS
     last_step = plan.epochs * plan.epoch_steps
-    while len(events) < number and time.monotonic() < end:
+    while len(events) < number and time.monotonic() < end and not driver.has_answered:
         time.sleep(0.2)
         steps = rows.steps_of(diaries.read())
         if not steps or (events and steps[-1]["time"] < events[-1][1] + 0.5):

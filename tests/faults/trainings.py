@@ -296,6 +296,11 @@ class Driver:
         """Returns the processes of this driver that did not exist before."""
         return [process for process in processes.marked(self.mark) if process.pid not in self._keepers()]
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether the last command has ended."""
+        return not self._answers.empty()
+
     def _tell(self, command: dict[str, Any]) -> None:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
