@@ -34,12 +34,9 @@ def main() -> None:
         loss, gradient = step(w, x, y)
         w = w - 0.1 * gradient
         losses.append(float(loss))
-    report = {
-        "rank": jax.process_index(),
-        "size": jax.process_count(),
-        "losses": losses,
-        "weights": np.asarray(w.addressable_data(0)).tolist(),
-    }
+    weights = np.asarray(w.addressable_data(0)).tolist()
+    place = {"rank": jax.process_index(), "size": jax.process_count()}
+    report = {**place, "losses": losses, "weights": weights}
     Path(sys.argv[1], f"{jax.process_index()}.json").write_text(json.dumps(report))
     jax.distributed.shutdown()
 

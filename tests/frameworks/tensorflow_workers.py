@@ -33,12 +33,8 @@ def main() -> None:
     generator, losses = np.random.default_rng(rank), []
     for _ in range(20):
         losses.append(float(run(tf.constant(generator.normal(size=(32, 4)).astype(np.float32)))))
-    report = {
-        "rank": rank,
-        "size": strategy.num_replicas_in_sync,
-        "losses": losses,
-        "weights": weights.numpy().ravel().tolist(),
-    }
+    report = {"rank": rank, "size": strategy.num_replicas_in_sync, "losses": losses}
+    report["weights"] = weights.numpy().ravel().tolist()
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(report))
 
 

@@ -184,13 +184,8 @@ def test_predictions_are_those_of_the_cpu(offload, batch_size, manifest, tmp_pat
     rows = np.random.default_rng(1).normal(size=(1000, 6)).astype(np.float32)
     found = {}
     for where in (device, "cpu"):
-        predictor = bare_predictor(
-            SMOOTH,
-            weights_uri=result.checkpoint_uri,
-            weights_id=read_info(result.checkpoint_uri).checkpoint_id,
-            batch_size=batch_size,
-            use_gpu=where != "cpu",
-            offload=offload,
-        )
+        uri, use = result.checkpoint_uri, {"batch_size": batch_size, "use_gpu": where != "cpu"}
+        of_run = {"weights_uri": uri, "weights_id": read_info(uri).checkpoint_id}
+        predictor = bare_predictor(SMOOTH, **of_run, **use, offload=offload)
         found[where] = predictor.predict(predictor.load(where), [rows], where)
     np.testing.assert_allclose(found[device], found["cpu"], rtol=1e-4, atol=1e-5)

@@ -36,11 +36,8 @@ def columns(rows: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 13, size=(rows, 8))
     ids[np.arange(8) >= rng.integers(1, 9, size=(rows, 1))] = 0
-    return {
-        "x": ids,
-        "y": (ids.sum(1) % 3).astype(np.int64),
-        "w": rng.uniform(0.5, 2, rows).astype(np.float32),
-    }
+    weight = rng.uniform(0.5, 2, rows).astype(np.float32)
+    return {"x": ids, "y": (ids.sum(1) % 3).astype(np.int64), "w": weight}
 
 
 @pytest.mark.distributed

@@ -105,16 +105,9 @@ def test_a_keras_model_is_a_stage_that_is_saved_and_loaded(spark: Any, tmp_path:
     hidden = layers.Dense(8, activation="relu")(layers.Concatenate()([numbers, vector]))
     hidden = Noise()(layers.Dropout(0.1)(layers.BatchNormalization()(hidden)))
     model = keras.Model([numbers, word], layers.Dense(2)(hidden))
-    classifier = TorchClassifier(
-        model=model,
-        inputCols=["features", "word"],
-        epochs=20,
-        batchSize=64,
-        learningRate=0.02,
-        numWorkers=2,
-        metrics=["accuracy"],
-        storageUri=str(tmp_path / "storage"),
-    )
+    settings = {"epochs": 20, "batchSize": 64, "learningRate": 0.02, "numWorkers": 2, "metrics": ["accuracy"]}
+    settings |= {"inputCols": ["features", "word"], "storageUri": str(tmp_path / "storage")}
+    classifier = TorchClassifier(model=model, **settings)
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="features"), classifier])
     pipeline.save(str(tmp_path / "pipeline"))
     loaded = Pipeline.load(str(tmp_path / "pipeline"))

@@ -155,12 +155,8 @@ def _work(collective: Collective) -> Any:
             history += _steps(sync, collective, begin, end)
             sent += collective.bytes_sent - before
             saved[end] = _saved(sync, collective)
-        results[name] = {
-            "history": history,
-            "sent": sent,
-            "seen": sync.network.seen.tolist(),
-            "mask": repr(sync.network.mask.tolist()),
-        }
+        seen, mask = sync.network.seen.tolist(), repr(sync.network.mask.tolist())
+        results[name] = {"history": history, "sent": sent, "seen": seen, "mask": mask}
         if name not in ("synchronous", "never local"):
             results[name]["resumed"] = {
                 at: _resumed(collective, setting, make, saved, at) for at in (7, 8, 9)

@@ -167,15 +167,9 @@ def test_a_network_that_is_not_small_is_measured(make: Any, choose: Any, monkeyp
 @pytest.mark.slow
 def test_a_fit_notes_what_was_chosen(spark: Any, tmp_path: Path) -> None:
     frame = spark.range(64).selectExpr("array(double(id), -double(id)) as features", "double(id) as label")
-    settings: dict[str, Any] = {
-        "model": ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 4, "out_features": 1}),
-        "numWorkers": 2,
-        "batchSize": 32,
-        "epochs": 1,
-        "learningRate": 1e-4,
-        "parallelism": "auto",
-        "showProgress": False,
-    }
+    network = ModelSpec("mlp", {"in_features": 2, "hidden": [64] * 4, "out_features": 1})
+    settings = {"model": network, "numWorkers": 2, "batchSize": 32, "epochs": 1, "learningRate": 1e-4}
+    settings |= {"parallelism": "auto", "showProgress": False}
     small = TorchRegressor(**settings, runUri=str(tmp_path / "small")).fit(frame)
     assert small.summary.parallelism == {}
     model = TorchRegressor(

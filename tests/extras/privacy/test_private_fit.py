@@ -26,29 +26,18 @@ def frame(spark: SparkSession) -> DataFrame:
 
 
 def classifier(**changes: Any) -> TorchClassifier:
-    given: dict[str, Any] = {
-        "model": nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)),
-        "batchSize": 50,
-        "epochs": 8,
-        "learningRate": 0.05,
-        "collective": "local",
-        "privacy": {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0},
-    }
-    return TorchClassifier(**{**given, **changes})
+    network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    given: dict[str, Any] = {"model": network, "batchSize": 50, "epochs": 8, "learningRate": 0.05}
+    given |= {"collective": "local", "privacy": {"epsilon": 3, "delta": 1e-6, "maxGradNorm": 1.0}}
+    return TorchClassifier(**given | changes)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_private_fit_keeps_its_promise_through_a_restart(frame: DataFrame, tmp_path: Path) -> None:
-    estimator = classifier(
-        numWorkers=2,
-        collective="torch",
-        validationIndicatorCol="public",
-        metrics=["auroc"],
-        checkpointEverySteps=20,
-        callbacks=[Dies(tmp_path / "died", step=30)],
-        runUri=str(tmp_path / "run"),
-    )
+    gang = {"numWorkers": 2, "collective": "torch", "callbacks": [Dies(tmp_path / "died", step=30)]}
+    held_out = {"validationIndicatorCol": "public", "metrics": ["auroc"]}
+    estimator = classifier(**gang, **held_out, checkpointEverySteps=20, runUri=str(tmp_path / "run"))
     model = estimator.fit(frame)
     spent = model.summary.privacy
     assert model.summary.restarts == 1

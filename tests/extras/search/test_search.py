@@ -253,14 +253,10 @@ def test_the_next_trial_starts_on_the_slots_of_a_pruned_one(table: Any, tmp_path
     # Two gangs use the session's four slots.
     gang = {"numWorkers": 2, "collective": "torch", "callbacks": [WaitsForTheNextTrial(str(tmp_path / "e"))]}
     trainer = estimator(tmp_path / "runs", epochs=24, **gang)
-    search = OptunaSearch(
-        estimator=trainer,
-        space=lambda trial: {trainer.learningRate: [0.1, 1e-9, 0.2][trial.number]},
-        monitor="validation_auroc",
-        numTrials=3,
-        parallelism=2,
-        pruner=optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5),
-    )
+    space = lambda trial: {trainer.learningRate: [0.1, 1e-9, 0.2][trial.number]}  # noqa: E731
+    pruner = optuna.pruners.ThresholdPruner(lower=0.9, n_warmup_steps=5)
+    settings = {"monitor": "validation_auroc", "numTrials": 3, "parallelism": 2, "pruner": pruner}
+    search = OptunaSearch(estimator=trainer, space=space, **settings)
     trials = search.fit(table).trials
     assert list(trials["state"]) == ["complete", "pruned", "complete"]
     assert list(trials["epochs"]) == [24, 5, 24]
@@ -269,12 +265,8 @@ def test_the_next_trial_starts_on_the_slots_of_a_pruned_one(table: Any, tmp_path
 @pytest.mark.slow
 def test_a_trial_that_fails_is_counted_and_the_search_goes_on(table: Any, tmp_path: Path) -> None:
     trainer = estimator(tmp_path, optimizer="sgd", onNonFinite="stop")
-    search = OptunaSearch(
-        estimator=trainer,
-        space=lambda trial: {trainer.learningRate: [0.1, 1e30, 0.2][trial.number]},
-        numTrials=3,
-        pruner="none",
-    )
+    space = lambda trial: {trainer.learningRate: [0.1, 1e30, 0.2][trial.number]}  # noqa: E731
+    search = OptunaSearch(estimator=trainer, space=space, numTrials=3, pruner="none")
     model = search.fit(table)
     assert list(model.trials["state"]) == ["complete", "failed", "complete"]
     assert "is not finite" in model.trials["reason"][1] or "FloatingPointError" in model.trials["reason"][1]
@@ -322,14 +314,9 @@ def test_an_evaluator_judges_rows_that_no_trial_trained_on(table: Any, tmp_path:
     # The trial's fraction uses the search's seed, but is sampled from the remaining rows.
     trainer = estimator(tmp_path, seed=3, validationFraction=0.25)
     trainer.clear(trainer.validationIndicatorCol)
-    search = OptunaSearch(
-        estimator=trainer,
-        space={"learningRate": Uniform(1e-3, 1e-1, log=True)},
-        evaluator=BinaryClassificationEvaluator(metricName="areaUnderROC"),
-        numTrials=2,
-        trainRatio=0.6,
-        seed=3,
-    )
+    space = {"learningRate": Uniform(1e-3, 1e-1, log=True)}
+    settings = {"evaluator": BinaryClassificationEvaluator(), "numTrials": 2, "trainRatio": 0.6, "seed": 3}
+    search = OptunaSearch(estimator=trainer, space=space, **settings)
     model = Pipeline(stages=[search]).fit(table).stages[0]
     with search._split(table, CheckedFit.of(trainer, table)) as parts:
         kept = [{row.id for row in part.collect()} for part in parts[:2]]
@@ -455,13 +442,9 @@ def test_trials_on_a_table_share_rows_and_one_plan(spark: Any, tmp_path: Path, m
 def test_networks_for_tables_compete_on_rows_that_none_trained_on(spark: Any, tmp_path: Path) -> None:
     frame = columns_of_a_table(spark).withColumn("label", F.expr("double(label = 'yes')"))
     plain = TorchClassifier(labelCol="label", epochs=2, storageUri=str(tmp_path), showProgress=False)
-    search = OptunaSearch(
-        estimator=plain,
-        space=lambda trial: {"model": [SMALL, ModelSpec("tabm", {"width": 8})][trial.number]},
-        evaluator=BinaryClassificationEvaluator(),
-        numTrials=2,
-        pruner="none",
-    )
+    space = lambda trial: {"model": [SMALL, ModelSpec("tabm", {"width": 8})][trial.number]}  # noqa: E731
+    settings = {"evaluator": BinaryClassificationEvaluator(), "numTrials": 2, "pruner": "none"}
+    search = OptunaSearch(estimator=plain, space=space, **settings)
     model = search.fit(frame)
     assert list(model.trials["state"]) == ["complete"] * 2
     assert 0.0 < model.trials["value"].max() <= 1.0

@@ -62,15 +62,10 @@ def pictures(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
     schema = StructType([StructField("name", StringType()), StructField("picture", BinaryType())])
     good = [(str(shade), _png(shade)) for shade in range(0, 200, 10)]
     table = spark.createDataFrame(good, schema).withColumn("label", F.col("name").cast("int") / 200)
-    stage = TorchRegressor(
-        model=nn.Sequential(nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 1)),
-        featuresCol="picture",
-        columns={"picture": Image(4, 4, mean=0.5, std=(0.2, 0.3, 0.4))},
-        epochs=2,
-        storageUri=str(folder / "runs"),
-        showProgress=False,
-        handleInvalid="keep",
-    ).fit(table)
+    network = nn.Sequential(nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 1))
+    inputs = {"featuresCol": "picture", "columns": {"picture": Image(4, 4, mean=0.5, std=(0.2, 0.3, 0.4))}}
+    settings = {"epochs": 2, "storageUri": str(folder / "runs"), "showProgress": False}
+    stage = TorchRegressor(model=network, **inputs, **settings, handleInvalid="keep").fit(table)
     given = [*good[:5], ("broken", b"no image"), ("missing", None)]
     scored = stage.transform(spark.createDataFrame(given, schema)).collect()
     return Served(

@@ -56,12 +56,8 @@ def table(spark: Any) -> Any:
 
 SMALL: dict[str, Any] = {"rates": [1.0, 0.5], "width": 8, "depth": 1, "number_width": 2}
 
-FAST: dict[str, Any] = {
-    "model": ModelSpec("tabpack", {"dropouts": [0.0, 0.2], **SMALL}),
-    "epochs": 2,
-    "showProgress": False,
-    "collective": "torch",
-}
+PACK = ModelSpec("tabpack", {"dropouts": [0.0, 0.2], **SMALL})
+FAST: dict[str, Any] = {"model": PACK, "epochs": 2, "showProgress": False, "collective": "torch"}
 
 
 @pytest.fixture(scope="module")

@@ -14,20 +14,10 @@ from pyspark.sql import functions as F
 from ringspark.estimators import TorchEstimator, WorkerError
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
-SETTINGS: dict[str, Any] = {
-    "trainingStep": steps.gan_step,
-    "optimizer": steps.gan_optimizers,
-    "featuresCol": "noise",
-    "labelCols": ["point"],
-    "batchSize": 32,
-    "epochs": 2,
-    "numWorkers": 2,
-    "checkpointEverySteps": 2,
-    "timeoutSeconds": 60.0,
-    "showProgress": False,
-    "validationFraction": 0.2,
-    "seed": 1,
-}
+SETTINGS: dict[str, Any] = {"trainingStep": steps.gan_step, "optimizer": steps.gan_optimizers}
+SETTINGS |= {"featuresCol": "noise", "labelCols": ["point"], "validationFraction": 0.2, "seed": 1}
+SETTINGS |= {"batchSize": 32, "epochs": 2, "numWorkers": 2, "checkpointEverySteps": 2}
+SETTINGS |= {"timeoutSeconds": 60.0, "showProgress": False}
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,8 @@ CASES = ("gan", "weighted gan", "gan in file order", "contrastive", "triplet")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardManifest:
     rng = np.random.default_rng(3)
     x = rng.normal(size=(ROWS, 4)).astype(np.float32)
-    columns = {
-        "x": x,
-        "y": x.sum(1),
-        "point": rng.normal(size=(ROWS, 2)).astype(np.float32),
-        "kind": rng.integers(0, 3, ROWS),
-        "w": rng.uniform(0.5, 2, ROWS).astype(np.float32),
-    }
+    columns = {"x": x, "y": x.sum(1), "point": rng.normal(size=(ROWS, 2)).astype(np.float32)}
+    columns |= {"kind": rng.integers(0, 3, ROWS), "w": rng.uniform(0.5, 2, ROWS).astype(np.float32)}
     return written(tmp_path_factory.mktemp("own") / "shards", columns, row_group_rows=16, validation=HELD_OUT)
 
 

@@ -23,13 +23,8 @@ SCALING = ScaleLearningRate(base_batch_size=8, warmup_epochs=0.5)
 PAIRS = [[2, 32], [4, 64]]
 
 
-SETTINGS: dict[str, Any] = {
-    "model": LINE,
-    "epochs": 4,
-    "batchSize": 16,
-    "batchSizeSchedule": {4: 64, 2: 32},
-    "scaleLearningRate": SCALING,
-}
+SETTINGS: dict[str, Any] = {"model": LINE, "epochs": 4, "batchSize": 16, "scaleLearningRate": SCALING}
+SETTINGS |= {"batchSizeSchedule": {4: 64, 2: 32}}
 
 
 def regressor(**params: Any) -> TorchRegressor:

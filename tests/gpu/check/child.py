@@ -60,7 +60,6 @@ def is_usable() -> bool:
 
 
 def add_entry(path: Path, **entry: Any) -> None:
-    """Appends a line to the file of results."""
     # The process may end while it writes, so the line begins with the line break.
     with path.open("a") as file:
         file.write("\n" + json.dumps(entry))
@@ -81,7 +80,6 @@ def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]
 
 
 def run_case(part: Part, case: str, results: Path) -> None:
-    """Measures one case, and adds its result."""
     add_entry(results, case=case, state="begun")
     start = time.monotonic()
     entry: dict[str, Any] = {}
@@ -102,14 +100,8 @@ def main(
 ) -> None:
     """Runs the part with the class at the import path `path`."""
     device = prepare(device)
-    setup = Setup(
-        device=device,
-        is_tiny=tiny or device == "cpu",
-        is_short=tiny,
-        is_cut=cut,
-        folder=Path(folder),
-        seconds=left,
-    )
+    sizes = {"is_tiny": tiny or device == "cpu", "is_short": tiny, "is_cut": cut}
+    setup = Setup(device=device, **sizes, folder=Path(folder), seconds=left)
     begun = read_entries(Path(results))[1]
     part: Part = load_object(path)(setup)
     cases = list(part.cases())

@@ -21,18 +21,12 @@ def train(
 ) -> TrainResult:
     """Trains the network of `work` on all columns of the shards; the last column is the label."""
     *inputs, label = (column.name for column in manifest.columns)
-    given = {
-        "shards_uri": manifest.uri,
-        "run_uri": str(setup.folder / f"run-{uuid.uuid4().hex}"),
-        "model": work.spec.to_json(),
-        "task": "classification" if work.classes else "regression",
-        "losses": ("cross_entropy" if work.classes else "mse",),
-        "input_columns": tuple(inputs),
-        "label_columns": (label,),
-        "batch_size": work.rows,
-        "reader": "arrow",
-    }
-    config = TrainConfig(**given | {"use_gpu": setup.on_gpu, **settings})
+    task, loss = ("classification", "cross_entropy") if work.classes else ("regression", "mse")
+    run = str(setup.folder / f"run-{uuid.uuid4().hex}")
+    given = {"shards_uri": manifest.uri, "run_uri": run, "model": work.spec.to_json(), "reader": "arrow"}
+    given |= {"input_columns": tuple(inputs), "label_columns": (label,), "batch_size": work.rows}
+    given |= {"task": task, "losses": (loss,), "use_gpu": setup.on_gpu}
+    config = TrainConfig(**given | settings)
     return train_here(config, UserObjects(callbacks=callbacks), device=setup.device)
 
 

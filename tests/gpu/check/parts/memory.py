@@ -64,14 +64,9 @@ class Memory(Part):
             raise SkippedError("on the CPU everything is in host memory")
         work = workload(name, setup, dropout=0.1)
         inputs, labels = work.batch("cpu")
-        plan = plan_memory(
-            work.spec,
-            (inputs, labels),
-            loss="cross_entropy" if work.classes else "mse",
-            useGpu=setup.on_gpu,
-            collective="local",
-            **settings,
-        )
+        loss = "cross_entropy" if work.classes else "mse"
+        planned = {"loss": loss, "useGpu": setup.on_gpu, "collective": "local", **settings}
+        plan = plan_memory(work.spec, (inputs, labels), **planned)
         columns = {"x": inputs.repeat(_STEPS, 1).numpy(), "y": labels.repeat(_STEPS).numpy()}
         folder = setup.folder / re.sub(r"\W+", "-", case)
         manifest = written(folder, columns, row_group_rows=None, num_files=4)

@@ -19,10 +19,7 @@ _SIMILAR = {"bits": 1 - 1e-6, "int8": 0.98, "fp8": 0.98}
 
 
 def saving_step(name: str, setup: Setup, *, offload: str = "none", compression: str = "none") -> Step:
-    """Returns a step whose saved tensors are offloaded or compressed.
-
-    Every step has dropout: on CPUs the codec recomputes the masks, on GPUs torch saves them as booleans.
-    """
+    """Returns a step with dropout whose saved tensors are offloaded or compressed."""
     hooks = {"offload": offload, "compression": compression, "device": setup.torch_device}
     work = workload(name, setup, dropout=0.1)
     return Step(work, setup.device, lambda module: saved_tensor_hooks(module=module, **hooks))
