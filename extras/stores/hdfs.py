@@ -171,9 +171,10 @@ class _Writer(FileWriter):  # type: ignore[misc]
         folder, _, name = path.rpartition("/")
         self._store, self._path, self._overwrites = store, path, overwrite
         self._temporary = f"{folder}/.{name}.{uuid.uuid4().hex}"
-        self._is_open = True
+        self._is_open = False
         with _one_sentence():
             super().__init__(store.raw.create(self._temporary, WriteOptions()))
+        self._is_open = True
 
     def write(self, data: Any) -> int:
         with _one_sentence():
@@ -189,6 +190,9 @@ class _Writer(FileWriter):  # type: ignore[misc]
             except BaseException:
                 self._remove()
                 raise
+
+    def __del__(self) -> None:
+        self._is_open = False  # the garbage collector closes files, and this one may be incomplete
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
