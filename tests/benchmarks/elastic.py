@@ -71,7 +71,7 @@ def main() -> int:
                     problems.append(f"weights differ by {distance:.1e}")
                 if answer.get("restart_reasons"):
                     problems.append(f"restarts: {answer['restart_reasons']}")
-                ends = [*(at for _, at in events[1:]), float("inf")]
+                ends = [*(at for _, at in events[1:]), float("inf")][: len(events)]
                 own = [rows.longest_pause(lines, at, end) for (_, at), end in zip(events, ends, strict=True)]
                 pauses += own
                 sizes = _sizes(lines)
