@@ -33,8 +33,9 @@ from ringspark.estimators.collectives.rendezvous.peer_proof import shared_nonce
 from ringspark.estimators.collectives.rendezvous.server import KeyValues, RendezvousServer, Reply
 from ringspark.estimators.collectives.torch_collective import MemberStore
 from ringspark.estimators.launch.hang_detector import HangDetector
-from ringspark.estimators.launch.heartbeat import Beat, beat_uri, read_beats
+from ringspark.estimators.launch.heartbeat import Beat, beat_uri, interval_seconds, read_beats
 from ringspark.estimators.launch.local import run_spawned
+from ringspark.estimators.launch.monitor import POLL_SECONDS, pause_after
 
 TIMEOUT = 600.0
 LOST, BEGIN = 7, 600.0  # a rank of the simulation, and the second at which something happens to it
@@ -102,7 +103,9 @@ def heartbeat_line(polls: int, size: int) -> list[str]:
             assert detector.find_hung(now) is None
         peak = tracemalloc.get_traced_memory()[1] / 2**20
         tracemalloc.stop()
-    return [f"{size:,}", f"{cost:,.1f}", f"{peak:,.2f}"]
+    pause = max(POLL_SECONDS, pause_after(cost / 1e3, interval_seconds(TIMEOUT)))
+    hour = 3600.0 / (pause + cost / 1e3) * cost / 1e3
+    return [f"{size:,}", f"{cost:,.1f}", f"{hour:,.0f}", f"{peak:,.2f}"]
 
 
 def simulate(size: int, seconds: float, step: float, dies: bool = False) -> list[str]:
@@ -135,7 +138,9 @@ def main() -> None:
     lines += connect_lines("threads", many, connect_threads)
     harness.print_table("Connecting, at rank 0", ["ranks", "requests", "bytes in", "out", "seconds"], lines)
     beats = [heartbeat_line(args.repeats, size) for size in (16, *many, 4 * args.threads)]
-    harness.print_table("The driver's cost of a poll", ["ranks", "CPU, ms", "peak, MiB"], beats)
+    harness.print_table(
+        "The driver's cost of a poll", ["ranks", "CPU, ms", "CPU per hour, s", "peak, MiB"], beats
+    )
     last = partial(simulate, args.threads, 7200.0)
     rows = [
         [f"64 ranks train for {args.hours} h", *simulate(64, 3600.0 * args.hours, 1.0)],
