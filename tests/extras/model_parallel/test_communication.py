@@ -8,18 +8,14 @@ import torch
 
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.mesh import group_ranks
-from ringspark.extras.model_parallel.communication import (
-    all_gather_for_shards,
-    reduce_scatter,
-    scale_gradient,
-)
+from ringspark.extras.model_parallel import communication
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 
 # Once differentiable operations, as functions of a tensor and a collective.
 ONCE: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    "scattered": lambda x, collective: reduce_scatter(x, 0, collective),
-    "gathered for shards": lambda x, collective: all_gather_for_shards(x, 0, collective, 10),
-    "scaled": lambda x, _: scale_gradient(x, 0.5),
+    "scattered": lambda x, collective: communication.reduce_scatter(x, 0, collective),
+    "gathered for shards": lambda x, collective: communication.all_gather_for_shards(x, 0, collective, 10),
+    "scaled": lambda x, _: communication.scale_gradient(x, 0.5),
 }
 
 

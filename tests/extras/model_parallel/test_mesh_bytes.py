@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_bytes import (
-    KINDS,
-    columns,
-    config_of,
-    copied_bytes,
-    counted_bytes,
-    expected_bytes,
-    is_of_the_limit,
-    trained_within,
-)
+import rank_bytes
 from safetensors.torch import load_file
 from short_sync import sync_of
 from small_training import workers_of
@@ -37,12 +28,12 @@ PIPELINE = {"gradient_accumulation": 8}
 
 @pytest.fixture
 def config(make_shards: Any, tmp_path: Path) -> Callable[..., TrainConfig]:
-    manifest = make_shards(columns(3 * ROWS, WIDTH))
+    manifest = make_shards(rank_bytes.columns(3 * ROWS, WIDTH))
 
     def make(**settings: Any) -> TrainConfig:
         if "parallelism" in settings:
             settings["num_workers"] = workers_of(settings["parallelism"])
-        return config_of(manifest, tmp_path / "run", LAYERS, WIDTH, ROWS, **settings)
+        return rank_bytes.config_of(manifest, tmp_path / "run", LAYERS, WIDTH, ROWS, **settings)
 
     return make
 
@@ -74,8 +65,8 @@ def _case(mesh: dict[str, int], sharding: str = "none", *, is_slow: bool = True,
 )
 def test_the_fullest_rank_holds_what_theory_gives_it(config: Any, mesh: Any, changes: Any) -> None:
     made = config(parallelism=mesh, **changes)
-    expected, ranks = expected_bytes(made, LAYERS, WIDTH), counted_bytes(made)
-    most = {kind: max(rank[kind] for rank in ranks) for kind in KINDS}
+    expected, ranks = rank_bytes.expected_bytes(made, LAYERS, WIDTH), rank_bytes.counted_bytes(made)
+    most = {kind: max(rank[kind] for rank in ranks) for kind in rank_bytes.KINDS}
     assert most == {kind: pytest.approx(count, rel=0.1) for kind, count in expected.items()}
 
 
@@ -89,20 +80,15 @@ def test_the_copy_for_a_checkpoint_is_the_planned_share_of_each_rank(config: Any
     one = WIDTH * WIDTH * 4
     whole = 4 * (LAYERS + 1) * one  # weights, their average and two moments
     assert planned == pytest.approx(whole / 4, rel=0.02)
-    for rank in copied_bytes(made):
+    for rank in rank_bytes.copied_bytes(made):
         assert rank["kept"] == pytest.approx(planned, rel=0.05)
         # A gathered tensor, its pieces, and this rank's own piece.
         assert rank["peak"] < rank["kept"] + 3 * one
 
 
-COPIED = {
-    "pipeline": {
-        "parallelism": {"pipeline": 2, "data": 2},
-        "sync": Zero(stage=1),
-        "gradient_accumulation": 2,
-    },
-    "tensor": {"parallelism": {"tensor": 2, "shard": 2}, "sync": Zero(stage=3)},
-}
+STAGED = {"parallelism": {"pipeline": 2, "data": 2}, "sync": Zero(stage=1), "gradient_accumulation": 2}
+SLICED = {"parallelism": {"tensor": 2, "shard": 2}, "sync": Zero(stage=3)}
+COPIED = {"pipeline": STAGED, "tensor": SLICED}
 
 
 @pytest.mark.parametrize("mesh", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
@@ -124,7 +110,7 @@ def test_a_budget_without_room_for_the_copy_of_a_stage_or_slice_is_refused(confi
 def test_the_first_rank_of_each_shard_group_copies_what_is_planned(config: Any, mesh: str) -> None:
     made = config(checkpoint_every_steps=2, **COPIED[mesh])
     planned = _plan(made).checkpoint
-    kept = sorted(rank["kept"] for rank in copied_bytes(made))
+    kept = sorted(rank["kept"] for rank in rank_bytes.copied_bytes(made))
     assert kept[2:] == [pytest.approx(planned, rel=0.05)] * 2
     assert max(kept[:2]) < planned / 10
 
@@ -148,14 +134,14 @@ def test_four_ranks_train_what_one_and_two_cannot_hold(
     make_shards: Any, tmp_path: Path, mesh: str, changes: dict[str, Any], times: float
 ) -> None:
     """Limits a rank to 1/`times` of the AdamW state, including threads and buffers."""
-    manifest, most = make_shards(columns(16, WIDE)), int(STATE / times)
+    manifest, most = make_shards(rank_bytes.columns(16, WIDE)), int(STATE / times)
 
     def trained_by(workers: int) -> dict[str, Any]:
         over = {mesh: workers} if workers > 1 else {"data": 1}
         sharding = {"sync": AllReduce()} if workers == 1 else {}
         settings = {"num_workers": workers, "parallelism": over} | changes | sharding
-        config = config_of(manifest, tmp_path / f"{workers}", DEEP - 1, WIDE, 8, **settings)
-        return dict(trained_within(config, most))
+        config = rank_bytes.config_of(manifest, tmp_path / f"{workers}", DEEP - 1, WIDE, 8, **settings)
+        return dict(rank_bytes.trained_within(config, most))
 
     found = trained_by(4)
     assert found["steps"] == 2
@@ -164,4 +150,4 @@ def test_four_ranks_train_what_one_and_two_cannot_hold(
     for workers in (2, 1):
         with pytest.raises(WorkerError) as refused:
             trained_by(workers)
-        assert is_of_the_limit(refused.value)
+        assert rank_bytes.is_of_the_limit(refused.value)

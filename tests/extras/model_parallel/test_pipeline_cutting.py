@@ -14,13 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ringspark.estimators.options.mesh import AXES, Mesh, Pipeline
-from ringspark.extras.model_parallel.pipeline import wire
-from ringspark.extras.model_parallel.pipeline.partition import (
-    count_parameters,
-    measure_costs,
-    partition_by_cost,
-    partition_by_names,
-)
+from ringspark.extras.model_parallel.pipeline import partition, wire
 from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass, run_weight_passes
 from ringspark.extras.model_parallel.pipeline.stage import keep_stages
 from ringspark.extras.model_parallel.pipeline.ties import find_ties
@@ -38,14 +32,14 @@ def test_the_cut_is_the_best_of_all(costs: list[int], num_stages: int) -> None:
     links = [Link(str(i), abs, ()) for i in range(len(costs))]
     if num_stages > len(costs):
         with pytest.raises(ValueError, match="take fewer stages, or a deeper network"):
-            partition_by_cost(links, num_stages, costs)
+            partition.partition_by_cost(links, num_stages, costs)
         return
 
     def judged(bounds: list[int]) -> tuple[int, int]:
         sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
         return max(sums), sum(s * s for s in sums)
 
-    found = partition_by_cost(links, num_stages, costs)
+    found = partition.partition_by_cost(links, num_stages, costs)
     assert [found[0], found[-1]] == [0, len(costs)]
     assert len(found) == num_stages + 1
     assert found == sorted(set(found))
@@ -56,7 +50,7 @@ def test_the_cut_is_the_best_of_all(costs: list[int], num_stages: int) -> None:
 
 def test_stages_are_cut_at_the_links_that_are_named() -> None:
     links = links_of(LM.build())
-    assert partition_by_names(links, 3, ["blocks.1", "head"]) == [0, 2, 5, 6]
+    assert partition.partition_by_names(links, 3, ["blocks.1", "head"]) == [0, 2, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +65,7 @@ def test_stages_are_cut_at_the_links_that_are_named() -> None:
 )
 def test_wrong_names_are_refused(names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        partition_by_names(links_of(LM.build()), 3, names)
+        partition.partition_by_names(links_of(LM.build()), 3, names)
 
 
 def test_costs_are_operations_and_parameters_and_leave_no_trace() -> None:
@@ -80,8 +74,8 @@ def test_costs_are_operations_and_parameters_and_leave_no_trace() -> None:
     x = torch.randn(6, 4)
     before, state = torch.get_rng_state(), copy.deepcopy(network.state_dict())
     # 2 operations per weight and row, and one per parameter.
-    assert measure_costs(network, links, (x,)) == [2 * 6 * 32 + 32, 16, 0, 2 * 6 * 16 + 18]
-    assert count_parameters(network, links) == [32, 16, 0, 18]
+    assert partition.measure_costs(network, links, (x,)) == [2 * 6 * 32 + 32, 16, 0, 2 * 6 * 16 + 18]
+    assert partition.count_parameters(network, links) == [32, 16, 0, 18]
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, network.state_dict()[name]) for name, value in state.items())
     assert network[2].training

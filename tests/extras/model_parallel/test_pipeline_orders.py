@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from simulation import bubble_share, count_live, simulate
 
-from ringspark.extras.model_parallel.pipeline.actions import (
-    Action,
-    Arrival,
-    PassType,
-    receiver,
-    with_arrivals,
-)
+from ringspark.extras.model_parallel.pipeline import actions
 from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES, schedule_of
 
 FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.order is not None]
@@ -54,9 +48,9 @@ def test_what_is_sent_arrives_once_before_it_is_needed_and_in_one_order(name: st
 
 
 def _check_arrivals(orders: Any, owners: list[int]) -> None:
-    steps = with_arrivals(orders, owners)
+    steps = actions.with_arrivals(orders, owners)
     for rank, own in enumerate(steps):
-        assert [step for step in own if isinstance(step, Action)] == list(orders[rank])
+        assert [step for step in own if isinstance(step, actions.Action)] == list(orders[rank])
     for one in range(len(steps)):
         for other in range(len(steps)):
             # Both ranks list the same messages between them.
@@ -64,12 +58,12 @@ def _check_arrivals(orders: Any, owners: list[int]) -> None:
     for rank, own in enumerate(steps):
         expected = set()
         for step in own:
-            if isinstance(step, Arrival):
+            if isinstance(step, actions.Arrival):
                 expected.add((step.is_forward, step.stage, step.micro))
-            elif step.kind is PassType.FORWARD and step.stage and owners[step.stage - 1] != rank:
+            elif step.kind is actions.PassType.FORWARD and step.stage and owners[step.stage - 1] != rank:
                 assert (True, step.stage, step.micro) in expected
             elif (
-                step.kind in (PassType.BACKWARD, PassType.INPUT)
+                step.kind in (actions.PassType.BACKWARD, actions.PassType.INPUT)
                 and step.stage + 1 < len(owners)
                 and owners[step.stage + 1] != rank
             ):
@@ -80,13 +74,13 @@ def _messages(steps: Any, one: int, other: int, owners: list[int]) -> list[tuple
     """Returns (sender, direction, stage, micro-batch) of the messages between two ranks, in order."""
     found = []
     for step in steps:
-        if isinstance(step, Arrival):
+        if isinstance(step, actions.Arrival):
             pair, message = {step.source, owners[step.stage]}, (step.source, step.is_forward, *step[1:3])
         else:
-            target = receiver(step, len(owners))
+            target = actions.receiver(step, len(owners))
             if target is None:
                 continue
-            sender, is_forward = owners[step.stage], step.kind is PassType.FORWARD
+            sender, is_forward = owners[step.stage], step.kind is actions.PassType.FORWARD
             pair, message = {sender, owners[target]}, (sender, is_forward, target, step.micro)
         if pair == {one, other} and one != other:
             found.append(message)

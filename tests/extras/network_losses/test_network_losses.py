@@ -19,13 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringspark.estimators import Mesh, Pipeline, Zero
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.driver import check_training
-from ringspark.estimators.training.objective.losses import (
-    NETWORK_LOSS,
-    NetworkLoss,
-    name_loss,
-    resolve_loss,
-    sees_network,
-)
+from ringspark.estimators.training.objective import losses
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.network_losses.check import check_network_losses
 from ringspark.extras.tables.tabpack import TabPack
@@ -96,7 +90,7 @@ def columns() -> dict[str, Any]:
 
 @pytest.fixture
 def make_config(columns: dict[str, Any], make_shards: Any, tmp_path: Path) -> Callable[..., TrainConfig]:
-    own = {"losses": (NETWORK_LOSS,), "optimizer": "sgd", "learning_rate": RATE, "batch_size": ROWS}
+    own = {"losses": (losses.NETWORK_LOSS,), "optimizer": "sgd", "learning_rate": RATE, "batch_size": ROWS}
     plain = config_of(make_shards(columns), tmp_path / "run", **own, epochs=STEPS)
     return lambda name="run", **changes: replace(plain, run_uri=str(tmp_path / name), **changes)
 
@@ -155,7 +149,7 @@ def test_the_validation_loss_differentiates_too(columns: Any, make_shards: Any, 
     held_out = np.arange(ROWS) % 4 == 0
     manifest = make_shards(columns, validation=held_out)
     still = {"optimizer": "sgd", "learning_rate": 1e-12, "epochs": 1}
-    config = config_of(manifest, tmp_path / "run", losses=(NETWORK_LOSS,), **still)
+    config = config_of(manifest, tmp_path / "run", losses=(losses.NETWORK_LOSS,), **still)
     found = train_here(config, _objects()).history[0].validation_loss
     x, y = (torch.from_numpy(columns[name][held_out]) for name in "xy")
     network = Cubes().eval()
@@ -238,6 +232,6 @@ class PenaltyModule(nn.Module):
     ],
 )
 def test_the_signature_decides_what_a_loss_gets(loss: Any, sees: bool) -> None:
-    assert sees_network(loss) == sees
-    assert (name_loss(loss) == NETWORK_LOSS) == sees
-    assert isinstance(resolve_loss(loss), NetworkLoss) == sees
+    assert losses.sees_network(loss) == sees
+    assert (losses.name_loss(loss) == losses.NETWORK_LOSS) == sees
+    assert isinstance(losses.resolve_loss(loss), losses.NetworkLoss) == sees

@@ -10,15 +10,7 @@ from scipy.stats import binom, chisquare
 
 from ringspark.estimators import CpSGD
 from ringspark.extras.compressors.cpsgd import CpSgdCompressor, rotate
-from ringspark.extras.privacy.binomial import (
-    Sensitivity,
-    account_cpsgd,
-    binomial_epsilon,
-    bound_sensitivity,
-    compose,
-    find_least_trials,
-    find_range,
-)
+from ringspark.extras.privacy import binomial
 
 
 def _exact_delta(epsilon: float, trials: int, shift: int) -> float:
@@ -32,10 +24,10 @@ def _exact_delta(epsilon: float, trials: int, shift: int) -> float:
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9])
 @pytest.mark.parametrize("shift", [1, 3, 15])
 def test_the_epsilon_of_the_theorem_is_an_upper_bound_of_the_exact_one(delta: float, shift: int) -> None:
-    sensitivity = Sensitivity(l1=shift, l2=shift, largest=shift)
+    sensitivity = binomial.Sensitivity(l1=shift, l2=shift, largest=shift)
     for factor in (1, 4, 64):
-        trials = factor * find_least_trials(sensitivity, 1, delta)
-        epsilon = binomial_epsilon(trials, sensitivity, 1, delta)
+        trials = factor * binomial.find_least_trials(sensitivity, 1, delta)
+        epsilon = binomial.binomial_epsilon(trials, sensitivity, 1, delta)
         assert _exact_delta(epsilon, trials, shift) <= delta
         # Not a bound that holds for any noise: a tenth of it is too little.
         assert _exact_delta(epsilon / 10, trials, shift) > delta
@@ -45,23 +37,25 @@ def test_the_epsilon_of_the_theorem_is_an_upper_bound_of_the_exact_one(delta: fl
 def test_composition_is_an_upper_bound_of_the_exact_loss_of_several_steps(shift: int) -> None:
     """The numbers of several steps tell as much as their sum, because binomial noise of all has one p."""
     steps, delta, slack = 50, 1e-8, 1e-6
-    sensitivity = Sensitivity(l1=shift, l2=shift, largest=shift)
-    trials = 40 * find_least_trials(sensitivity, 1, delta)
-    total = compose(binomial_epsilon(trials, sensitivity, 1, delta), steps, slack)
-    assert total < steps * binomial_epsilon(trials, sensitivity, 1, delta)
+    sensitivity = binomial.Sensitivity(l1=shift, l2=shift, largest=shift)
+    trials = 40 * binomial.find_least_trials(sensitivity, 1, delta)
+    total = binomial.compose(binomial.binomial_epsilon(trials, sensitivity, 1, delta), steps, slack)
+    assert total < steps * binomial.binomial_epsilon(trials, sensitivity, 1, delta)
     assert _exact_delta(total, steps * trials, steps * shift) <= steps * delta + slack
 
 
 def test_epsilon_falls_with_trials_and_workers_and_grows_with_steps() -> None:
     def epsilon(trials: int = 10**5, steps: int = 10, workers: int = 4) -> float:
         options = CpSGD(levels=16, trials=trials, max_norm=3.0)
-        return account_cpsgd(options, steps=steps, workers=workers, elements=1000, delta=1e-6).epsilon
+        return binomial.account_cpsgd(
+            options, steps=steps, workers=workers, elements=1000, delta=1e-6
+        ).epsilon
 
     assert epsilon(4 * 10**5) < epsilon(2 * 10**5) < epsilon()
     assert epsilon(workers=8) < epsilon()
     assert epsilon(steps=10) < epsilon(steps=20) <= 2.2 * epsilon(steps=10)
     options = CpSGD(levels=16, trials=10**5, max_norm=3.0)
-    own = account_cpsgd(options, steps=10, workers=4, elements=1000, delta=1e-6, view="messages")
+    own = binomial.account_cpsgd(options, steps=10, workers=4, elements=1000, delta=1e-6, view="messages")
     assert (own.trials, own.epsilon) == (10**5, epsilon(workers=1))
     assert str(own).startswith(f"epsilon {own.epsilon:.4g} at delta 1e-06 for each worker's gradients")
 
@@ -70,8 +64,8 @@ def test_epsilon_falls_with_trials_and_workers_and_grows_with_steps() -> None:
 def test_the_integers_of_two_gradients_differ_by_no_more_than_the_bounds(is_rotated: bool) -> None:
     """Opposite gradients, rounded with the same uniform numbers, are the farthest apart."""
     levels, elements, draws = 16, 400, 300
-    bounds = bound_sensitivity(levels, elements, 0.01, rotate=is_rotated)
-    reach = find_range(elements, rotate=is_rotated)
+    bounds = binomial.bound_sensitivity(levels, elements, 0.01, rotate=is_rotated)
+    reach = binomial.find_range(elements, rotate=is_rotated)
     rng, worst = np.random.default_rng(0), np.zeros(3)
     for _ in range(draws):
         # Dense and sparse gradients.
@@ -121,4 +115,4 @@ def test_the_integers_have_the_distribution_that_the_account_assumes() -> None:
 def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
     given = {"steps": 1, "workers": 2, "elements": 1000, "delta": 1e-6, "trials": 10**5, **changes}
     with pytest.raises(ValueError, match=words):
-        account_cpsgd(CpSGD(trials=given.pop("trials"), max_norm=1.0), **given)
+        binomial.account_cpsgd(CpSGD(trials=given.pop("trials"), max_norm=1.0), **given)

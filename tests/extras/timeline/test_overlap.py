@@ -24,13 +24,7 @@ from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.training.observation.overlap import (
-    StepOverlap,
-    difference,
-    hidden_and_total,
-    length,
-    union,
-)
+from ringspark.estimators.training.observation import overlap as intervals
 from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
 from ringspark.extras.timeline.trace import chrome_trace, load_spans, make_slices, time_shares
 from ringspark.models import ModelSpec
@@ -56,14 +50,14 @@ def _points(some: list[tuple[int, int]]) -> set[int]:
 
 @given(INTERVALS, INTERVALS)
 def test_sets_of_intervals_are_sets_of_points(left: Any, right: list[tuple[int, int]]) -> None:
-    one, other = union(left), union(right)
+    one, other = intervals.union(left), intervals.union(right)
     for joined in (one, other):
         assert all(begin < end for begin, end in joined)
         assert all(before[1] < after[0] for before, after in pairwise(joined))
     assert _points(one) == _points(left)
-    found, expected = difference(one, other), _points(left) - _points(right)
+    found, expected = intervals.difference(one, other), _points(left) - _points(right)
     assert _points(found) == expected
-    assert length(found) == len(expected)
+    assert intervals.length(found) == len(expected)
 
 
 def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime:
@@ -83,7 +77,7 @@ def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime
     ],
 )
 def test_what_a_rank_waits_for_is_not_hidden(operations: Any, computing: Any, expected: Any) -> None:
-    assert hidden_and_total(operations, computing) == expected
+    assert intervals.hidden_and_total(operations, computing) == expected
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (2, 1), (13, 1), (40, 3)])
@@ -92,7 +86,7 @@ def test_measured_steps_are_spread_over_an_epoch_a_short_one_has_one(num_steps: 
     for in_every_step, sees_all in ((True, True), (False, True), (True, False)):
         operations = (collective := LocalCollective()).operations
         operations.in_every_step, operations.sees_all = in_every_step, sees_all
-        overlap = StepOverlap(collective, NO_TIMELINE)
+        overlap = intervals.StepOverlap(collective, NO_TIMELINE)
         for number in range(num_steps):
             with overlap.step(number, num_steps):
                 pass
@@ -142,7 +136,7 @@ def _noted_steps(collective: Collective) -> Any:
             collective.operations.start()
             computing = watched.step()
             operations = collective.operations.take()
-            shares.append(hidden_and_total(operations, computing))
+            shares.append(intervals.hidden_and_total(operations, computing))
         told[name] = {
             "names": [o.name for o in operations],
             "ordered": all(o.ready_ns <= o.begin_ns <= o.end_ns <= now_ns() for o in operations),
