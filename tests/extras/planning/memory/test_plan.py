@@ -111,14 +111,9 @@ def test_gradients_travel_in_buffers_only_where_there_are_several_workers() -> N
 def test_compressed_gradients_have_their_vector_and_what_is_left_of_the_last_one() -> None:
     """The plan counts as many bytes as the compressor keeps; a small tensor travels in a bucket."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
-    compression = Compression.of("topk")
-    config = bare_config(num_workers=2, sync=AllReduce(compression=compression))
-    sync = CompressedAllReduce(
-        module,
-        torch.optim.SGD(module.parameters(), 0.1),
-        RankMesh.of(LocalCollective()),
-        SyncSettings(sync=AllReduce(compression=compression)),
-    )
+    config = bare_config(num_workers=2, sync=AllReduce(compression=Compression.of("topk")))
+    optimizer, mesh = torch.optim.SGD(module.parameters(), 0.1), RankMesh.of(LocalCollective())
+    sync = CompressedAllReduce(module, optimizer, mesh, SyncSettings(sync=config.sync))
     kept = [t for group in sync._groups for t in (group._vector, group.residual)]
     kept += [bucket.buffer for bucket in sync._small]
     assert communication_bytes(config, module) == num_bytes(kept)
