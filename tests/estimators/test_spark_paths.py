@@ -179,6 +179,16 @@ def test_a_uri_that_leaves_the_host_to_hadoop_is_no_folder_of_that_name(uri):
         storage.normalize(uri)
 
 
+def test_hadoop_names_the_host_of_hdfs_without_one(spark):
+    """tests/places has an HDFS that is the default file system."""
+    if is_remote(spark):
+        pytest.skip("Spark Classic asks Hadoop itself")
+    with pytest.raises(
+        ValueError, match=r"Spark cannot resolve 'hdfs:///x' \(.*[Ii]ncomplete HDFS URI, no host"
+    ):
+        resolve(spark, "hdfs:///x")
+
+
 def test_storage_is_required_where_executors_are_elsewhere():
     with pytest.raises(ValueError, match="storageUri is not set; on master 'yarn' give a folder"):
         _session_folder("yarn")
