@@ -114,7 +114,7 @@ def hdfs(folder: Path) -> Iterator[Store]:
     cluster = hadoop.Hadoop(folder / "hadoop")
     try:
         cluster.start_hdfs()
-        yield Store(root=f"{cluster.uri}/folder", environment={"HADOOP_CONF_DIR": str(cluster.conf)})
+        yield Store(root=f"{cluster.uri}/folder")
     finally:
         cluster.close()
 
