@@ -138,15 +138,10 @@ def test_a_day_of_max_gap_is_a_day_of_the_calendar(spark: Any, gap: Any) -> None
 @pytest.fixture(scope="module")
 def table(spark: Any) -> Any:
     """Two series of 30 hours: a number, a vector with its double, its parity, and a text."""
-    plain = spark.range(0, 60, 1, 2).selectExpr(
-        "id",
-        "concat('s', id % 2) as k",
-        "timestamp_seconds(id div 2 * 3600) as t",
-        "sin(id / 3) as v",
-        "cast(id % 3 as int) as n",
-        "id % 2 = 0 as even",
-        "cast(id as decimal(9, 2)) as d",
-    )
+    columns = ["id", "concat('s', id % 2) as k", "timestamp_seconds(id div 2 * 3600) as t"]
+    columns += ["id % 2 = 0 as even", "sin(id / 3) as v", "cast(id % 3 as int) as n"]
+    columns.append("cast(id as decimal(9, 2)) as d")
+    plain = spark.range(0, 60, 1, 2).selectExpr(*columns)
     return plain.withColumn("pair", F.array(F.col("v"), 2 * F.col("v")))
 
 
