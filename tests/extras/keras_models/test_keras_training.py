@@ -98,6 +98,7 @@ def test_a_stopped_training_resumes_to_the_bit(make_shards: Any, tmp_path: Path)
 
 @pytest.mark.spark
 def test_a_keras_model_is_a_stage_that_is_saved_and_loaded(spark: Any, tmp_path: Path) -> None:
+    keras.utils.set_random_seed(0)
     rows = spark.range(600).selectExpr("rand(1) AS a", "rand(2) AS b", "int(id % 5) AS word")
     frame = rows.selectExpr("*", "int(a > b) AS label").cache()
     numbers, word = keras.Input((2,)), keras.Input((1,), dtype="int32")
@@ -106,7 +107,7 @@ def test_a_keras_model_is_a_stage_that_is_saved_and_loaded(spark: Any, tmp_path:
     hidden = Noise()(layers.Dropout(0.1)(layers.BatchNormalization()(hidden)))
     model = keras.Model([numbers, word], layers.Dense(2)(hidden))
     settings = {"epochs": 20, "batchSize": 64, "learningRate": 0.02, "numWorkers": 2, "metrics": ["accuracy"]}
-    settings |= {"inputCols": ["features", "word"], "storageUri": str(tmp_path / "storage")}
+    settings |= {"inputCols": ["features", "word"], "seed": 0, "storageUri": str(tmp_path / "storage")}
     classifier = TorchClassifier(model=model, **settings)
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="features"), classifier])
     pipeline.save(str(tmp_path / "pipeline"))
