@@ -18,6 +18,7 @@ from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.feed import Array, to_network_input
 from ringspark.pipelines import ShardManifest
+from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.readers import open_reader
 
 # Rows that a fit compares.
@@ -36,6 +37,7 @@ def compare_on_shards(
     if not manifest.select("validation").num_rows:
         rows_of = "train"
     task = partial(_on_shards, predictor, manifest.uri, rows_of, tuple(names))
+    choose_python(spark)
     found = spark.range(0, 1, 1, 1).mapInArrow(task, _SCHEMA)
     return _combine(found, predictor, rows_of)
 
@@ -44,6 +46,7 @@ def compare_on_rows(
     dataset: DataFrame, predictor: Predictor, columns: Sequence[Column]
 ) -> PrecisionDifference:
     """Compares all rows of a DataFrame; `columns` are the inputs of `predictor`. Runs one Spark job."""
+    choose_python(dataset.sparkSession)
     named = [column.alias(f"c{number}") for number, column in enumerate(columns)]
     found = dataset.select(*named).mapInArrow(partial(_on_rows, predictor), _SCHEMA)
     return _combine(found, predictor, "given")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -29,8 +30,11 @@ def choose_python(spark: SparkSession) -> None:
         return
     context: Any = spark.sparkContext
     own, found = sys.executable, shutil.which(_DEFAULT)
-    is_chosen = context.pythonExec != _DEFAULT or not is_local({"spark.master": context.master})
-    if is_chosen or not own or (found and Path(found).parent == Path(own).parent):
+    is_chosen = "PYSPARK_PYTHON" in os.environ or context.pythonExec != _DEFAULT
+    if is_chosen or not is_local({"spark.master": context.master}):
+        return
+    # Under uwsgi, the executable is the server.
+    if not Path(own or "").name.startswith("python") or (found and Path(found).parent == Path(own).parent):
         return
     context.pythonExec = own
-    _logger.warning("Spark's Python workers now run by %s; set PYSPARK_PYTHON to choose another", own)
+    _logger.warning("Spark's Python workers now run with %s; set PYSPARK_PYTHON to choose another", own)

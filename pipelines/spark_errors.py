@@ -20,7 +20,8 @@ _UNREAD_FILE = re.compile(
 )
 # A process that ended without an exception: killed, or taken away with its executor.
 _LOST_EXECUTOR = re.compile(r"ExecutorLostFailure[^\n]*|Python worker exited unexpectedly[^\n]*")
-_KILLED_FOR_MEMORY = re.compile(r"memory|OOM|\b137\b", re.IGNORECASE)
+# 137 is SIGKILL: usually memory, sometimes a lost host.
+_KILLED_FOR_MEMORY = re.compile(r"memory|OOM|(?:code|status):? 137\b", re.IGNORECASE)
 _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|torch)")
 
 
@@ -28,7 +29,7 @@ _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|
 def explain_worker_errors(*, also_losses: bool = True) -> Iterator[None]:
     """Context of a Spark job that runs our code in Python workers; explains failures with a known cause.
 
-    `also_losses`: whether to explain lost workers too. A gang does that itself.
+    `also_losses`: Whether to explain lost workers; False for a gang, whose supervisor does.
 
     Raises:
         RuntimeError: A worker lacks a package or was lost, or a task failed inside `report_task_errors`.
@@ -51,7 +52,9 @@ def explain_worker_errors(*, also_losses: bool = True) -> Iterator[None]:
         if also_losses and (lost := _LOST_EXECUTOR.search(str(error))) is not None:
             reason = " ".join(lost[0].split())[:300]
             advice = advise_on_loss(reason) or "; see the log of that executor"
-            raise RuntimeError(f"Spark lost its workers in each attempt ({reason}){advice}") from None
+            raise RuntimeError(
+                f"Spark lost the workers of a task in every attempt ({reason}){advice}"
+            ) from None
         missing = _MISSING_MODULE.search(str(error))
         if missing is None:
             raise

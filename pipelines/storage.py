@@ -30,7 +30,16 @@ _CLIENTS = {"hdfs": "ringspark.extras.stores.hdfs"}
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 # Characters of a path that clients of a store misread, as a pattern, as an object's version or as a slash.
-_MISREAD = {"hdfs": "*?[:", "gs": "*?[#", "gcs": "*?[#", "abfs": "*?[\\", "abfss": "*?[\\", "az": "*?[\\"}
+_MISREAD = {
+    "hdfs": "*?[:",
+    "gs": "*?[#",
+    "gcs": "*?[#",
+    "abfs": "*?[\\",
+    "abfss": "*?[\\",
+    "az": "*?[\\",
+    "http": "",
+    "https": "",
+}
 
 # Hadoop's short form of a URI.
 _HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")
@@ -88,9 +97,14 @@ def normalize(uri: str | os.PathLike[str]) -> str:
             )
         return os.path.abspath(os.path.expanduser(text))
     store, _, path = text.partition("://")
+    if "::" not in text and not path.strip("/"):
+        raise ValueError(f"{text!r} names no folder of its store; pass one, such as '{store}:///folder'")
     misread = _MISREAD.get(store, "*?[") if "::" not in text else ""
     if found := next((one for one in misread if one in path.partition("/")[2]), None):
-        raise ValueError(f"{text!r} holds {found!r}, which clients of the store misread; rename the folder")
+        raise ValueError(
+            f"{text!r} holds {found!r}, which the store's client treats as a special character; "
+            "rename the file or folder"
+        )
     return text.rstrip("/")
 
 
@@ -126,9 +140,10 @@ def check_inside(folder: str, name: str) -> None:
 def filesystem(uri: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `uri` and the path inside it, or raises ValueError."""
     try:
-        with suppress(KeyError, ModuleNotFoundError):  # of a client or of the extras
-            return cast("tuple[Any, str]", import_module(_CLIENTS[uri.partition("://")[0]]).connect(uri))
-        return cast("tuple[Any, str]", url_to_fs(uri))
+        client = None
+        with suppress(KeyError, ModuleNotFoundError):  # hdfs-native or ringspark.extras is not installed
+            client = import_module(_CLIENTS[uri.partition("://")[0]])
+        return cast("tuple[Any, str]", url_to_fs(uri) if client is None else client.connect(uri))
     except OSError as error:  # HDFS is connected to at once
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
@@ -287,7 +302,7 @@ def write_atomic(uri: str, data: bytes, *, overwrite: bool = True, durable: bool
     """Writes a small file so that no reader ever sees a part of it.
 
     A local file is written under a temporary name, flushed and renamed. On object stores a put is atomic. On
-    other stores (HDFS) the old file is removed before the new one is renamed.
+    other stores, such as HDFS through pyarrow, the old file is removed before the new one is renamed.
 
     Args:
         durable: Whether the file must survive a crash of the machine. False skips the flush to the local

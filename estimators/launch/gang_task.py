@@ -44,7 +44,7 @@ Work = Callable[[Collective, str, Status], str]
 SECRET_BYTES = 32
 
 SCHEMA = "rank int, result string, failure string"
-_ARROW_SCHEMA = pa.schema({"rank": pa.int32(), "result": pa.string(), "failure": pa.string()})
+ARROW_SCHEMA = pa.schema({"rank": pa.int32(), "result": pa.string(), "failure": pa.string()})
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[Member]:
@@ -132,7 +132,7 @@ class GangTask:
         # Not earlier: until here the frames of the work, and of its error, hold tensors.
         release_gpu()
         row = {"rank": member.rank, "result": result, "failure": failure.to_json() if failure else None}
-        yield pa.RecordBatch.from_pylist([row], _ARROW_SCHEMA)
+        yield pa.RecordBatch.from_pylist([row], ARROW_SCHEMA)
 
     def _run(
         self, context: Any, member: Member, roster: Sequence[Offer]

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives import CollectiveError
 from ringspark.estimators.launch.devices import Claim
@@ -59,8 +61,9 @@ class Roster(JsonText):
 
 
 def own_executor() -> str:
-    """Returns the identity of this task's executor: its host and the process that forks its workers."""
-    return f"{socket.gethostname()}:{os.getppid()}"
+    """Returns the identity of this task's executor: its host and the pid of its JVM."""
+    # The JVM starts a Python daemon, and the daemon forks the workers.
+    return f"{socket.gethostname()}:{psutil.Process(os.getppid()).ppid()}"
 
 
 def look_seconds(run_uri: str) -> float:
@@ -157,8 +160,8 @@ class Meeting:
         newest = {offer.task: offer.attempt for offer in self.offers}
         return [offer.task for offer in known if newest[offer.task] != offer.attempt]
 
-    def find_lost_executors(self) -> set[str]:
-        """Returns the executors of the tasks in `find_replaced`."""
+    def find_suspect_executors(self) -> set[str]:
+        """Returns the executors of the tasks in `find_replaced`; they may live."""
         known, replaced = () if self.roster is None else self.roster.offers, set(self.find_replaced())
         return {offer.executor for offer in known if offer.task in replaced}
 

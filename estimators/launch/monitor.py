@@ -19,7 +19,7 @@ from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
 
 POLL_SECONDS = 0.5
-# Pause after a poll, in units of the CPU time of the poll, so that polls take at most 5 % of a core.
+# A pause lasts 19 times the CPU time of the poll: 5 % of a core.
 _PAUSE_FACTOR = 19.0
 _CANCEL_AGAIN_SECONDS = 2.0
 # Spark gets the rows of ranks that have ended within this time.
@@ -32,7 +32,7 @@ NO_ROOM = "NoRoom"
 
 
 def pause_after(cpu_seconds: float, interval: float) -> float:
-    """Returns the least pause after a poll, in seconds: long for a gang of thousands of ranks."""
+    """Returns the minimum pause after a poll, in seconds; it grows with the number of ranks."""
     return min(_PAUSE_FACTOR * cpu_seconds, interval)
 
 
@@ -90,9 +90,11 @@ class Monitor:
         # A remote store is read only as often as beats may change.
         interval = interval_seconds(self._pulse.timeout_seconds)
         poll = POLL_SECONDS if storage.is_local(self._pulse.run_uri) else max(POLL_SECONDS, interval / 2)
-        pause = poll
-        while not self._done.wait(look_seconds(self._pulse.run_uri) if self._is_meeting else pause):
-            begun = time.thread_time()
+        pause = 0.0
+        while not self._done.wait(
+            max(pause, look_seconds(self._pulse.run_uri) if self._is_meeting else poll)
+        ):
+            begun = time.process_time()  # a remote store is read by other threads
             # The store or Spark may fail to answer, and that must not end a training.
             with suppress(Exception):
                 self.verdict = self._find_failure()
@@ -106,7 +108,7 @@ class Monitor:
                     self._done.wait(_CANCEL_AGAIN_SECONDS)
                 return
             # Beats change no sooner than after an interval.
-            pause = max(poll, pause_after(time.thread_time() - begun, interval))
+            pause = pause_after(time.process_time() - begun, interval)
 
     @property
     def _is_meeting(self) -> bool:

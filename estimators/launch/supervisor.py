@@ -125,7 +125,7 @@ class Supervisor(Generic[C]):
         conf = spark_conf(self.spark)
         self._is_barrier = not slots.runs_as_tasks(conf, self.config.launch)
         self._shortage = Shortage(self.spark, conf, self._least)
-        # A gang that may grow holds its place in the queue for all the workers that it may have.
+        # A gang that may grow reserves slots for maxWorkers.
         most = self._target if self.config.can_grow and self._stage.can_grow else self.config.num_workers
         with self._stage.turn(most):
             while True:
@@ -183,10 +183,10 @@ class Supervisor(Generic[C]):
             return None
         # A worker that hangs is the cluster's loss only if Spark has removed its executor.
         lasts = _NOTICE_SECONDS + (self.config.timeout_seconds if self._was_hung else 0.0)
-        # An executor that was gone before this launch ended another one.
+        # Ignores executors removed before this launch.
         since = max(self._launched_at, time.time() - lasts)
         message = "" if self._was_hung else cause.message
-        return find_taken(self.spark, since, message, self._lost_executors)
+        return find_taken(self._stage, since, message, self._lost_executors)
 
     def _has_advanced(self) -> bool:
         """Whether this loss costs no restart: `FREE_LOSSES` are free after each new checkpoint."""
@@ -248,7 +248,7 @@ class Supervisor(Generic[C]):
                 if isinstance(cause, (WorkerError, TrainingCancelledError)):
                     job.wait_until_ended(END_SECONDS)
                 if meeting is not None:
-                    self._came, self._lost_executors = len(meeting.offers), meeting.find_lost_executors()
+                    self._came, self._lost_executors = len(meeting.offers), meeting.find_suspect_executors()
                 raise cause from None
             except BaseException:
                 # After Ctrl-C the folder may be removed next, and then no rank may write into it.
@@ -296,17 +296,20 @@ class Supervisor(Generic[C]):
         task = _TASK.search(str(error))
         silent = [beat for beat in monitor.beats if not beat.ended]
         blamed = [beat for beat in silent if task and beat.task == int(task[1])] or silent
-        message = f"its process died ({reason}){advise_on_loss(reason)}"
+        message = f"its process died ({reason})"
         lost = [Failure.lost(beat.rank, beat.host, beat.phase, message) for beat in blamed]
         lost = lost or [Failure.lost(0, "unknown", "starting", f"Spark lost a worker ({reason})")]
         return WorkerError([*lost, *_reported_failures(monitor.beats)])
 
     def _final_error(self, error: WorkerError) -> WorkerError:
         failures = [with_last_lines(f, self._pulse) if f is error.first else f for f in error.failures]
+        advice = advise_on_loss(error.first.message) if error.first.type == LOST else ""
         if not error.may_pass or not self.restarts:
-            return WorkerError(failures)
+            return WorkerError(failures, advice)
         times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
-        return WorkerError(failures, f"; the workers had already been restarted {times} (maxRestarts)")
+        return WorkerError(
+            failures, f"; the workers had already been restarted {times} (maxRestarts){advice}"
+        )
 
     def _make_room(self, cause: Failure) -> None:
         """Waits until the workers fit again; if they do not, continues with fewer replicas."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -11,16 +12,22 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
+from ringspark.estimators.failures import TrainingCancelledError
+from ringspark.estimators.launch import slots
+from ringspark.estimators.launch.gang import GangStage
+from ringspark.estimators.launch.gang_task import ARROW_SCHEMA
 from ringspark.estimators.launch.meeting import own_executor
-from ringspark.pipelines import spark_plans
+from ringspark.estimators.launch.spark_job import SparkJob, was_cancelled
+from ringspark.estimators.stages.session import spark_conf
+from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.spark_paths import is_remote
 
 # Losses to the cluster that cost no restart after each new checkpoint; later losses count as failures.
 FREE_LOSSES = 10
 # Spark reports an executor's end a moment after its tasks have ended.
 _WAIT_SECONDS = 6.0
-# Tasks that look for executors, and the time that each takes, in seconds.
-_PROBES, _PROBE_SECONDS = 4, 0.3
+# Probe tasks per core, and seconds per task and for all tasks.
+_PROBES, _PROBE_SECONDS, _PROBE_LIMIT_SECONDS = 4, 0.3, 60.0
 # Spark's reason for an executor without tasks, which dynamic allocation gives back.
 _IDLE = "killed by driver"
 
@@ -32,21 +39,24 @@ _TAKEN = re.compile(
 _OWN_FAULT = re.compile(r"memory|OOM", re.IGNORECASE)
 
 
-def find_taken(spark: SparkSession, since: float, message: str, executors: Collection[str]) -> str | None:
+def find_taken(stage: GangStage, since: float, message: str, executors: Collection[str]) -> str | None:
     """Returns why the cluster took an executor at the time of a loss; None if it took none.
 
     Args:
         since: Earliest time of the loss, in seconds since the epoch.
         message: Spark's own text about the loss.
-        executors: Executors of the lost tasks, if these were ordinary tasks. A client of Spark Connect, which
-            cannot ask Spark for reasons, looks for them.
+        executors: Executors of the lost tasks; empty in a barrier stage. Used on Spark Connect, which reports
+            no reasons.
+
+    Raises TrainingCancelledError if the user cancels the search for the executors.
     """
+    spark = stage.spark
     if is_taken(message):
         return message
     if is_remote(spark):
-        # The executor of a process that died by itself lives on.
-        is_gone = executors and not _find_executors(spark) & set(executors)
-        return "its executor is gone" if is_gone else None
+        living = _find_executors(stage) if executors else None
+        # If only the process died, its executor still runs tasks.
+        return "its executor is gone" if living and not living & set(executors) else None
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
         # Spark's status store is no public interface; without it, each loss counts as a failure.
@@ -76,14 +86,28 @@ def _reasons(spark: SparkSession, since: float) -> list[str]:
     return [reason for reason in reasons if _IDLE not in reason]
 
 
-def _find_executors(spark: SparkSession) -> set[str]:
-    """Returns the executors that run tasks now."""
-    num_tasks = _PROBES * (spark_plans.default_parallelism(spark) or 8)
-    rows = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(_write_executor, "executor string").collect()
-    return {str(row.executor) for row in rows}
+def _find_executors(stage: GangStage) -> set[str] | None:
+    """Returns the executors that run tasks now; None if that cannot be known in `_PROBE_LIMIT_SECONDS`."""
+    cores = slots.default_parallelism(stage.spark, spark_conf(stage.spark))
+    if cores is None:
+        return None
+    job = SparkJob(stage.spark)
+    timer = threading.Timer(_PROBE_LIMIT_SECONDS, job.cancel)
+    timer.start()
+    try:
+        with name_jobs(stage.spark, "find lost executors"):
+            rows = stage.run(_write_executor, _PROBES * cores, job, is_barrier=False)
+    except Exception as error:
+        if was_cancelled(error) and timer.is_alive():
+            raise TrainingCancelledError("the training was cancelled while it looked for executors") from None
+        return None
+    finally:
+        timer.cancel()
+    return {str(row.result) for row in rows}
 
 
 def _write_executor(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _ in batches:
         time.sleep(_PROBE_SECONDS)  # so that each executor gets some of the tasks
-        yield pa.RecordBatch.from_pylist([{"executor": own_executor()}])
+        row = {"rank": 0, "result": own_executor(), "failure": None}
+        yield pa.RecordBatch.from_pylist([row], ARROW_SCHEMA)

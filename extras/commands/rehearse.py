@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
             calm = outcome.seconds
             if not outcome.survived:
                 raise RuntimeError(f"the job fails without any fault: {outcome.last_line}")
-        more = "" if name == "calm" else f"{outcome.seconds - calm:+.0f}"
+        more = "" if name == "calm" else f"{max(0.0, outcome.seconds - calm):.0f}"
         cost = [f"{outcome.seconds:.0f}", more, str(outcome.resumed), str(outcome.taken)]
         word = ("yes" if outcome.survived else "no") if outcome.was_hit else "ended before the fault"
         rows.append([FAULTS[name].what, word, *cost])

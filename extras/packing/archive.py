@@ -54,7 +54,7 @@ class _ParallelGzip:
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._chunk, self._waiting = raw, bytearray(), deque[Future[bytes]]()
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = min(16, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(self._cores)
 
     def write(self, data: bytes) -> int:

@@ -21,7 +21,7 @@ from ringspark.extras.packing.interpreter import OF_THE_HOST, check_environment,
 # Spark recognizes an archive by its name.
 SUFFIXES = (".tar.gz", ".tgz")
 _LARGEST = 5
-_CUDA = re.compile(r"nvidia-|triton$|cuda-")
+_CUDA = re.compile(r"nvidia-(?!ml-py)|triton$|cuda-")
 
 
 def pack(output: Path, requirement: Path | None = None, exclude: Iterable[str] = ()) -> None:

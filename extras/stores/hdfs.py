@@ -2,10 +2,10 @@
 
 The class adds four things to the client's own file system for fsspec:
 
-- A NameNode that does not answer is an error after seconds. The client alone tries for three minutes.
-- "#", "?", ";" and "%" in a path mean themselves. The client reads a path as a URL and cuts it there.
-- A file appears when it is complete, under its name. The client replaces the old file at the first byte.
-- A refusal of the NameNode is an OSError of one sentence. The client raises RuntimeError with Java's stack.
+- If no NameNode answers, opening fails within 30 s. The client alone tries for three minutes.
+- "#", ";" and "%" in a path are ordinary characters. The client reads a path as a URL and cuts it there.
+- A file gets its name when it is closed. The client replaces the old file at the first byte.
+- Errors are OSErrors of one sentence. The client raises RuntimeError with Java's stack.
 """
 
 from __future__ import annotations
@@ -63,8 +63,14 @@ def _open(authority: str, process: int) -> Hdfs:
             f"variable on driver and executors, and pass 'hdfs://{host}'"
         )
     check_name_node(authority)
-    host, _, port = host.partition(":")
+    host, port = _split(authority)
     return Hdfs(host or None, int(port) if port else None)
+
+
+def _split(authority: str) -> tuple[str, str]:
+    """Returns host and port; an IPv6 host keeps its brackets."""
+    host, colon, port = authority.rpartition(":")
+    return (host, port) if colon and not port.endswith("]") else (authority, "")
 
 
 def check_name_node(authority: str) -> None:
@@ -72,9 +78,11 @@ def check_name_node(authority: str) -> None:
     problems = []
     addresses = _name_nodes(authority)
     for address in addresses:
-        host, _, port = address.rpartition(":") if ":" in address else (address, "", _DEFAULT_PORT)
+        host, port = _split(address)
         try:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS / len(addresses)).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port or _DEFAULT_PORT)), ANSWER_SECONDS / len(addresses)
+            ).close()
             return
         except OSError as error:
             problems.append(f"{address} ({error})")
@@ -101,7 +109,7 @@ def _name_nodes(authority: str) -> list[str]:
 
 
 def _hadoop_conf() -> dict[str, str]:
-    """Returns the properties that hdfs-native reads: of Hadoop's files, and of fsspec's settings."""
+    """Returns the properties that hdfs-native reads from Hadoop's files and fsspec's configuration."""
     home = os.environ.get("HADOOP_HOME")
     folder = os.environ.get("HADOOP_CONF_DIR") or (home and os.path.join(home, "etc", "hadoop"))
     found = {}
@@ -114,19 +122,24 @@ def _hadoop_conf() -> dict[str, str]:
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Context that turns refusals of the NameNode into an OSError without Java's stack."""
+    """Context that turns errors of the client into an OSError without Java's stack.
+
+    A lost connection gets EIO, so that a reader or a restart tries again.
+    """
     try:
         yield
     except RuntimeError as error:
         if (found := _REFUSAL.search(str(error))) is None:
-            raise
+            raise OSError(errno.EIO, _first_line(str(error))) from error
         kind, number = _KINDS.get(found[1].rpartition(".")[2], (OSError, errno.EIO))
         raise kind(number, _first_line(_unescape(found[2]))) from None
     except OSError as error:
-        text = str(error)
-        if "\n\tat " not in text:
+        text = _first_line(str(error))
+        if type(error) is OSError and error.errno is None:
+            raise OSError(errno.EIO, text) from error
+        if text == str(error):
             raise
-        raise type(error)(_first_line(text)) from None
+        raise type(error)(text) from None
 
 
 def _unescape(text: str) -> str:
@@ -241,6 +254,15 @@ class Hdfs(HdfsFileSystem):  # type: ignore[misc]
             return [cls._strip_protocol(one) for one in path]
         found = _URI.match(str(path))
         return (found[2] if found else str(path)).rstrip("/") or cls.root_marker
+
+    def walk(self, path: str, maxdepth: int | None = None, **options: Any) -> Iterator[Any]:
+        """Like fsspec's, but a folder that cannot be listed is an error, and not an empty folder."""
+
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        return iter(super().walk(path, maxdepth, **{"on_error": refuse, **options}))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         """Writes a file in one step; with the mode "create", raises FileExistsError if there is one."""

@@ -54,7 +54,7 @@ def test_workers_without_the_package_are_explained(tmp_path: Path) -> None:
 def test_workers_on_a_local_master_run_by_the_drivers_python(tmp_path: Path) -> None:
     done = _write_with_another_python(tmp_path, {})
     assert "REFUSED" not in done.stdout
-    assert done.stderr.count(f"Spark's Python workers now run by {sys.executable}") == 1
+    assert done.stderr.count(f"Spark's Python workers now run with {sys.executable}") == 1
     assert list(tmp_path.glob("shards/*"))
 
 
@@ -76,7 +76,7 @@ except RuntimeError as error:
 def test_workers_that_were_killed_are_explained_in_one_line(tmp_path: Path) -> None:
     done = run_program(KILLED, folder=tmp_path)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("REFUSED"))
-    assert "Spark lost its workers in each attempt (Python worker exited unexpectedly" in line
+    assert "Spark lost the workers of a task in every attempt (Python worker exited unexpectedly" in line
     assert not list(tmp_path.glob("shards/*"))
 
 
@@ -85,6 +85,7 @@ def test_workers_that_were_killed_are_explained_in_one_line(tmp_path: Path) -> N
     [
         ("ExecutorLostFailure: Container is running 45.9MB beyond the 'PHYSICAL' memory limit", True),
         ("ExecutorLostFailure: Command exited with code 137", True),
+        ("ExecutorLostFailure (executor 137 exited unrelated to the running tasks)", False),
         ("ExecutorLostFailure: Executor heartbeat timed out after 120000 ms", False),
     ],
 )

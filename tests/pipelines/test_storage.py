@@ -157,7 +157,7 @@ def test_an_unknown_scheme_cannot_be_written() -> None:
 def test_a_character_that_a_client_misreads_is_refused(uri: str, character: str) -> None:
     """s3fs, gcsfs and adlfs remove what a pattern matches: "a*" would also remove "ab"."""
     with pytest.raises(
-        ValueError, match=re.escape(f"holds {character!r}, which clients of the store misread")
+        ValueError, match=re.escape(f"holds {character!r}, which the store's client treats as a special")
     ):
         storage.normalize(uri)
 

@@ -1,7 +1,7 @@
 """An API server of Kubernetes for Spark: it starts each executor pod as a process on loopback.
 
-It knows pods and configmaps, by name and by label, as Spark's scheduler backend asks for them. Late pods and
-pods without a node are `pending_seconds` and `room`.
+It knows pods and configmaps, by name and by label, as Spark's scheduler asks for them. `pending_seconds`
+delays pods; `room` limits how many get a node.
 """
 
 import json

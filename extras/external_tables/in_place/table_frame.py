@@ -21,6 +21,7 @@ from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID, READS_
 from ringspark.extras.external_tables.in_place.listing import Int64Array, Listing, escape_glob
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import quote
+from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.spark_paths import to_spark_uri
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def read_listing(spark: SparkSession, listing: Listing) -> DataFrame:
     from pyspark.sql import functions as F
     from pyspark.sql.types import StructType
 
+    choose_python(spark)
     root, path = listing.source.uri, F.col("_metadata.file_path")
     files = [storage.join(root, name) for name, _, _ in listing.files]
     fields = [field for field in listing.schema.fields if field.name not in listing.folder_columns]

@@ -37,6 +37,7 @@ from ringspark.extras.report.page import check_packages, report_summary
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path
 from ringspark.pipelines.kinds.table_row import TableRow
+from ringspark.pipelines.local_python import choose_python
 
 ATTRIBUTIONS = ("permutation", "captum", "none")
 # Rows for attributions, which need a pass over them per feature and repetition.
@@ -189,6 +190,7 @@ def _attribute(
 
 def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int) -> list[pa.Array]:
     """Returns at most `rows` random rows of the columns. Runs one Spark job."""
+    choose_python(dataset.sparkSession)
     names = [f"c{number}" for number in range(len(columns))]
     given = [column.alias(name) for column, name in zip(columns, names, strict=True)]
     drawn = dataset.select(*given, F.rand(seed).alias(_ORDER)).orderBy(_ORDER).limit(rows).select(*names)

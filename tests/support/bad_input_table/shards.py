@@ -31,7 +31,7 @@ WRITING = [
     R("write: no row", lambda p: write_shards(p.pair.limit(0), p.storage), "no training rows", "nothing was"),
     R("write: a pandas frame", lambda p: write_shards(pd.DataFrame(), p.storage),
       "got pandas", "createDataFrame"),
-    R("write: no folder", lambda p: p.write(uri=""), "storage URI must not be empty", "pass a folder"),
+    R("write: no folder", lambda p: p.write(uri=""), "storage URI must not be empty", "pass '/data"),
     R("write: unwritable folder", lambda p: p.write(uri=blocked(p)), "cannot be written", "choose a folder"),
     R("write: unknown store", lambda p: p.write(uri="nosuch://bucket/x"),
       "URI 'nosuch:.*cannot be reached", "install"),
