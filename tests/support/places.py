@@ -67,7 +67,7 @@ def s3(folder: Path) -> Iterator[Store]:
     secret = "s3-secret-of-the-places"
     settings = server.settings | {"secret": secret}
     try:
-        yield Store(root="s3://bucket/folder", environment={"FSSPEC_S3": json.dumps(settings)}, secret=secret)
+        yield Store(root="s3://bucket/root", environment={"FSSPEC_S3": json.dumps(settings)}, secret=secret)
     finally:
         server.close()
 
@@ -87,7 +87,7 @@ def gcs(folder: Path) -> Iterator[Store]:
         wait_for("the GCS server", lambda: _answers(bucket))
         settings = json.dumps({"token": "anon", "project": "test"})
         variables = {"STORAGE_EMULATOR_HOST": url, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-        yield Store(root="gs://bucket/folder", environment={**variables, "FSSPEC_GCS": settings})
+        yield Store(root="gs://bucket/root", environment={**variables, "FSSPEC_GCS": settings})
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def abfs(folder: Path) -> Iterator[Store]:
             client.create_container("bucket")
         settings = json.dumps({"connection_string": connection})
         variables = {"FSSPEC_ABFS": settings}
-        yield Store(root="abfs://bucket/folder", environment=variables, secret=secret, page=5_000)
+        yield Store(root="abfs://bucket/root", environment=variables, secret=secret, page=5_000)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def hdfs(folder: Path) -> Iterator[Store]:
     cluster = hadoop.Hadoop(folder / "hadoop")
     try:
         cluster.start_hdfs()
-        yield Store(root=f"{cluster.uri}/folder")
+        yield Store(root=f"{cluster.uri}/stores")
     finally:
         cluster.close()
 
