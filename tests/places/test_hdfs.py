@@ -135,6 +135,7 @@ def _wait_in_a_step(state: Any) -> None:
     time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_training_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Path, caplog: Any) -> None:
     table = waves(spark)
