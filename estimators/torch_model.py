@@ -172,6 +172,7 @@ class TorchClassificationModel(_EvaluatedModel, ClassifierParams):
         return StructType([*super().transformSchema(schema).fields, *self._class_name_fields(schema)])
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        check_frame(dataset, "transform")
         fields = self._class_name_fields(dataset.schema, is_case_sensitive(dataset.sparkSession))
         result = super()._transform(dataset)
         (prediction,) = self.predictionColumns(1)

@@ -6,6 +6,7 @@ vectors become float32, unless the user asks for `Vector("float64")`.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,11 +121,11 @@ def is_case_sensitive(spark: SparkSession) -> bool:
 def check_frame(value: Any, subject: str) -> None:
     # Not by isinstance: before Spark 4, the DataFrames of Classic and Connect share no base class.
     if not hasattr(value, "mapInArrow"):
-        cls = type(value)
-        raise ValueError(
-            f"{subject} takes a Spark DataFrame, got {cls.__module__.partition('.')[0]} {cls.__name__}; "
-            "make one with spark.createDataFrame"
-        )
+        package, name = type(value).__module__.partition(".")[0], type(value).__name__
+        given = name if package == "builtins" else f"{package} {name}"
+        is_path = isinstance(value, (str, os.PathLike))
+        remedy = "read the file with spark.read" if is_path else "make one with spark.createDataFrame"
+        raise ValueError(f"{subject} takes a Spark DataFrame, got {given}; {remedy}")
 
 
 def check_batch(df: Any, subject: str) -> None:

@@ -19,7 +19,7 @@ _UNREAD_FILE = re.compile(
     r"Encountered error while reading file (\S+?)\.?\s+(.*?)(?:Details:|SQLSTATE: \w+)?\s*$", re.MULTILINE
 )
 # A process that ended without an exception: killed, or taken away with its executor.
-_LOST_EXECUTOR = re.compile(r"ExecutorLostFailure[^\n]*|Python worker exited unexpectedly[^\n]*")
+LOST_WORKER = re.compile(r"ExecutorLostFailure[^\n]*|Python worker exited[^\n]*")
 # 137 is SIGKILL: usually memory, sometimes a lost host.
 _KILLED_FOR_MEMORY = re.compile(r"memory|OOM|(?:code|status):? 137\b", re.IGNORECASE)
 _MISSING_MODULE = re.compile(r"No module named '(ringspark|pyarrow|pandas|numpy|torch)")
@@ -49,7 +49,7 @@ def explain_worker_errors(*, also_losses: bool = True) -> Iterator[None]:
                 f"Spark cannot read the file {unread[1]}{reason}; remove it, or write it again with the same "
                 "column types as the other files"
             ) from None
-        if also_losses and (lost := _LOST_EXECUTOR.search(str(error))) is not None:
+        if also_losses and (lost := LOST_WORKER.search(str(error))) is not None:
             reason = " ".join(lost[0].split())[:300]
             advice = advise_on_loss(reason) or "; see the log of that executor"
             raise RuntimeError(

@@ -25,12 +25,12 @@ RUN = [name for name, path in PAGES.items() if any(not b.reason for b in page_co
 
 
 def given(name: str, spark: Any) -> dict[str, Any]:
-    """Returns the tables that the README expects; other pages make their own."""
-    if name != "README.md":
-        return {"spark": spark}
-    rows = spark.range(4000).selectExpr("rand(1) AS a", "rand(2) AS b", "rand(3) AS c")
-    table = rows.selectExpr("*", "cast(a + b > c + 0.5 AS double) AS label").cache()
-    return {"spark": spark, "train": table, "test": table}
+    """Writes the table that the README reads; other pages make their own."""
+    if name == "README.md":
+        rows = spark.range(4000).selectExpr("rand(1) AS a", "rand(2) AS b", "rand(3) AS c")
+        table = rows.selectExpr("*", "cast(a + b > c + 0.5 AS double) AS label")
+        table.write.csv("table.csv", header=True)
+    return {"spark": spark}
 
 
 @pytest.mark.spark

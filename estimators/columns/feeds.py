@@ -86,8 +86,8 @@ def unread_error(name: str, problem: str) -> ValueError:
 
 def null_error(name: str) -> ValueError:
     return ValueError(
-        f"column {name!r} has a null or NaN in transform; fill or drop them first, e.g. by df.na.drop, "
-        "or set handleInvalid to 'skip' or 'keep'"
+        f"column {name!r} has a null or NaN in transform; fill or drop them first, e.g. by "
+        f"df.na.drop(subset=[{name!r}]), or set handleInvalid to 'skip' or 'keep'"
     )
 
 

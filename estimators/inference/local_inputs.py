@@ -76,8 +76,8 @@ def make_row(inputs: Sequence[ModelInput], names: Sequence[str], features: Any) 
     column = item.column
     if others or item.part or not (column is None or isinstance(column.kind, Scalar | ArrayKind)):
         raise ValueError(
-            f"predict takes one vector, but this model was trained on {list(names)}, which is not one column "
-            "of numbers; call transform, or call the network that module() returns"
+            "predict takes one vector, but this model was not trained on one column of numbers; call "
+            "transform, or call the network that module() returns"
         )
     values = np.asarray(features.toArray() if hasattr(features, "toArray") else features)
     if values.dtype.kind not in "fbiu" or np.isnan(values).any():

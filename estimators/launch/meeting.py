@@ -154,16 +154,11 @@ class Meeting:
         if self.name == "task" and self.roster is None and len(self.offers) == self.num_tasks:
             self.roster = self._write(Roster(offers=tuple(self.offers)))
 
-    def find_replaced(self) -> list[int]:
-        """Returns the tasks of the roster that have a newer attempt: they were lost, or have a copy."""
+    def find_replaced(self) -> list[Offer]:
+        """Returns the offers of the roster whose task has a newer attempt: lost, or with a copy."""
         known = () if self.roster is None else self.roster.offers
         newest = {offer.task: offer.attempt for offer in self.offers}
-        return [offer.task for offer in known if newest[offer.task] != offer.attempt]
-
-    def find_suspect_executors(self) -> set[str]:
-        """Returns the executors of the tasks in `find_replaced`; they may live."""
-        known, replaced = () if self.roster is None else self.roster.offers, set(self.find_replaced())
-        return {offer.executor for offer in known if offer.task in replaced}
+        return [offer for offer in known if newest[offer.task] != offer.attempt]
 
     def dismiss(self) -> None:
         """Ends the tasks that still wait."""

@@ -173,7 +173,7 @@ class Monitor:
         if len(by_task) < self._num_workers or not all(beat.ended for beat in self.beats):
             self._ended_at = now
         is_over = now - self._ended_at >= min(_LAST_ROW_SECONDS, self._pulse.timeout_seconds)
-        for task in meeting.find_replaced():
+        for task in (offer.task for offer in meeting.find_replaced()):
             beat = by_task.get(task)
             if beat is None:
                 # The first heartbeat comes at once.

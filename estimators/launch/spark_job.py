@@ -16,6 +16,7 @@ from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 
 from ringspark.pipelines.job_names import name_jobs
+from ringspark.pipelines.spark_errors import LOST_WORKER
 from ringspark.pipelines.spark_paths import is_remote
 
 # Spark's messages for a job that was cancelled: by group, by tag, with all jobs, or with the session.
@@ -32,11 +33,7 @@ _KILL_SECONDS = 5.0
 _logger = logging.getLogger(__name__)
 _RAISED = re.compile(r"Traceback \(most recent call last\)|PythonException|PicklingError")
 # The most specific patterns come first.
-_REASONS = (
-    re.compile(r"ExecutorLostFailure[^\n]*"),
-    re.compile(r"Python worker exited[^\n]*"),
-    re.compile(r"(?:Most recent failure|Lost task)[^\n]*"),
-)
+_REASONS = (LOST_WORKER, re.compile(r"(?:Most recent failure|Lost task)[^\n]*"))
 
 
 class SparkJob:

@@ -248,7 +248,8 @@ class Supervisor(Generic[C]):
                 if isinstance(cause, (WorkerError, TrainingCancelledError)):
                     job.wait_until_ended(END_SECONDS)
                 if meeting is not None:
-                    self._came, self._lost_executors = len(meeting.offers), meeting.find_suspect_executors()
+                    self._came = len(meeting.offers)
+                    self._lost_executors = {offer.executor for offer in meeting.find_replaced()}
                 raise cause from None
             except BaseException:
                 # After Ctrl-C the folder may be removed next, and then no rank may write into it.

@@ -190,16 +190,11 @@ class StageReader(MLReader[Stage], Generic[Stage]):
     def load(self, path: str) -> Stage:
         """Loads the stage that was saved in the folder `path`; raises ValueError if it cannot."""
         uri = meaning_of(path)
+        has_metadata = bool(storage.list_names(storage.join(uri, METADATA)))
+        metadata = self._metadata(path, uri) if has_metadata else {}
         description = self._describe(path, uri)
-        if not storage.list_names(storage.join(uri, METADATA)):
+        if not has_metadata:
             raise ValueError(f"{path} is incomplete ({METADATA}/ is missing); save the stage again")
-        try:
-            metadata = read_metadata(uri)
-        except ValueError as error:
-            raise _damaged(path, error) from error
-        found = metadata["class"]
-        if found.rsplit(".", 1)[-1] != self._cls.__name__:
-            raise ValueError(f"{path} holds a {found}, not a {self._cls.__name__}; load it with that class")
         stage: Stage = self._cls()
         if unknown := sorted({*metadata["paramMap"]} - {param.name for param in stage.params}):
             raise ValueError(
@@ -223,6 +218,17 @@ class StageReader(MLReader[Stage], Generic[Stage]):
         except (LookupError, TypeError, AttributeError, OverflowError, AssertionError) as error:
             raise _damaged(path, error) from error
         return stage
+
+    def _metadata(self, path: str, uri: str) -> dict[str, Any]:
+        """Reads Spark's metadata; raises ValueError if the folder holds a stage of another class."""
+        try:
+            metadata = read_metadata(uri)
+        except ValueError as error:
+            raise _damaged(path, error) from error
+        found = metadata["class"]
+        if found.rsplit(".", 1)[-1] != self._cls.__name__:
+            raise ValueError(f"{path} holds a {found}, not a {self._cls.__name__}; load it with that class")
+        return metadata
 
     def _network(self, path: str, uri: str, param: str, description: dict[str, Any]) -> nn.Module:
         try:

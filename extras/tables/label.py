@@ -81,9 +81,11 @@ def look_at_label(
         .collect()
     )
     if not 1 < len(counts) <= _MAX_CLASSES:
-        many = f"over {_MAX_CLASSES:,}" if counts[1:] else f"{len(counts)}"
+        many = (
+            f"over {_MAX_CLASSES:,} different values" if counts[1:] else "one value" if counts else "no value"
+        )
         raise ValueError(
-            f"label {label.name!r} has {many} different values; a classification "
+            f"label {label.name!r} has {many}; a classification "
             f"takes 2 to {_MAX_CLASSES:,} classes"
             + ("; for a number that is no class use TorchRegressor" if counts[1:] else "")
         )

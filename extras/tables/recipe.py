@@ -79,9 +79,11 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         del recipe["patience"]
     if estimator._task == "any":
         del recipe["loss"]
-    elif not is_regression:
-        # Also if the user has other metrics.
-        own = estimator.getMetrics()
+    elif is_regression:
+        recipe["metrics"] = ["rmse", "r2"]
+    else:
+        # The temperature also if the user has other metrics.
+        own = estimator.getMetrics() if estimator.isSet(estimator.metrics) else ["accuracy", "log_loss"]
         recipe["metrics"] = own if "temperature" in own else [*own, "temperature"]
         return {**unset(estimator, recipe), "metrics": recipe["metrics"]}
     return unset(estimator, recipe)

@@ -64,7 +64,7 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
     kinds = estimator.getColumns()
     if chosen := sorted(kinds.keys() - {*label_names}):
         raise ValueError(
-            f"columns sets {chosen[0]!r} to {kinds[chosen[0]]}, but without a model, fit chooses the types; "
+            f"columns sets the type of {chosen[0]!r}, but without a model, fit chooses the types; "
             "remove it, or give a model"
         )
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_dry_run)

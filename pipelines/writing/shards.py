@@ -308,9 +308,9 @@ def _check_reports(plan: WritePlan, reports: Sequence[Report], validation_col: s
         nulls = sum(report["nulls"][index] for report in reports)
         if nulls and handling == "error":
             raise ValueError(
-                f"column {column.name!r} has nulls in {nulls} of {rows} rows; fill or drop them first, e.g. "
-                "with pyspark.ml.feature.Imputer or df.na.drop, or skip the rows: handle_invalid='skip' of "
-                "write_shards, handleInvalid='skip' of an estimator"
+                f"column {column.name!r} has nulls in {nulls} of {rows} rows; drop them first with "
+                f"df.na.drop(subset=[{column.name!r}]), fill them, or skip the rows: "
+                "handle_invalid='skip' of write_shards, handleInvalid='skip' of an estimator"
             )
     for report in reports:
         if report["problem"] is not None:

@@ -141,7 +141,7 @@ def test_what_one_vector_cannot_feed_is_refused_in_one_sentence(raw, pairs, tmp_
     )
     for model in (several, padded):
         assert model.numFeatures == -1
-        with pytest.raises(ValueError, match="predict takes one vector, but this model was trained on"):
+        with pytest.raises(ValueError, match="predict takes one vector, but this model was not trained on"):
             model.predict([1.0, 2.0])
     assert (ids.numFeatures, ids.predict([3.0])) == (1, 6.0)
     for features, message in (

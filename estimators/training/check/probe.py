@@ -117,6 +117,8 @@ def probe(
         output = run_module(module, inputs)
     except Exception as error:
         remedy = "match the model's input size to the columns"
+        if len(inputs) > 1 and "positional argument" in str(error):
+            remedy = "forward gets one argument per column; join the columns by VectorAssembler or F.array"
         if others := {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}:
             remedy = f"its weights are {', '.join(map(str, others))}, so cast the network with .float()"
         else:

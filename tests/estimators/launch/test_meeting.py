@@ -53,7 +53,7 @@ def test_the_ranks_are_the_newest_attempts_and_older_ones_wait_until_the_end(tmp
         copy = pool.submit(await_roster, pulse, _offer(1, 1))
         while not meeting.find_replaced():
             meeting.look()
-        assert meeting.find_replaced() == [1]
+        assert [offer.task for offer in meeting.find_replaced()] == [1]
         assert not lost.done()
         assert not copy.done()
         meeting.dismiss()
