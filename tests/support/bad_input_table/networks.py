@@ -26,7 +26,7 @@ NETWORKS = [
       lambda p: p.train(model=ModelSpec("linear", {"in_features": 5, "out_features": 1})),
       r"Linear cannot take the input columns \[features \(2, 2\) float32\]", "match the model"),
     R("model: more inputs", lambda p: p.train(inputCols=["features", "half"]),
-      "Linear cannot take", "match the model"),
+      "Linear cannot take", "forward gets one argument per column"),
     R("model: other outputs",
       lambda p: p.train(TorchRegressor, model=nn.Linear(2, 3)),
       r"Linear must return \(batch,\) or \(batch, 1\) for labelCol 'label', got", "change the model's last"),
