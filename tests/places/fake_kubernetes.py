@@ -136,8 +136,8 @@ class FakeKubernetes:
 
 def _has(found: dict[str, Any], term: str) -> bool:
     labels = found["metadata"].get("labels") or {}
-    if match := re.fullmatch(r"(\S+) (in|notin) \((.*)\)", term):
-        return (labels.get(match[1]) in match[3].split(",")) is (match[2] == "in")
+    if match := re.fullmatch(r"(\S+) (not)?in \((.*)\)", term):
+        return (labels.get(match[1]) in match[3].split(",")) is (match[2] is None)
     name, _, value = term.replace("==", "=").partition("=")
     if name.endswith("!"):
         return bool(labels.get(name[:-1]) != value)
