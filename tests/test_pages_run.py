@@ -24,12 +24,12 @@ NOT_RUN: dict[str, int] = {
 RUN = [name for name, path in PAGES.items() if any(not b.reason for b in page_code.blocks(path.read_text()))]
 
 
-def given(name: str, spark: Any) -> dict[str, Any]:
+def given(name: str, spark: Any, shared: Path) -> dict[str, Any]:
     """Writes the table that the README reads; other pages make their own."""
     if name == "README.md":
         rows = spark.range(4000).selectExpr("rand(1) AS a", "rand(2) AS b", "rand(3) AS c")
         table = rows.selectExpr("*", "cast(a + b > c + 0.5 AS double) AS label")
-        table.write.csv("table.csv", header=True)
+        table.write.csv(str(shared / "table.csv"), header=True)
     return {"spark": spark}
 
 
@@ -38,7 +38,7 @@ def given(name: str, spark: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in RUN if name not in ELSEWHERE])
 def test_the_code_of_a_page_runs(name: str, spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    page_code.run(PAGES[name], tmp_path, **given(name, spark))
+    page_code.run(PAGES[name], tmp_path, **given(name, spark, tmp_path))
 
 
 @pytest.mark.parametrize("name", PAGES)
