@@ -98,7 +98,7 @@ def normalize(uri: str | os.PathLike[str]) -> str:
         return os.path.abspath(os.path.expanduser(text))
     store, _, path = text.partition("://")
     if "::" not in text and not path.strip("/"):
-        raise ValueError(f"{text!r} names no folder of its store; pass one, such as '{store}:///folder'")
+        raise ValueError(f"{text!r} names no folder; add the folder's path")
     misread = _MISREAD.get(store, "*?[") if "::" not in text else ""
     if found := next((one for one in misread if one in path.partition("/")[2]), None):
         raise ValueError(

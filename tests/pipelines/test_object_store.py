@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,25 +166,6 @@ def test_weights_whose_write_breaks_off_leave_the_old_ones(store: Store, num_byt
 def test_an_empty_bucket_is_never_removed(store: Store) -> None:
     storage.remove_if_empty("s3://bucket")
     assert storage.exists("s3://bucket")
-
-
-def test_of_many_writers_exactly_one_commits(store: Store) -> None:
-    uri = "s3://bucket/commit/manifest.json"
-
-    def write(number: int) -> bool:
-        try:
-            storage._put(*storage.filesystem(uri), b"%d" % number, False)
-        except FileExistsError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(write, range(8)))
-    assert won.count(True) == 1
-    assert storage.read_bytes(uri) == b"%d" % won.index(True)
-    with pytest.raises(FileExistsError):
-        storage.write_atomic(uri, b"late", overwrite=False)
-    storage.remove("s3://bucket/commit", recursive=True)
 
 
 def test_a_commit_whose_answer_got_lost_is_known_to_be_ours(store: Store) -> None:

@@ -143,6 +143,13 @@ def test_an_unknown_scheme_cannot_be_written() -> None:
         storage.check_writable("nope://x")
 
 
+@pytest.mark.parametrize("uri", ["hdfs:///", "s3://"])
+def test_a_uri_without_a_folder_is_refused(uri: str) -> None:
+    """Without its slashes, "hdfs:" would be a local folder."""
+    with pytest.raises(ValueError, match="names no folder"):
+        storage.normalize(uri)
+
+
 @pytest.mark.parametrize(
     ("uri", "character"),
     [
