@@ -113,6 +113,21 @@ def test_a_denied_write_is_one_sentence(cluster: Hadoop, monkeypatch: pytest.Mon
         storage.exists(uri.replace("//", "//bob@"))
 
 
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_folder(
+    cluster: Hadoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a copy of the folder would lack its files, and a removal would overlook them."""
+    uri = f"{cluster.uri}/walked"
+    storage.write_atomic(f"{uri}/secret/file", b"mine")
+    fs, path = storage.filesystem(uri)
+    fs.client.set_permission(f"{path}/secret", 0o700)
+    assert fs.find(path) == [f"{path}/secret/file"]
+    _act_as(monkeypatch, "bob")
+    fs, path = storage.filesystem(uri)
+    with pytest.raises(PermissionError, match="user=bob"):
+        fs.find(path)
+
+
 def test_safe_mode_and_a_full_quota_keep_the_old_file(cluster: Hadoop) -> None:
     uri = f"{cluster.uri}/full"
     storage.write_atomic(f"{uri}/file", b"old")
