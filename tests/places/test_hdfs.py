@@ -19,8 +19,10 @@ from spark_tables import quiet, waves
 from waiting import wait_for
 
 from ringspark.estimators import TorchRegressor
+from ringspark.estimators.failures import Failure
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.pipelines import storage
+from ringspark.pipelines.readers import retry
 
 pytest.importorskip("hdfs_native")
 from ringspark.extras.stores import hdfs
@@ -111,6 +113,14 @@ def test_a_denied_write_is_one_sentence(cluster: Hadoop, monkeypatch: pytest.Mon
         storage.check_writable(uri)
     with pytest.raises(OSError, match=r"'hdfs://bob@.*' names a user, which hdfs-native takes from "):
         storage.exists(uri.replace("//", "//bob@"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DataTransferError(x)"), OSError("Broken pipe")])
+def test_a_lost_connection_is_tried_again(error: Exception) -> None:
+    with pytest.raises(OSError, match=str(error).partition("(")[0]) as caught, hdfs._one_sentence():
+        raise error
+    assert retry.may_pass(caught.value)
+    assert Failure.of(caught.value, 0, "training", from_peer=False).may_pass
 
 
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_folder(
