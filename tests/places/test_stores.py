@@ -164,7 +164,8 @@ def test_a_training_stops_resumes_and_is_saved_in_the_store(
     with pytest.raises(WorkerError, match=r"step 12; its last checkpoint is kept in ") as caught:
         _estimator(root, mark, certify=True, maxRestarts=0).fit(table)
     model = _estimator(root, mark, certify=True, resume=True).fit(table)
-    assert list(model.summary.resumed_steps) == [10]
+    # A failure waits two seconds for the checkpoint that is being written, and a store may need longer.
+    assert model.summary.resumed_steps in ((5,), (10,))
     for found, expected in zip(model.module().state_dict().values(), calm, strict=True):
         assert torch.equal(found, expected)
 
