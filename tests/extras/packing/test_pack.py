@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -118,8 +118,13 @@ def test_files_of_tests_are_left_out_unless_a_package_imports_them() -> None:
         assert is_packed(PurePosixPath(name)) == expected, name
 
 
-def test_a_checkout_is_packed_as_the_installed_package() -> None:
-    files = list_files(distribution("ringspark"))
+def test_a_checkout_is_packed_as_the_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ringspark.egg-info").mkdir()
+    (tmp_path / "ringspark.egg-info/PKG-INFO").write_text("Name: ringspark\nVersion: 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))  # as a build leaves it in a checkout
+    files = list_files(choose_distributions(None, [])["ringspark"])
     for name in ("__init__.py", "jobs/command.py", "extras/packing/trial.py"):
         assert f"ringspark/{name}" in files
     assert not [path for path in files if "ringspark/ringspark" in path or "__editable__" in path]
