@@ -74,12 +74,13 @@ class Hadoop:
     def __init__(self, folder: Path) -> None:
         self.folder, self.conf = folder, folder / "conf"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.port, http, *ports = free_ports(7)
-        self._manager = f"http://127.0.0.1:{ports[-1]}/ws/v1/cluster/nodes"
+        self._started = 0
+        self.port, http, *self._ports = free_ports(7)
+        self._manager = f"http://127.0.0.1:{self._ports[-1]}/ws/v1/cluster/nodes"
         self.uri = f"hdfs://127.0.0.1:{self.port}"
         self.write_conf(self.conf, self._hdfs_conf(http))
-        (self.conf / "yarn-site.xml").write_text(_xml(self._yarn_conf(ports)))
-        (self.conf / "capacity-scheduler.xml").write_text(_xml(_QUEUE))
+        (self.conf / "yarn-site.xml").write_text(_xml(self._yarn_conf()))
+        (self.conf / "capacity-scheduler.xml").write_text(_xml(_QUEUES))
 
     def start_hdfs(self) -> None:
         self.run(DAEMONS["namenode"], "-format", "-nonInteractive")
@@ -87,13 +88,25 @@ class Hadoop:
         self.start("datanode")
         self.wait_until_writable()
 
-    def start_yarn(self) -> None:
-        """Starts a ResourceManager and a NodeManager, unless they run."""
-        if "nodemanager" in self.processes:
+    def start_yarn(self, megabytes: int = 16384) -> None:
+        """Starts a ResourceManager and a NodeManager with this memory, unless the newest start was equal."""
+        if self._started == megabytes:
             return
+        self._started = megabytes
+        for name in set(self.processes) - {"namenode", "datanode"}:
+            self.kill(name)
         self.start("resourcemanager")
-        self.start("nodemanager")
+        self.start_node("nodemanager", megabytes)
         wait_for("a NodeManager", lambda: self._count_nodes() == 1)
+
+    def start_node(self, name: str, megabytes: int) -> None:
+        """Starts a NodeManager with a conf of its own."""
+        folder, node = self.folder / name, "yarn.nodemanager"
+        shutil.copytree(self.conf, folder / "conf", dirs_exist_ok=True)
+        own = {f"{node}.local-dirs": folder / "local", f"{node}.log-dirs": self.folder / "containers" / name}
+        own |= {f"{node}.resource.memory-mb": megabytes}
+        (folder / "conf" / "yarn-site.xml").write_text(_xml(self._yarn_conf() | own))
+        self.start("nodemanager", name, folder / "conf")
 
     def _count_nodes(self) -> int:
         try:
@@ -103,9 +116,12 @@ class Hadoop:
             return 0
         return sum(node["state"] == "RUNNING" for node in nodes)
 
-    def start(self, daemon: str) -> None:
-        log, command = self.folder / f"{daemon}.log", self._command(DAEMONS[daemon])
-        self.processes[daemon] = start_daemon(command, log, environment=_environment(), folder=self.folder)
+    def start(self, daemon: str, name: str = "", conf: Path | None = None) -> None:
+        log, command = self.folder / f"{name or daemon}.log", self._command(DAEMONS[daemon], conf=conf)
+        environment = _environment()
+        self.processes[name or daemon] = start_daemon(
+            command, log, environment=environment, folder=self.folder
+        )
 
     def run(self, name: str, *arguments: str) -> str:
         """Runs a program of Hadoop to its end and returns its output."""
@@ -178,8 +194,10 @@ class Hadoop:
         (folder / "log4j2.properties").write_text(_LOGGING)
         return _environment() | variables | {"SPARK_CONF_DIR": str(folder)}
 
-    def _command(self, name: str, *arguments: str, heap: str = "-Xmx512m") -> list[str]:
-        path = f"{self.conf}:{FOLDER}/*:{_SPARK_JARS}/*"
+    def _command(
+        self, name: str, *arguments: str, heap: str = "-Xmx512m", conf: Path | None = None
+    ) -> list[str]:
+        path = f"{conf or self.conf}:{FOLDER}/*:{_SPARK_JARS}/*"
         java = ["java", heap, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
         return [*java, "-cp", path, name, *arguments]
 
@@ -205,8 +223,9 @@ class Hadoop:
             "dfs.namenode.file.close.num-committed-allowed": 1,
         }
 
-    def _yarn_conf(self, ports: list[int]) -> dict[str, object]:
+    def _yarn_conf(self) -> dict[str, object]:
         manager, node = "yarn.resourcemanager", "yarn.nodemanager"
+        preemption = f"{manager}.monitor.capacity.preemption"
         kinds = (
             "address",
             "scheduler.address",
@@ -217,14 +236,14 @@ class Hadoop:
         return {
             f"{manager}.hostname": "127.0.0.1",
             f"{manager}.bind-host": "127.0.0.1",
-            **{f"{manager}.{kind}": f"127.0.0.1:{port}" for kind, port in zip(kinds, ports, strict=True)},
+            **{
+                f"{manager}.{kind}": f"127.0.0.1:{port}"
+                for kind, port in zip(kinds, self._ports, strict=True)
+            },
             f"{node}.hostname": "127.0.0.1",
             **{
                 f"{node}.{kind}": "127.0.0.1:0" for kind in ("address", "webapp.address", "localizer.address")
             },
-            f"{node}.local-dirs": self.folder / "local",
-            f"{node}.log-dirs": self.folder / "containers",
-            f"{node}.resource.memory-mb": 16384,
             f"{node}.resource.cpu-vcores": 8,
             "yarn.scheduler.minimum-allocation-mb": 128,
             f"{node}.vmem-check-enabled": "false",
@@ -232,13 +251,25 @@ class Hadoop:
             f"{node}.env-whitelist": "JAVA_HOME",
             # Only so a NodeManager without cgroups kills a container that is over its memory.
             f"{node}.resource.memory.enforced": "false",
+            # A queue gets its share back from applications of the other queues within seconds.
+            f"{manager}.scheduler.monitor.enable": "true",
+            f"{preemption}.monitoring_interval": 1000,
+            f"{preemption}.max_wait_before_kill": 1000,
+            f"{preemption}.total_preemption_per_round": 1.0,
+            f"{preemption}.natural_termination_factor": 1.0,
+            f"{preemption}.max_ignored_over_capacity": 0,
         }
 
 
-_QUEUE = {
-    "yarn.scheduler.capacity.root.queues": "default",
-    "yarn.scheduler.capacity.root.default.capacity": 100,
-    "yarn.scheduler.capacity.maximum-am-resource-percent": 0.5,
+# Per cent of the memory: promised, and at most. In "small" fit an application master and one executor.
+_SHARES = {"default": (50, 100), "other": (38, 100), "small": (12, 12)}
+_CAPACITY = "yarn.scheduler.capacity"
+_QUEUES = {
+    f"{_CAPACITY}.root.queues": ",".join(_SHARES),
+    f"{_CAPACITY}.maximum-am-resource-percent": 0.5,
+    **{f"{_CAPACITY}.root.{name}.capacity": share for name, (share, _) in _SHARES.items()},
+    **{f"{_CAPACITY}.root.{name}.maximum-capacity": share for name, (_, share) in _SHARES.items()},
+    **{f"{_CAPACITY}.root.{name}.user-limit-factor": 10 for name in _SHARES},
 }
 
 

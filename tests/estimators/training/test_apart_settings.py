@@ -24,6 +24,7 @@ CONFIG = TrainConfig(
     [
         ("LocalSGD", {"steps": 0}, "LocalSGD's steps must be at least 2, got 0"),
         ("LocalSGD", {"steps": True}, "steps must be a whole number, 'epoch' or 'training', got True"),
+        ("LocalSGD", {"steps": 2.5}, "steps must be a whole number, .* got 2.5"),
         ("LocalSGD", {"steps": ["epoch"]}, "steps must be a whole number"),
         (["LocalSGD"], {"steps": 2}, "sync must be one of .*, got"),
         ("DilCo", {"steps": 2}, "did you mean 'diloco'"),
