@@ -14,13 +14,13 @@ import pytest
 import torch
 from acting_callback import Acts
 from hadoop import Hadoop, free_ports
+from pyspark.sql import functions as F
 from small_networks import linear
 from spark_tables import quiet, waves
 from waiting import wait_for
 
-from ringspark.estimators import TorchRegressor
+from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.failures import Failure
-from ringspark.estimators.run.folder import RunFolder
 from ringspark.pipelines import storage
 from ringspark.pipelines.readers import retry
 
@@ -156,33 +156,58 @@ def test_safe_mode_and_a_full_quota_keep_the_old_file(cluster: Hadoop) -> None:
         cluster.admin(option.replace("set", "clr"), "/full")
 
 
-def _wait_in_a_step(state: Any) -> None:
-    time.sleep(0.2)
+PHASES = ("rows", "steps", "last epoch", "saving", "loading")
 
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_a_training_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Path, caplog: Any) -> None:
-    table = waves(spark)
-    params: dict[str, Any] = {"model": linear(), "epochs": 8, "batchSize": 16, "numWorkers": 2, "seed": 1}
-    params |= {"collective": "torch", "checkpointEverySteps": 5}
-    calm = quiet(TorchRegressor, tmp_path, **params).fit(table)
-    uri = f"{cluster.uri}/outlived"
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_fit_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Path, phase: str) -> None:
+    """The NameNode is killed in a phase of the fit, and starts again seconds later."""
+    uri = f"{cluster.uri}/outlived {phase}"
+    begun, killed = tmp_path / "begun", tmp_path / "killed"
 
-    def restart() -> None:
-        wait_for("a checkpoint", RunFolder(uri, is_given=True).has_checkpoint)
+    def kill_and_start() -> None:
+        wait_for(phase, begun.exists)
         cluster.kill("namenode")
+        killed.touch()
         time.sleep(3)
         cluster.start("namenode")
 
-    thread = threading.Thread(target=restart)
+    def enter(state: Any) -> None:
+        if (phase == "last epoch" and state.epoch == 8) or (phase == "steps" and state.epoch == 4):
+            begin()
+        time.sleep(0.2 if phase == "steps" else 0)
+
+    def begin() -> None:
+        begun.touch()
+        wait_for("the NameNode's end", killed.exists)
+
+    def slow(label: float) -> float:
+        if phase == "rows":
+            begun.touch()
+            time.sleep(0.1)
+        return label
+
+    rows = waves(spark).withColumn("label", F.udf(slow, "double")("label"))
+    params: dict[str, Any] = {"model": linear(), "epochs": 8, "batchSize": 16, "numWorkers": 2, "seed": 1}
+    params |= {"collective": "torch", "checkpointEverySteps": 5}
+    calm = quiet(TorchRegressor, tmp_path, **params).fit(waves(spark))
+    thread = threading.Thread(target=kill_and_start)
     thread.start()
     try:
-        slow = [Acts(step_end=_wait_in_a_step)]
-        model = quiet(TorchRegressor, tmp_path, **params, runUri=uri, callbacks=slow).fit(table)
+        model = quiet(TorchRegressor, uri, **params, callbacks=[Acts(epoch_end=enter)]).fit(rows)
+        if phase == "saving":
+            begin()
+        model.write().save(f"{uri}/model")
+        if phase == "loading":
+            begin()
+        found = TorchRegressionModel.load(f"{uri}/model")
     finally:
+        begun.touch()
         thread.join()
         cluster.wait_until_writable()
     assert model.summary.steps == calm.summary.steps
-    for found, expected in zip(model.module().parameters(), calm.module().parameters(), strict=True):
-        assert torch.equal(found, expected)
+    assert model.summary.restarts == 0
+    for one, other in zip(found.module().parameters(), calm.module().parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -11,7 +11,7 @@ from standalone import SPARK, spark_environment, standalone_cluster
 
 from ringspark.extras.commands.check import _Answer, _check_packages, _Findings, _versions
 
-COMMAND = Path(__file__).parent.parent.parent / "jobs" / "command.py"
+COMMAND = Path(__file__).parents[3] / "jobs" / "command.py"
 
 
 def check(*options: str, **variables: str) -> tuple[int, dict[str, str], str]:
