@@ -15,10 +15,11 @@ import os
 import re
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -28,7 +29,10 @@ from hdfs_native import FileReader, FileWriter, WriteOptions
 from hdfs_native.fsspec import HdfsFileSystem
 
 ANSWER_SECONDS = 15.0
-"""Timeout for the first answer of a NameNode, in seconds."""
+"""Timeout for a connection to a NameNode, and again for its first answer, in seconds."""
+# A NameNode that has started refuses writes until its DataNodes have reported their blocks.
+_SAFE_MODE_SECONDS = 60.0
+_WAIT_SECONDS = 0.5
 
 _DEFAULT_PORT = "8020"
 _URI = re.compile(r"hdfs://([^/]*)(.*)", re.DOTALL)
@@ -74,20 +78,31 @@ def _split(authority: str) -> tuple[str, str]:
 
 
 def check_name_node(authority: str) -> None:
-    """Raises ConnectionError if no NameNode of `host:port` or of a name service accepts a connection."""
-    problems = []
+    """Waits until a NameNode of `host:port` or of a name service accepts a connection.
+
+    A NameNode that restarts does so after seconds.
+
+    Raises ConnectionError after `ANSWER_SECONDS`, or at once if no host is known.
+    """
     addresses = _name_nodes(authority)
-    for address in addresses:
-        host, port = _split(address)
-        try:
-            socket.create_connection(
-                (host.strip("[]"), int(port or _DEFAULT_PORT)), ANSWER_SECONDS / len(addresses)
-            ).close()
-            return
-        except OSError as error:
-            problems.append(f"{address} ({error})")
+    end = time.monotonic() + ANSWER_SECONDS
+    while True:
+        errors: dict[str, OSError] = {}
+        for address in addresses:
+            host, port = _split(address)
+            try:
+                socket.create_connection(
+                    (host.strip("[]"), int(port or _DEFAULT_PORT)), ANSWER_SECONDS / len(addresses)
+                ).close()
+                return
+            except OSError as error:
+                errors[address] = error
+        if time.monotonic() > end or all(isinstance(error, socket.gaierror) for error in errors.values()):
+            break
+        time.sleep(_WAIT_SECONDS)
+    problems = ", ".join(f"{address} ({error})" for address, error in errors.items())
     raise ConnectionError(
-        f"no NameNode of 'hdfs://{authority}' answers: {', '.join(problems)}; check the address, or set "
+        f"no NameNode of 'hdfs://{authority}' answers: {problems}; check the address, or set "
         "HADOOP_CONF_DIR if it is a name service, on driver and executors"
     )
 
@@ -151,6 +166,19 @@ def _first_line(text: str) -> str:
     return " ".join(text.partition("\n\tat ")[0].split())
 
 
+def _call(method: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Calls a method of the client again while the NameNode says that it will leave safe mode by itself."""
+    end = time.monotonic() + _SAFE_MODE_SECONDS
+    while True:
+        try:
+            with _one_sentence():
+                return method(*arguments, **more)
+        except OSError as error:
+            if "Safe mode will be turned off automatically" not in str(error) or time.monotonic() > end:
+                raise
+        time.sleep(_WAIT_SECONDS)
+
+
 class _Client:
     """A client of hdfs-native whose calls fail with an OSError of one sentence."""
 
@@ -162,13 +190,7 @@ class _Client:
             yield from self._client.list_status(*arguments)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._client, name)
-
-        def call(*arguments: Any, **more: Any) -> Any:
-            with _one_sentence():
-                return method(*arguments, **more)
-
-        return call
+        return partial(_call, getattr(self._client, name))
 
 
 class _Reader(FileReader):  # type: ignore[misc]
@@ -185,8 +207,7 @@ class _Writer(FileWriter):  # type: ignore[misc]
         self._store, self._path, self._overwrites = store, path, overwrite
         self._temporary = f"{folder}/.{name}.{uuid.uuid4().hex}"
         self._is_open = False
-        with _one_sentence():
-            super().__init__(store.raw.create(self._temporary, WriteOptions()))
+        super().__init__(_call(store.raw.create, self._temporary, WriteOptions()))
         self._is_open = True
 
     def write(self, data: Any) -> int:
@@ -277,6 +298,5 @@ class Hdfs(HdfsFileSystem):  # type: ignore[misc]
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         path = self._strip_protocol(path)
         if mode == "rb":
-            with _one_sentence():
-                return _Reader(self.raw.read(path))
+            return _Reader(_call(self.raw.read, path))
         return _Writer(self, path) if mode == "wb" else super()._open(path, mode, **options)

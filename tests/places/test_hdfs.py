@@ -45,7 +45,8 @@ def _act_as(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
     _forget()
 
 
-def test_an_address_without_a_name_node_is_named_at_once(cluster: Hadoop) -> None:
+def test_an_address_without_a_name_node_is_named(cluster: Hadoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdfs, "ANSWER_SECONDS", 1.0)
     (port,) = free_ports(1)
     for authority in (f"127.0.0.1:{port}", "no-such-host.invalid:8020", "no-such-service"):
         with pytest.raises(ConnectionError, match=rf"no NameNode of '.*//{authority}' answers: {authority} "):
@@ -88,6 +89,7 @@ def test_hadoops_conf_names_the_name_nodes(
         assert storage.read_bytes(f"{cluster.uri}/service/file") == b"through the second"
         storage.remove(uri, recursive=True)
     configure(other)
+    monkeypatch.setattr(hdfs, "ANSWER_SECONDS", 1.0)
     with pytest.raises(ConnectionError, match=rf"'hdfs://pair' answers: 127.0.0.1:{closed} .*:{other} "):
         storage.exists("hdfs://pair/service")
     monkeypatch.delenv("HADOOP_CONF_DIR")
@@ -163,7 +165,7 @@ PHASES = ("rows", "steps", "last epoch", "saving", "loading")
 @pytest.mark.spark
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_fit_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Path, phase: str) -> None:
-    """The NameNode is killed in a phase of the fit, and starts again seconds later."""
+    """The NameNode is killed in a phase of the fit, and needs seconds to start again."""
     uri = f"{cluster.uri}/outlived {phase}"
     begun, killed = tmp_path / "begun", tmp_path / "killed"
 
@@ -171,7 +173,6 @@ def test_a_fit_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Pat
         wait_for(phase, begun.exists)
         cluster.kill("namenode")
         killed.touch()
-        time.sleep(3)
         cluster.start("namenode")
 
     def enter(state: Any) -> None:
@@ -183,13 +184,13 @@ def test_a_fit_outlives_its_name_node(cluster: Hadoop, spark: Any, tmp_path: Pat
         begun.touch()
         wait_for("the NameNode's end", killed.exists)
 
-    def slow(label: float) -> float:
+    def slow(label: Any) -> Any:
         if phase == "rows":
             begun.touch()
             time.sleep(0.1)
         return label
 
-    rows = waves(spark).withColumn("label", F.udf(slow, "double")("label"))
+    rows = waves(spark).withColumn("label", F.udf(slow, "double", useArrow=False)("label"))
     params: dict[str, Any] = {"model": linear(), "epochs": 8, "batchSize": 16, "numWorkers": 2, "seed": 1}
     params |= {"collective": "torch", "checkpointEverySteps": 5}
     calm = quiet(TorchRegressor, tmp_path, **params).fit(waves(spark))
