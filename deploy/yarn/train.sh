@@ -6,7 +6,7 @@
 # Variables and their defaults: ARCHIVE=environment.tar.gz (if it does not exist, `ringspark pack` writes it), WORKERS=2,
 # MASTER=yarn, DEPLOY_MODE=cluster, MEMORY_OVERHEAD=4g (Python's memory per executor).
 #
-# Run: by tests/extras/packing/test_pack.py with MASTER=spark://... and DEPLOY_MODE=client. Not run on YARN.
+# Run: by tests/places/test_yarn.py on a ResourceManager and two NodeManagers.
 set -euo pipefail
 job=$1
 archive=${ARCHIVE:-environment.tar.gz}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_ringspark
 from fake_kubernetes import FakeKubernetes
 from waiting import wait_for
 
@@ -54,6 +55,7 @@ else:
 spark.stop()
 """
 _CONF = {
+    "spark.driver.bindAddress": "127.0.0.1",
     "spark.executor.instances": "2",
     "spark.executor.cores": "1",
     "spark.executor.memory": "600m",
@@ -129,3 +131,18 @@ def test_pods_that_never_come_are_named(tmp_path: Path) -> None:
         assert _answer(process).startswith(
             "numWorkers (2) must not exceed the 1 task slots of the cluster (k8s"
         )
+
+
+def test_the_check_of_a_cluster_trains_on_pods(tmp_path: Path) -> None:
+    conf = "".join(f"{key} {value}\n" for key, value in _CONF.items())
+    (tmp_path / "spark-defaults.conf").write_text(conf)
+    variables = {
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_CONF_DIR": str(tmp_path),
+    }
+    with FakeKubernetes(tmp_path / "pods") as cluster:
+        place = ("--master", cluster.master, "--storage-uri", str(tmp_path / "storage"))
+        done = run_ringspark("check", *place, **variables)
+    print(done.stdout)
+    assert done.stdout.endswith("ready to train\n"), done.stdout + done.stderr[-2000:]

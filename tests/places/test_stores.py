@@ -13,6 +13,7 @@ import numpy as np
 import places
 import pytest
 import torch
+from command_line import run_ringspark
 from failing_callback import Fails
 from small_networks import linear
 from spark_tables import quiet, waves
@@ -100,8 +101,8 @@ def test_of_many_writers_exactly_one_commits(root: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_with_more_files_than_a_page_is_listed_and_removed(store: places.Store, root: str) -> None:
-    names = [f"{number:05d}" for number in range(store.page + 10)]
+def test_a_folder_of_many_pages_is_listed_and_removed(root: str) -> None:
+    names = [f"{number:05d}" for number in range(10_010)]
     storage.make_dirs(root)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: storage.write_atomic(f"{root}/{name}", b"", durable=False), names))
@@ -192,3 +193,12 @@ def test_a_training_stops_resumes_and_is_saved_in_the_store(
         assert store.secret not in "\n".join([*said, str(caught.value), str(certificate.claims)])
         assert not [data for data in written if store.secret.encode() in data]
     storage.remove(root, recursive=True)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_the_check_of_a_cluster_trains_with_the_store(store: places.Store, root: str) -> None:
+    done = run_ringspark("check", "--master", "local[2]", "--storage-uri", root, **store.environment)
+    print(done.stdout)
+    assert done.stdout.endswith("ready to train\n"), done.stdout + done.stderr[-2000:]
+    assert not storage.exists(root) or storage.list_names(root) == []

@@ -153,6 +153,13 @@ def test_dynamic_allocation_replaces_a_killed_executor(yarn: Hadoop, calm: list[
     assert found["weights"] == calm
 
 
+def test_the_check_of_a_cluster_trains_on_yarn(yarn: Hadoop) -> None:
+    place = ("--master", "yarn", "--storage-uri", "hdfs:///check")
+    done = run_ringspark("check", *place, **yarn.client_environment())
+    print(done.stdout)
+    assert done.stdout.endswith("ready to train\n"), done.stdout + done.stderr[-2000:]
+
+
 def test_a_container_killed_for_memory_is_named(yarn: Hadoop, tmp_path: Path) -> None:
     sentence = _start(yarn, tmp_path, "/memory", "take_memory", {"maxRestarts": 0})
     assert re.search(r"physical memory used.*raise spark\.executor\.memoryOverhead", sentence), sentence

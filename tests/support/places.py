@@ -33,13 +33,11 @@ class Store:
         root: Root of its URIs.
         environment: Variables of its client.
         secret: Its credential, if any.
-        page: Largest number of names in one answer.
     """
 
     root: str
     environment: Mapping[str, str] = field(default_factory=dict)
     secret: str = ""
-    page: int = 1_000
 
 
 def missing(name: str) -> str | None:
@@ -106,7 +104,7 @@ def abfs(folder: Path) -> Iterator[Store]:
             client.create_container("bucket")
         settings = json.dumps({"connection_string": connection})
         variables = {"FSSPEC_ABFS": settings}
-        yield Store(root="abfs://bucket/root", environment=variables, secret=secret, page=5_000)
+        yield Store(root="abfs://bucket/root", environment=variables, secret=secret)
 
 
 @contextmanager

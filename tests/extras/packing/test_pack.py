@@ -2,49 +2,22 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pytest
 from command_line import run_ringspark
 from namespaces import Network, refusal
-from spark_hosts import HERE, SPARK, SparkHosts
+from spark_hosts import HERE, SparkHosts
 from standalone import spark_environment
 
 from ringspark.extras.packing import pack
 from ringspark.extras.packing.archive import write_archive
 from ringspark.extras.packing.distributions import choose_distributions, is_packed, list_files
-
-ROOT = Path(__file__).parents[3]
-JOB = """stage: TorchRegressor
-data:
-  csv: {folder}/rows.csv
-  options: {{header: true, inferSchema: true}}
-features:
-  inputs: array(x)
-params:
-  model: {{target: linear, kwargs: {{in_features: 1, out_features: 1}}}}
-  featuresCol: inputs
-  labelCol: y
-  batchSize: 16
-  numWorkers: 2
-  metrics: [rmse]
-  runUri: {folder}/run
-  storageUri: {folder}/store
-save:
-  model: {folder}/model
-evaluation:
-  data:
-    csv: {folder}/rows.csv
-    options: {{header: true, inferSchema: true}}
-  output: {folder}/metrics.json
-"""
 
 
 def requirements(folder: Path, text: str) -> Path:
@@ -204,20 +177,3 @@ def test_executors_without_python_train_from_the_archive(cluster: SparkHosts, tm
     assert done.returncode == 0, done.stderr
     (expected,) = json.loads(done.stdout.splitlines()[-1])
     assert fit["predictions"] == pytest.approx(expected["predictions"], abs=1e-6)
-
-
-@pytest.mark.spark
-@pytest.mark.slow
-@on_hosts
-def test_the_script_for_yarn_trains_on_the_cluster(cluster: Any, archive: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("x,y\n" + "".join(f"{n / 64},{n / 32}\n" for n in range(64)))
-    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
-    first = cluster.network.hosts[0]
-    variables = {"MASTER": cluster.url, "DEPLOY_MODE": "client", "ARCHIVE": str(archive)}
-    programs = [str(Path(sys.executable).parent), str(SPARK / "bin"), os.environ["PATH"]]
-    environment = cluster.environment(first) | variables | {"PATH": os.pathsep.join(programs)}
-    script = [str(ROOT / "deploy" / "yarn" / "train.sh"), "job.yaml", "--set", "params.epochs=2"]
-    given = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
-    done = subprocess.run(first.command(script), **given)
-    assert done.returncode == 0, done.stdout[-3000:] + cluster.logs()
-    assert len(json.loads((tmp_path / "metrics.json").read_text())) > 0
