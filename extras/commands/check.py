@@ -423,6 +423,7 @@ def _train(spark: SparkSession, args: argparse.Namespace, folder: str, found: _F
             useGpu=args.gpu,
             storageUri=folder,
             epochs=1,
+            showProgress=False,
         ).fit(rows)
     except Exception as error:
         found.problem("training", str(error)[:1000])

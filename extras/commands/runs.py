@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "List, show and remove run folders."
 _HOUR = 3600.0
+_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         added = commands.add_parser(name, help=what, description=sentence)
         added.add_argument("uri", metavar="URI", help=title)
         if name == "show":
-            added.add_argument("--all", action="store_true", help="show all settings, not only changed ones")
+            added.add_argument("--all", action="store_true", help="show all settings, and long ones whole")
             added.add_argument("--logs", action="store_true", help="show the workers' output too")
         if name == "remove":
             added.add_argument("--yes", action="store_true", help="remove without asking")
@@ -120,7 +122,8 @@ def _show_settings(facts: RunFacts, everything: bool) -> None:
         if setting.field and hasattr(facts.config, setting.field):
             value = getattr(facts.config, setting.field)
             if everything or value != setting.default:
-                print(f"  {name} = {_cell(value)}")
+                text = _cell(value)
+                print(f"  {name} = {text if everything else shorten(text, _WIDTH, placeholder=' ...')}")
 
 
 def _show_epochs(facts: RunFacts) -> None:

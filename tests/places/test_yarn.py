@@ -130,6 +130,7 @@ def _start(yarn: Hadoop, folder: Path, root: str, act: str, params: dict[str, An
         PROGRAM, root, folder / "mark", json.dumps(params), act, folder=folder, env=environment
     )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    print(line)
     return json.loads(line.removeprefix("FOUND "))
 
 
