@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from ringspark.estimators.checked_fit import CheckedFit
+from ringspark.estimators.checked_fit import CheckedFit, check_settings
 from ringspark.estimators.held_out_rows import hold_out_at_random
-from ringspark.estimators.prepared_fit import TABLE_COLUMN
+from ringspark.estimators.launch.python_daemon import choose_daemon
+from ringspark.estimators.prepared_fit import TABLE_COLUMN, prepare_fit
 from ringspark.estimators.run_layout import IDENTITY
 from ringspark.estimators.stages.persistence import Description, StageReader
 from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.torch_estimator import _TorchEstimator
-from ringspark.extras.search.population_loop import ROUND, STATE
+from ringspark.extras.search.objective import Objective
+from ringspark.extras.search.population_loop import STATE
 from ringspark.extras.search.saved_search import SearchWriter, load_part
+from ringspark.extras.search.search_model import SearchModel
 from ringspark.extras.search.search_params import SearchParams
+from ringspark.extras.search.space import Space
 from ringspark.extras.search.study import JOURNAL
-from ringspark.extras.search.trial_data import SHARDS
+from ringspark.extras.search.trainings import ROUND, Trainings
+from ringspark.extras.search.trial_data import SHARDS, TrialData
 from ringspark.pipelines import storage
-from ringspark.pipelines.columns import quote
+from ringspark.pipelines.columns import check_frame, quote
 from ringspark.pipelines.fixed_rows import fix_rows
 from ringspark.pipelines.spark_paths import resolve
 
@@ -33,7 +38,7 @@ S = TypeVar("S", bound="SearchStage")
 
 _PARTS = ("estimator", "evaluator")
 # Prefixes of file names that only one class of search writes.
-_MARKS = {JOURNAL, STATE, f"{ROUND}-"}
+_MARKS = {JOURNAL, STATE, ROUND}
 
 
 class SplitRows(NamedTuple):
@@ -46,6 +51,14 @@ class SplitRows(NamedTuple):
 
 
 class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
+    """Base class of the searches.
+
+    Attributes:
+        MARKS: Prefixes of the file names that only this class of search writes.
+    """
+
+    MARKS: ClassVar[tuple[str, ...]] = ()
+
     def copy(self: S, extra: Any = None) -> S:
         """Returns a copy of the search and of its estimator; each takes its own Params from `extra`."""
         extra = dict(extra or {})
@@ -69,6 +82,50 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         for name in _PARTS:
             self._set(**{name: load_part(uri, name)})
 
+    def _fit(self, dataset: DataFrame) -> SearchModel:
+        check_frame(dataset, f"{type(self).__name__}.fit")
+        estimator = self._checked_estimator()
+        given = self.getSpace()
+        if given is None:
+            raise ValueError(
+                f"{type(self).__name__} needs a space, such as "
+                "{'learningRate': Uniform(1e-4, 1e-1, log=True)}"
+            )
+        known = check_settings(estimator, dataset)
+        self._check_space(Space(given, known), known.estimator)
+        run_uri = self._checked_run(dataset)
+        prepared = prepare_fit(estimator, dataset, search_uri=run_uri)
+        dataset, space = prepared.dataset, Space(given, prepared)
+        fit = CheckedFit.of(prepared.estimator, dataset)
+        choose_daemon(dataset.sparkSession, fit.config.use_gpu)
+        with (
+            self._split(dataset, fit) as split,
+            closing(TrialData(split.training, run_uri, split.num_rows)) as data,
+        ):
+            manifest = data.manifest(fit.data)
+            if run_uri is not None:
+                prepared.keep_plan(run_uri)
+            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), split.held_out)
+            trainings = Trainings(
+                space=space, objective=objective, data=data, dataset=split.training, run_uri=run_uri
+            )
+            about = space.fixed_settings(fit, manifest)
+            about |= {"space": space.text, "value": objective.text, "seed": str(self.getSeed())}
+            loop = self._make_loop(trainings, fit.config.epochs, about)
+            with trainings.owned():
+                model, values, rows = loop.run(self.getParallelism())
+        model._describe_columns(prepared.uses)
+        found = SearchModel()._set_found(model, values, rows)
+        found._resetUid(self.uid)
+        return found
+
+    def _check_space(self, space: Space, estimator: Any) -> None:
+        """Raises ValueError if this class of search cannot vary the settings of the space."""
+
+    def _make_loop(self, trainings: Trainings, epochs: int, about: dict[str, str]) -> Any:
+        """Returns the loop; raises ValueError if the folder has a search with other settings than `about`."""
+        raise NotImplementedError
+
     def _checked_estimator(self) -> Any:
         estimator, search = self.getEstimator(), type(self).__name__
         if not isinstance(estimator, _TorchEstimator):
@@ -86,19 +143,8 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         # becomes the parent of trainings in other threads.
         return estimator.copy()
 
-    def _held_space(self) -> Any:
-        if not self.isDefined(self.space):
-            raise ValueError(
-                f"{type(self).__name__} needs a space, such as "
-                "{'learningRate': Uniform(1e-4, 1e-1, log=True)}"
-            )
-        return self.getOrDefault(self.space)
-
-    def _checked_run(self, dataset: DataFrame, *known: str) -> str | None:
-        """Returns the search's folder and creates the folder if needed; None if `runUri` is unset.
-
-        `known` are prefixes of the file names that only this class of search writes.
-        """
+    def _checked_run(self, dataset: DataFrame) -> str | None:
+        """Returns the search's folder and creates the folder if needed; None if `runUri` is unset."""
         given = self.getRunUri()
         if given is None:
             return None
@@ -106,9 +152,9 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         self._check_store(run_uri)
         storage.check_writable(run_uri)
         names = storage.list_names(run_uri)
-        others = [name for name in names if name.startswith((IDENTITY, *_MARKS.difference(known)))]
+        others = [name for name in names if name.startswith((IDENTITY, *_MARKS.difference(self.MARKS)))]
         # OWNER does not mark a search, because the folder of a training has it too.
-        if not any(name.startswith((f"{SHARDS}-", *known)) for name in names):
+        if not any(name.startswith((f"{SHARDS}-", *self.MARKS)) for name in names):
             others += names
         if others:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Stops a trial by a file in its run folder.
+"""Stops a training by a file that the driver writes into its run folder.
 
 The training then ends with an error, like an error of user code; no process is killed.
 """
@@ -45,13 +45,3 @@ class StopFile(Callback):
             if not storage.exists(self._uri):
                 return
             raise TrialStoppedError("the search stopped this trial")
-
-
-def ask_to_stop(uri: str) -> None:
-    storage.write_atomic(uri, b"")
-
-
-def forget_stop(uri: str) -> None:
-    """Removes the stop file of an earlier driver."""
-    with suppress(FileNotFoundError):
-        storage.remove(uri)

@@ -1,103 +1,180 @@
-"""Code that both search loops use: one training, threads that run trainings, and the folder of a search."""
+"""Trains copies of a search's estimator in several threads, each copy in its own folder."""
 
 from __future__ import annotations
 
 import threading
-import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pyspark import InheritableThread
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.search.stop_file import StopFile, forget_stop
+from ringspark.extras.runs.stored_runs import discard_run
+from ringspark.extras.search.objective import Objective
+from ringspark.extras.search.space import Space
+from ringspark.extras.search.stop_file import StopFile
 from ringspark.extras.search.trial_data import TrialData
 from ringspark.pipelines import storage
 from ringspark.pipelines.spark_paths import is_remote
 
-POLL_SECONDS = 0.1
+# Prefixes of the names of trainings: folders in the folder of a search.
+TRIALS = "trials"
+ROUND = "round-"
 
 
-def train_in(
-    run: RunFolder,
-    estimator: Any,
-    dataset: DataFrame,
-    data: TrialData,
-    begin: Callable[[CheckedFit, str], TrainConfig],
-) -> Any:
-    """Trains in a folder and returns the model; if the training there is finished, only returns its model.
+class Trainings:
+    """The trainings of one search. Each has a name, such as "trials/3".
 
-    `begin` takes the settings and the path of the file that stops the training. It returns the settings to
-    train with.
+    `run_uri` is the folder of the search, which only one driver at a time may write. If it is None, each
+    training has a new folder in the estimator's storageUri.
     """
-    stop_uri = storage.join(run.uri, run_layout.STOP)
-    with run.guarded():
-        callbacks = [*estimator.getOrDefault("callbacks"), StopFile(stop_uri)]
-        estimator = estimator.copy({estimator.callbacks: callbacks})
-        fit = CheckedFit.of(estimator, dataset)
-        manifest = data.manifest(fit.data)
-        forget_stop(stop_uri)
-        fit = replace(fit, config=begin(fit, stop_uri))
-        return estimator._train_on(dataset.sparkSession, run, fit, manifest)
 
-
-def run_in_threads(
-    spark: SparkSession,
-    work: Callable[[], None],
-    number: int,
-    *,
-    watch: Callable[[], None],
-    end: Callable[[BaseException], None],
-) -> None:
-    """Runs `work` in several threads, and returns when all have ended, even after an error or interrupt.
-
-    `work` must not raise errors. The calling thread calls `watch` every `POLL_SECONDS`. If `watch` raises an
-    error, the calling thread passes it to `end`, which must make `work` return soon.
-    """
-    kind = threading.Thread if is_remote(spark) else InheritableThread
-    threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(number)]
-    started = []
-    try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
-        while any(thread.is_alive() for thread in threads):
-            watch()
-            time.sleep(POLL_SECONDS)
-    except BaseException as error:
-        end(error)
-        raise
-    finally:
-        for thread in started:
-            while thread.is_alive():
-                thread.join(1.0)
-
-
-class SearchFolder:
-    """Folder of a search, which only one driver at a time may write; `uri` is None if there is no folder."""
-
-    def __init__(self, uri: str | None) -> None:
-        self.uri = uri
+    def __init__(
+        self, *, space: Space, objective: Objective, data: TrialData, dataset: DataFrame, run_uri: str | None
+    ) -> None:
+        self.space, self.objective, self.run_uri = space, objective, run_uri
+        # Held while a thread asks for its next task; the loops hold it for their own state.
+        self.lock = threading.Lock()
+        self._data, self._dataset = data, dataset
         self._token = uuid.uuid4().hex
+        self._errors: list[BaseException] = []
+        self._running: set[str] = set()
+        self._uris: dict[str, str] = {}
 
-    def claim(self) -> None:
-        if self.uri is not None:
-            write_owner(self.uri, self._token, 0)
+    @property
+    def is_over(self) -> bool:
+        """Whether an error or interrupt has ended the search."""
+        return bool(self._errors)
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Claims the search's folder. After an error, a search without a folder removes its trainings."""
+        if self.run_uri is not None:
+            write_owner(self.run_uri, self._token, 0)
+        try:
+            yield
+        except BaseException:
+            if self.run_uri is None:  # else a later fit resumes the trainings
+                self.keep_only("")
+            raise
 
     def check_owner(self) -> None:
         """Raises RuntimeError if another driver has taken over the search."""
-        if self.uri is None:
+        if self.run_uri is None:
             return
-        owner = read_owner(self.uri)
+        owner = read_owner(self.run_uri)
         if owner is None or owner.token != self._token:
-            raise RuntimeError(f"another driver has taken over the search in {self.uri!r}; continue it there")
+            raise RuntimeError(
+                f"another driver has taken over the search in {self.run_uri!r}; continue it there"
+            )
+
+    def run(self, tasks: Iterator[Callable[[], None]], num_threads: int) -> None:
+        """Calls the tasks in several threads, and returns when all have ended.
+
+        After an error or interrupt no task starts, the running trainings are stopped, and the first error is
+        raised when all threads have ended.
+        """
+
+        def work() -> None:
+            try:
+                while True:
+                    with self.lock:
+                        task = None if self._errors else next(tasks, None)
+                    if task is None:
+                        return
+                    task()
+            except BaseException as error:
+                self._end(error)
+
+        kind = threading.Thread if is_remote(self._dataset.sparkSession) else InheritableThread
+        threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(num_threads)]
+        try:
+            for thread in threads:
+                thread.start()
+            _join(threads)
+        except BaseException as error:
+            self._end(error)
+            _join(threads)
+            raise
+        if self._errors:
+            raise self._errors[0]
+
+    def train(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        begin: Callable[[RunFolder, CheckedFit], CheckedFit] = lambda run, fit: fit,
+    ) -> Any:
+        """Trains with the values and returns the model; a finished training is not repeated.
+
+        `begin` returns the fit, perhaps changed, before the workers start.
+        """
+        estimator, spark = self.space.applied(values), self._dataset.sparkSession
+        if self.run_uri is None:
+            run = RunFolder.new(estimator._storage_root(spark))
+        else:
+            run = RunFolder.given(storage.join(self.run_uri, name), resume=True)
+        self._uris[name] = run.uri
+        try:
+            with run.guarded():
+                stop_uri = storage.join(run.uri, run_layout.STOP)
+                callbacks = [*estimator.getOrDefault("callbacks"), StopFile(stop_uri)]
+                estimator = estimator.copy({estimator.callbacks: callbacks})
+                fit = CheckedFit.of(estimator, self._dataset)
+                manifest = self._data.manifest(fit.data)
+                with suppress(FileNotFoundError):
+                    storage.remove(stop_uri)  # an earlier driver's
+                self._running.add(name)
+                if self._errors:
+                    self.stop(name)
+                return estimator._train_on(spark, run, begin(run, fit), manifest)
+        finally:
+            self._running.discard(name)
+
+    def stop(self, name: str) -> None:
+        with suppress(OSError):  # then the training ends by itself
+            storage.write_atomic(storage.join(self._uris[name], run_layout.STOP), b"")
+
+    def uri(self, name: str) -> str:
+        return self._uris[name] if self.run_uri is None else storage.join(self.run_uri, name)
+
+    def discard(self, name: str) -> None:
+        """Removes the folder of a training of this driver."""
+        uri = self._uris.pop(name, None)
+        if uri is not None:
+            discard_run(uri)
+
+    def keep_only(self, kept: str) -> None:
+        """Removes the folders of all other trainings, also those of a killed driver."""
+        for name in [name for name in self._uris if name != kept]:
+            self.discard(name)
+        if self.run_uri is None:
+            return
+        self.check_owner()
+        for parent in storage.list_names(self.run_uri):
+            if parent.startswith((TRIALS, ROUND)):
+                folder = storage.join(self.run_uri, parent)
+                for name in storage.list_names(folder):
+                    if f"{parent}/{name}" != kept:
+                        discard_run(storage.join(folder, name))
+                storage.remove_if_empty(folder)
+
+    def _end(self, error: BaseException) -> None:
+        self._errors.append(error)
+        for name in [*self._running]:
+            self.stop(name)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(1.0)
 
 
 def check_settings(run_uri: str | None, old: Mapping[str, str], new: Mapping[str, str]) -> None:

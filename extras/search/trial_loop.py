@@ -1,4 +1,4 @@
-"""Runs the trials of a search: threads train concurrently, and one thread watches all trials.
+"""Runs the trials of a search.
 
 If a driver was killed, its unfinished trials are resumed. Only the best trial keeps its folder.
 """
@@ -9,256 +9,158 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
-
-from pyspark.sql import SparkSession
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
-from ringspark.estimators.stages.summary import TrainingSummary
-from ringspark.estimators.training.history import EpochRecord, read_history
-from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.runs.listing import remove_run_of
-from ringspark.extras.runs.stored_runs import discard_run
+from ringspark.estimators.tracking.base import Listener, RunStart, Tracker
+from ringspark.estimators.training.history import EpochRecord
 from ringspark.extras.search.objective import Objective
-from ringspark.extras.search.space import Space
-from ringspark.extras.search.stop_file import ask_to_stop
 from ringspark.extras.search.study import import_optuna
-from ringspark.extras.search.trainings import SearchFolder, failure_reason, run_in_threads, train_in
-from ringspark.extras.search.trial_data import TrialData
-from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS
+from ringspark.extras.search.trainings import TRIALS, Trainings, failure_reason
+from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS, rows_of
 from ringspark.models.process_state import ignore_warnings
-from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import discard
 
-TRIALS = "trials"
 # Attribute of a trial: epoch -> whether the pruner ended it there.
 _DECISIONS = "pruned"
 
 _logger = logging.getLogger(__name__)
 
 
-class RunningTrial:
-    """What the driver knows of a running trial. Thread-safe.
+class RunningTrial(Tracker, Listener):
+    """Reports a trial's epochs to optuna, and stops the training if the pruner says so.
 
     Whether the trial is pruned depends only on its values per epoch, not on the time when the driver reads
-    them.
+    them. Pruners are not thread-safe, so trials share `lock`.
     """
 
-    def __init__(self, trial: Any, run_uri: str, stop_uri: str, epochs: int, objective: Objective) -> None:
-        self.trial = trial
+    def __init__(
+        self, trial: Any, objective: Objective, lock: threading.Lock, stop: Callable[[], None]
+    ) -> None:
         self.is_pruned = False
         self.num_epochs = 0
-        self._run_uri, self._stop_uri = run_uri, stop_uri
-        self._epochs, self._objective = epochs, objective
-        self._lock = threading.Lock()
+        self._trial, self._objective, self._lock, self._stop = trial, objective, lock, stop
+        self._epochs = math.inf  # until `begin`
         known = trial.study._storage.get_trial(trial._trial_id)
         # Successive halving notes in the trial what it judged, and decides otherwise the second time.
         self._decisions: dict[str, bool] = dict(known.user_attrs.get(_DECISIONS, {}))
         # Values from an earlier driver, whose training resumes or starts again with the same values.
         self._last_reported = max(known.intermediate_values, default=0)
 
-    def look(self) -> None:
-        # The store may fail for a moment; the next call, or the end of the training, reads the same.
-        with suppress(OSError, ValueError):
-            self.report(read_history(self._run_uri))
+    def begin(self, run: RunFolder, fit: CheckedFit) -> CheckedFit:
+        self._epochs = fit.config.epochs
+        return replace(fit, trackers=[*fit.trackers, self])
 
-    def report(self, history: Sequence[EpochRecord]) -> None:
+    def start(self, run: RunStart) -> Listener:
+        return self
+
+    def epoch(self, record: EpochRecord) -> None:
         with self._lock:
-            for record in history[self.num_epochs :]:
-                if self.is_pruned:
-                    return
-                self.num_epochs = record.epoch
-                if record.epoch > self._last_reported:
-                    self.trial.report(self._objective.of_epoch(record), record.epoch)
-                # The last epoch is already trained, and the earlier driver has judged the epochs before its
-                # last report.
-                if record.epoch < max(self._last_reported, 1) or record.epoch >= self._epochs:
-                    continue
-                if str(record.epoch) not in self._decisions:
-                    # numpy warns about NaN, but a trial with NaN is pruned anyway.
-                    with ignore_warnings(category=RuntimeWarning):
-                        self._decisions[str(record.epoch)] = bool(self.trial.should_prune())
-                    self.trial.set_user_attr(_DECISIONS, self._decisions)
-                self.is_pruned = self._decisions[str(record.epoch)]
-                if self.is_pruned:
-                    self.stop()
+            # After a failed call, the end of the training reports the missing epochs.
+            if self.is_pruned or record.epoch != self.num_epochs + 1:
+                return
+            if record.epoch > self._last_reported:
+                self._trial.report(self._objective.of_epoch(record), record.epoch)
+            # The last epoch is already trained, and the earlier driver has judged the epochs before its last
+            # report.
+            if max(self._last_reported, 1) <= record.epoch < self._epochs:
+                self.is_pruned = self._judge(str(record.epoch))
+            self.num_epochs = record.epoch
+            if self.is_pruned:
+                self._stop()
 
-    def stop(self) -> None:
-        with suppress(OSError):
-            ask_to_stop(self._stop_uri)
+    def _judge(self, epoch: str) -> bool:
+        if epoch not in self._decisions:
+            # numpy warns about NaN, but a trial with NaN is pruned anyway.
+            with ignore_warnings(category=RuntimeWarning):
+                self._decisions[epoch] = bool(self._trial.should_prune())
+            self._trial.set_user_attr(_DECISIONS, self._decisions)
+        return self._decisions[epoch]
 
 
 class TrialLoop:
     def __init__(
-        self,
-        *,
-        spark: SparkSession,
-        study: Any,
-        make_sampler: Callable[[int], Any],
-        space: Space,
-        objective: Objective,
-        data: TrialData,
-        dataset: Any,
-        run_uri: str | None,
+        self, trainings: Trainings, study: Any, make_sampler: Callable[[int], Any], num_trials: int
     ) -> None:
-        self._spark, self._study, self._make_sampler = spark, study, make_sampler
-        self._space, self._objective = space, objective
-        self._data, self._dataset = data, dataset
-        self._run_uri, self._folder = run_uri, SearchFolder(run_uri)
-        self._lock = threading.Lock()
-        self._running: dict[int, RunningTrial] = {}
-        self._is_over = False
-        # A sampler without further values, such as optuna's GridSampler, calls this.
+        self._trainings, self._study, self._make_sampler = trainings, study, make_sampler
+        self._num_trials = num_trials
+        # A sampler without further values, such as optuna's GridSampler, calls `study.stop`.
         self._has_all = threading.Event()
         study.stop = self._has_all.set
-        self._errors: list[BaseException] = []
-        self._best: tuple[int, Any] | None = None
-        self._trained: list[TrainingSummary] = []
-        # Started by an earlier driver, but not ended.
-        self._unfinished = [t for t in study.get_trials(deepcopy=False) if not t.state.is_finished()]
+        # Number and model of the best trial of this driver.
+        self._best: tuple[int, Any] = (-1, None)
 
-    def run(self, num_trials: int, parallelism: int) -> None:
-        self._folder.claim()
-        try:
-            run_in_threads(
-                self._spark,
-                lambda: self._work(num_trials),
-                min(parallelism, num_trials),
-                watch=self._watch,
-                end=self._end,
-            )
-            if self._errors:
-                raise self._errors[0]
-        except BaseException:
-            if self._run_uri is None:  # else a later fit resumes the trials
-                for summary in self._trained:
-                    remove_run_of(summary, discard)
-            raise
-
-    def best(self) -> tuple[Any, dict[str, Any]]:
-        """Returns the best trial's model and values.
-
-        If an earlier driver ran the trial, its folder has the model.
-        """
-        number = self._best_number()
-        if number is None:
+    def run(self, parallelism: int) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
+        """Runs the missing trials; returns the best model, its settings, and the rows of `trials`."""
+        self._trainings.run(self._tasks(), min(parallelism, self._num_trials))
+        best = self._find_best()
+        if best is None:
             ended = [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(REASON)]
             why = f"; the last one failed: {ended[-1].user_attrs[REASON]}" if ended else ""
             raise RuntimeError(f"none of the search's trials has finished{why}")
-        trial = self._as_trial(self._study.get_trials(deepcopy=False)[number])
-        values = self._space.values(trial)
-        if self._best is None or self._best[0] != number:
-            assert self._run_uri is not None
-            self._best = (number, self._train(trial, values, None))
-        if self._run_uri is not None:  # it may hold folders of a killed driver
-            self._folder.check_owner()
-            folder = storage.join(self._run_uri, TRIALS)
-            for name in storage.list_names(folder):
-                if name != str(number):
-                    discard_run(storage.join(folder, name))
-        return self._best[1], values
+        name, values = _name(best.number), self._trainings.space.values(self._as_trial(best))
+        number, model = self._best
+        if number != best.number:  # the model of an earlier driver's training, from its folder
+            model = self._trainings.train(name, values)
+        self._trainings.keep_only(name)
+        return model, values, rows_of(self._study, self._trainings.objective)
 
-    def _watch(self) -> None:
-        with self._lock:
-            running = list(self._running.values())
-        for each in running:
-            each.look()
-
-    def _end(self, error: BaseException) -> None:
-        with self._lock:
-            self._is_over = True
-            self._errors.append(error)
-            running = list(self._running.values())
-        for each in running:
-            each.stop()
-
-    def _work(self, num_trials: int) -> None:
-        try:
-            while True:
-                with self._lock:
-                    found = None if self._is_over else self._next(num_trials)
-                if found is None:
-                    return
-                self._run_trial(*found)
-        except BaseException as error:
-            self._end(error)
-
-    def _next(self, num_trials: int) -> tuple[Any, dict[str, Any]] | None:
-        """Returns the next trial and its values: an unfinished trial of an earlier driver, or a new one."""
-        number = len(self._study.get_trials(deepcopy=False))
-        if self._unfinished:
-            frozen = self._unfinished.pop(0)
-            self._study.sampler = self._make_sampler(frozen.number)
-            trial = self._as_trial(frozen)
-        elif number < num_trials and not self._has_all.is_set():
-            self._folder.check_owner()
+    def _tasks(self) -> Iterator[Callable[[], None]]:
+        """Yields the unfinished trials of an earlier driver, then new trials."""
+        for frozen in self._study.get_trials(deepcopy=False):
+            if not frozen.state.is_finished():
+                self._study.sampler = self._make_sampler(frozen.number)
+                yield self._task(self._as_trial(frozen))
+        while (number := len(self._study.get_trials(deepcopy=False))) < self._num_trials:
+            if self._has_all.is_set():
+                return
+            self._trainings.check_owner()
             self._study.sampler = self._make_sampler(number)
-            trial = self._study.ask()
-        else:
-            return None
-        # Drawn here, by the sampler of this trial.
-        return trial, self._space.values(trial)
+            yield self._task(self._study.ask())
+
+    def _task(self, trial: Any) -> Callable[[], None]:
+        # The values are drawn here, by the sampler of this trial.
+        return partial(self._run, trial, self._trainings.space.values(trial))
 
     def _as_trial(self, frozen: Any) -> Any:
         return import_optuna().trial.Trial(self._study, frozen._trial_id)
 
-    def _run_trial(self, trial: Any, values: dict[str, Any]) -> None:
-        started = time.monotonic()
-        running: list[RunningTrial] = []
+    def _run(self, trial: Any, values: dict[str, Any]) -> None:
+        started, trainings, name = time.monotonic(), self._trainings, _name(trial.number)
+        running = RunningTrial(trial, trainings.objective, trainings.lock, partial(trainings.stop, name))
         model, value, reason = None, math.nan, ""
         try:
-            model = self._train(trial, values, running)
-            running[0].report(model.summary.epochs)
-            if not running[0].is_pruned:
-                value = self._objective.of_trial(model)
+            model = trainings.train(name, values, running.begin)
+            for record in model.summary.epochs:
+                running.epoch(record)
+            if not running.is_pruned:
+                value = trainings.objective.of_trial(model)
                 reason = "" if math.isfinite(value) else f"the value of the trial is {value}"
         except RunRefusedError:
             raise  # not the trial's fault: every trial of an earlier driver would be refused
         except (WorkerError, ValueError) as error:
-            if self._is_over:
+            if trainings.is_over:
                 return  # unfinished: a later fit resumes it
             reason = failure_reason(error)
-        finally:
-            with self._lock:
-                self._running.pop(trial.number, None)
-        is_pruned = bool(running) and running[0].is_pruned
         trial.set_user_attr(SECONDS, time.monotonic() - started)
-        trial.set_user_attr(EPOCHS, running[0].num_epochs if running else 0)
-        with self._lock:
-            self._tell(trial, value, "" if is_pruned else reason, is_pruned)
-            if is_pruned or reason:
-                if model is not None:
-                    remove_run_of(model.summary, discard)
+        trial.set_user_attr(EPOCHS, running.num_epochs)
+        with trainings.lock:
+            last = self._find_best()
+            self._tell(trial, value, reason, running.is_pruned)
+            best = self._find_best()
+            if best is not None and best.number == trial.number:
+                self._best = (best.number, model)
+                if last is not None:
+                    trainings.discard(_name(last.number))
             else:
-                self._keep_best(trial.number, model)
-
-    def _train(self, trial: Any, values: dict[str, Any], running: list[RunningTrial] | None) -> Any:
-        estimator = self._space.applied(values)
-        if self._run_uri is None:
-            run = RunFolder.new(estimator._storage_root(self._spark))
-        else:
-            run = RunFolder.given(storage.join(self._run_uri, TRIALS, str(trial.number)), resume=True)
-
-        def begin(fit: CheckedFit, stop_uri: str) -> TrainConfig:
-            if running is not None:
-                watched = RunningTrial(trial, run.uri, stop_uri, fit.config.epochs, self._objective)
-                running.append(watched)
-                with self._lock:
-                    if self._is_over:
-                        watched.stop()
-                    self._running[trial.number] = watched
-            return fit.config
-
-        model = train_in(run, estimator, self._dataset, self._data, begin)
-        self._trained.append(model.summary)
-        return model
+                trainings.discard(name)
 
     def _tell(self, trial: Any, value: float, reason: str, is_pruned: bool) -> None:
-        self._folder.check_owner()
+        self._trainings.check_owner()
         states = import_optuna().trial.TrialState
         if is_pruned:
             self._study.tell(trial, state=states.PRUNED)
@@ -269,20 +171,12 @@ class TrialLoop:
         else:
             self._study.tell(trial, value)
 
-    def _keep_best(self, number: int, model: Any) -> None:
-        if self._best_number() != number:
-            remove_run_of(model.summary, discard)
-            return
-        last, self._best = self._best, (number, model)
-        if last is not None:
-            remove_run_of(last[1].summary, discard)
+    def _find_best(self) -> Any:
+        """Returns the best trial so far, the first of equally good ones; None before one has finished."""
+        done = self._study.get_trials(deepcopy=False, states=(import_optuna().trial.TrialState.COMPLETE,))
+        best = max if self._trainings.objective.is_larger_better else min
+        return best(done, key=lambda trial: trial.value, default=None)
 
-    def _best_number(self) -> int | None:
-        """Returns the number of the best trial so far; the lowest number if several are equally good."""
-        states = import_optuna().trial.TrialState
-        done = [t for t in self._study.get_trials(deepcopy=False) if t.state == states.COMPLETE]
-        if not done:
-            return None
-        best = max if self._objective.is_larger_better else min
-        value = best(t.value for t in done)
-        return int(min(t.number for t in done if t.value == value))
+
+def _name(number: int) -> str:
+    return f"{TRIALS}/{number}"

@@ -1,6 +1,7 @@
 """The objective of a search, decisions about running trials, the table of trials, and the journal."""
 
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_settings_of_the_evaluator_make_another_objective(spark: Any) -> None:
     assert len({text(), text(metricLabel=1.0), text(beta=2.0), text(labelCol="other")}) == 4
 
 
-def test_a_decision_outlives_the_driver_that_made_it(tmp_path: Path) -> None:
+def test_a_decision_outlives_the_driver_that_made_it() -> None:
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
     study = optuna.create_study(pruner=pruner)
     for loss in (0.1, 0.2):
@@ -82,13 +83,14 @@ def test_a_decision_outlives_the_driver_that_made_it(tmp_path: Path) -> None:
         good.report(loss, 1)
         good.should_prune()
         study.tell(good, loss)
-    given = study.ask(), str(tmp_path), str(tmp_path / "stop"), 4, _objective("validation_loss")
+    given = study.ask(), _objective("validation_loss"), Lock(), lambda: None
     first = RunningTrial(*given)
-    first.report([_record(0.9)])
+    first.epoch(_record(0.9))
     assert first.is_pruned
     # The driver is killed before it informs the study; the training has one more epoch by then.
     resumed = RunningTrial(*given)
-    resumed.report([_record(0.9), _record(0.05, epoch=2)])
+    for record in (_record(0.9), _record(0.05, epoch=2)):
+        resumed.epoch(record)
     assert resumed.is_pruned
     assert resumed.num_epochs == 1
 
