@@ -8,7 +8,6 @@ search that continues after its driver was killed therefore makes the same decis
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,11 +44,12 @@ class Population:
     is_larger_better: bool
 
     def first(self) -> list[Member]:
-        drawn = [_Draws(self._generator(0, number)) for number in range(self.size)]
-        return [
-            Member(number=number, settings={name: r.suggest(draws, name) for name, r in self.ranges.items()})
-            for number, draws in enumerate(drawn)
-        ]
+        found = []
+        for number in range(self.size):
+            generator = self._generator(0, number)
+            settings = {name: values.draw(generator) for name, values in self.ranges.items()}
+            found.append(Member(number=number, settings=settings))
+        return found
 
     def after(self, number: int, members: Sequence[Member], values: Sequence[float | None]) -> list[Member]:
         """Returns the members of round `number` + 1; `members` had `values` in round `number`.
@@ -84,41 +84,10 @@ class Population:
         for name, values in self.ranges.items():
             # Equally many draws per name, so that an additional range does not change the other settings.
             is_new, is_up = generator.random() < REDRAW_SHARE, generator.random() < 0.5
-            drawn = values.suggest(_Draws(generator), name)
+            drawn = values.draw(generator)
             factor = self.perturbation if is_up else 1 / self.perturbation
             found[name] = drawn if is_new else values.scaled(settings[name], factor)
         return found
 
     def _generator(self, number: int, member: int) -> np.random.Generator:
         return np.random.default_rng(zlib.crc32(f"{self.seed} {number} {member}".encode()))
-
-
-class _Draws:
-    """Draws values for a range as an optuna trial does, but uniformly and from a given generator."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._generator = generator
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        if step is not None:
-            # As many steps as fit: a sum of floats may end just below `high`.
-            return min(high, low + step * self._whole(math.floor((high - low) / step + 1e-9)))
-        if log:
-            drawn = math.exp(self._generator.uniform(math.log(low), math.log(high)))
-            return min(high, max(low, drawn))
-        return float(self._generator.uniform(low, high))
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        if log:
-            # All numbers that round to a whole number draw it, so the lowest has its fair share.
-            drawn = math.exp(self._generator.uniform(math.log(low - 0.5), math.log(high + 0.5)))
-            return min(high, max(low, round(drawn)))
-        return low + step * self._whole((high - low) // step)
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return choices[self._whole(len(choices) - 1)]
-
-    def _whole(self, highest: int) -> int:
-        return int(self._generator.integers(highest + 1))

@@ -9,25 +9,62 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 
-class SearchRange(Protocol):
-    def suggest(self, trial: Any, name: str) -> Any:
-        """Returns the trial's value for `name`; at the first call optuna draws it."""
+class _Numbers:
+    """Base class of the ranges of numbers."""
+
+    low: Any
+    high: Any
+    log: bool
+    step: Any
+
+    def draw(self, generator: np.random.Generator) -> Any:
+        """Returns a uniformly drawn value."""
+        if self.log:
+            # All numbers that round to a whole number draw it, so the lowest has its fair share.
+            half = 0.5 if isinstance(self.low, int) else 0.0
+            drawn = math.exp(generator.uniform(math.log(self.low - half), math.log(self.high + half)))
+            return min(self.high, max(self.low, round(drawn) if half else drawn))
+        if self.step is None:
+            return float(generator.uniform(self.low, self.high))
+        return min(self.high, self.low + self.step * int(generator.integers(self._num_steps + 1)))
 
     def scaled(self, value: Any, factor: float) -> Any:
-        """Returns a number times a factor, limited to the range; returns a value of `Choice` unchanged."""
+        """Returns the value times a factor, limited to the range; returns a value of `Choice` unchanged."""
+        scaled = value * factor
+        if self.step is None:
+            return min(self.high, max(self.low, scaled))
+        # At least one step, unless the factor changes nothing.
+        steps = round((scaled - value) / self.step) or (scaled > value) - (scaled < value)
+        return min(self.low + self._num_steps * self.step, max(self.low, value + steps * self.step))
 
     def ends(self) -> list[Any]:
         """Returns the values to check for the whole range: both ends, or all values of a `Choice`."""
+        return [self.low, self.high]
 
-    def to_json(self) -> dict[str, Any] | None:
-        """Returns the JSON form, or None if there is none."""
+    @property
+    def _num_steps(self) -> int:
+        # A sum of floats may end just below `high`.
+        return int((self.high - self.low) / self.step + 1e-9)
+
+    def _check(self) -> None:
+        kind = type(self).__name__
+        if self.low > self.high:
+            raise ValueError(f"low of {kind} must not exceed high, got low {self.low} and high {self.high}")
+        if self.step is not None and not self.step > 0:
+            raise ValueError(f"step of {kind} must be above 0, got {self.step}")
+        if self.log and not self.low > 0:
+            raise ValueError(f"low of {kind} must be above 0 with log=True, got {self.low}")
+        if self.log and self.step not in (None, 1):
+            raise ValueError(f"{kind} takes log or step, not both; got step {self.step}")
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_Numbers):
     """Real numbers from `low` to `high`.
 
     If `log` is True, the logarithm is uniform. If `step` is given, the numbers are `low` plus multiples of
@@ -43,28 +80,20 @@ class Uniform:
         for name, value in (("low", self.low), ("high", self.high)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{name} of Uniform must be a finite number, got {value!r}")
-        _check(self)
+        self._check()
+        for name in ("low", "high"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def suggest(self, trial: Any, name: str) -> float:
+        """Returns the trial's value for `name`; at the first call optuna draws it."""
         return float(trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log))
 
-    def scaled(self, value: float, factor: float) -> float:
-        scaled = value * factor
-        if self.step is not None:
-            scaled = value + _count_steps(value, scaled, self.step) * self.step
-            last = self.low + math.floor((self.high - self.low) / self.step + 1e-9) * self.step
-            return min(last, max(float(self.low), scaled))
-        return float(min(self.high, max(self.low, scaled)))
-
-    def ends(self) -> list[Any]:
-        return [float(self.low), float(self.high)]
-
-    def to_json(self) -> dict[str, Any] | None:
+    def to_json(self) -> dict[str, Any]:
         return {"uniform": asdict(self)}
 
 
 @dataclass(frozen=True)
-class IntRange:
+class IntRange(_Numbers):
     """Whole numbers from `low` to `high`, both included, in steps of `step`."""
 
     low: int
@@ -76,38 +105,13 @@ class IntRange:
         for name, value in (("low", self.low), ("high", self.high), ("step", self.step)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} of IntRange must be a whole number, got {value!r}")
-        _check(self)
+        self._check()
 
     def suggest(self, trial: Any, name: str) -> int:
         return int(trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log))
 
-    def scaled(self, value: int, factor: float) -> int:
-        scaled = value * factor
-        last = self.low + (self.high - self.low) // self.step * self.step
-        return min(last, max(self.low, value + _count_steps(value, scaled, self.step) * self.step))
-
-    def ends(self) -> list[Any]:
-        return [self.low, self.high]
-
-    def to_json(self) -> dict[str, Any] | None:
+    def to_json(self) -> dict[str, Any]:
         return {"int_range": asdict(self)}
-
-
-def _count_steps(old: float, new: float, step: float) -> int:
-    """Returns the difference as a rounded number of steps; at least one step unless the values are equal."""
-    return round((new - old) / step) or (new > old) - (new < old)
-
-
-def _check(given: Uniform | IntRange) -> None:
-    kind = type(given).__name__
-    if given.low > given.high:
-        raise ValueError(f"low of {kind} must not exceed high, got low {given.low} and high {given.high}")
-    if given.step is not None and not given.step > 0:
-        raise ValueError(f"step of {kind} must be above 0, got {given.step}")
-    if given.log and not given.low > 0:
-        raise ValueError(f"low of {kind} must be above 0 with log=True, got {given.low}")
-    if given.log and given.step not in (None, 1):
-        raise ValueError(f"{kind} takes log or step, not both; got step {given.step}")
 
 
 @dataclass(frozen=True, init=False)
@@ -125,6 +129,9 @@ class Choice:
         labels = self._labels()
         return self.values[labels.index(trial.suggest_categorical(name, labels))]
 
+    def draw(self, generator: np.random.Generator) -> Any:
+        return self.values[int(generator.integers(len(self.values)))]
+
     def scaled(self, value: Any, factor: float) -> Any:
         return value
 
@@ -132,6 +139,7 @@ class Choice:
         return list(self.values)
 
     def to_json(self) -> dict[str, Any] | None:
+        """Returns the JSON form, or None if a value has none."""
         try:
             is_plain = all(json.loads(json.dumps(value)) == value for value in self.values)
         except (TypeError, ValueError):
@@ -147,6 +155,9 @@ class Choice:
             is_new = all(label != known for known in labels)
             labels.append(label if is_new else f"{number}: {label}")
         return labels
+
+
+SearchRange = Uniform | IntRange | Choice
 
 
 def _text(value: Any) -> str:

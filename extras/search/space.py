@@ -18,7 +18,7 @@ from ringspark.estimators.prepared_fit import PreparedFit
 from ringspark.estimators.run.identity import identity_of
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.extras.search import ranges
-from ringspark.extras.search.ranges import Choice, IntRange, SearchRange, Uniform
+from ringspark.extras.search.ranges import SearchRange
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.pipelines import ShardManifest
@@ -57,7 +57,7 @@ def as_param(given: Any) -> Any:
                 value = ranges.from_json(dict(value))
             except ValueError as error:
                 raise TypeError(f"space gives {name!r} something that is not a range: {error}") from None
-        if not isinstance(value, Uniform | IntRange | Choice):
+        if not isinstance(value, SearchRange):
             raise TypeError(
                 f"space must give {name!r} a range, such as Uniform(1e-4, 1e-1, log=True), IntRange(16, 256) "
                 f"or Choice([...]), got {value!r:.80}"
@@ -67,19 +67,19 @@ def as_param(given: Any) -> Any:
 
 
 class Space:
-    def __init__(self, held: Any, prepared: PreparedFit) -> None:
+    """The space of one search: `ranges` by name, which are empty if a callable draws the values."""
+
+    def __init__(
+        self, given: Mapping[str, SearchRange] | Callable[[Any], Mapping[Any, Any]], prepared: PreparedFit
+    ) -> None:
         self._prepared, self._estimator = prepared, prepared.estimator
-        self._draw: Callable[[Any], Mapping[Any, Any]] | None = held if callable(held) else None
-        self._ranges: dict[str, SearchRange] = {}
-        if self._draw is not None:
-            return
-        for name, value in held.items():
-            found = ranges.from_json(dict(value)) if isinstance(value, Mapping) else value
-            self._ranges[name] = found
+        self._draw = given if callable(given) else None
+        self.ranges = {} if callable(given) else dict(given)
+        for name in self.ranges:
             self._check_name(name)
         # A model of the space comes first, because entries of its spec change it.
-        for name, found in sorted(self._ranges.items(), key=lambda pair: pair[0] != "model"):
-            for end in found.ends():
+        for name in sorted(self.ranges, key=lambda name: name != "model"):
+            for end in self.ranges[name].ends():
                 self._check_value(name, end)
 
     @property
@@ -87,11 +87,7 @@ class Space:
         """Description of the space; equal spaces have equal text."""
         if self._draw is not None:
             return str(getattr(self._draw, "__qualname__", type(self._draw).__qualname__))
-        return ", ".join(f"{name}: {value!r}" for name, value in sorted(self._ranges.items()))
-
-    @property
-    def ranges(self) -> dict[str, SearchRange]:
-        return dict(self._ranges)
+        return ", ".join(f"{name}: {value!r}" for name, value in sorted(self.ranges.items()))
 
     def fixed_settings(self, fit: CheckedFit, manifest: ShardManifest) -> dict[str, str]:
         """Returns the settings and the model that all trainings share, as text by name."""
@@ -100,7 +96,7 @@ class Space:
         config = replace(fit.config, shards_uri=manifest.uri)
         config = check_training(config, fit.objects, manifest, fit.heads).config
         identity = identity_of(config, fit.objects, manifest)
-        varied = {name.partition(".")[0] for name in self._ranges}
+        varied = {name.partition(".")[0] for name in self.ranges}
         settings = {**identity["settings"], **identity["model"]}
         if "model" in varied:
             # Such as the widths of its outputs.
@@ -108,12 +104,12 @@ class Space:
         return {name: json.dumps(value) for name, value in settings.items() if name not in varied}
 
     def varies(self, name: str) -> bool:
-        return self._draw is not None or name in self._ranges
+        return self._draw is not None or name in self.ranges
 
     def values(self, trial: Any) -> dict[str, Any]:
         """Returns an optuna trial's values by name; draws the values that the trial does not have yet."""
         if self._draw is None:
-            return {name: found.suggest(trial, name) for name, found in self._ranges.items()}
+            return {name: found.suggest(trial, name) for name, found in self.ranges.items()}
         drawn = self._draw(trial)
         if not isinstance(drawn, Mapping):
             raise TypeError(f"space must return a dict from Params to values, got {drawn!r:.80}")
@@ -163,7 +159,7 @@ class Space:
                 "set it on the estimator"
             )
         if name.startswith(_SPEC):
-            if "model" not in self._ranges:
+            if "model" not in self.ranges:
                 _check_spec(self._estimator.getModel(), name.removeprefix(_SPEC))
             return
         names = [param.name for param in self._estimator.params]
@@ -179,7 +175,7 @@ class Space:
             if name == "model":
                 self.applied({name: value})
             return
-        if "model" in self._ranges:
+        if "model" in self.ranges:
             return  # a trial's model is not known yet
         changed = self.applied({name: value}).getModel()
         try:
