@@ -9,6 +9,7 @@ their Params, getters and setters, and the first base class of a public stage ha
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
@@ -42,7 +43,6 @@ from typing import Any, Literal
 from pyspark.ml.param import Param
 
 from ringspark.estimators.stages.declared import Getter, Setter
-
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.privacy import Privacy
@@ -55,21 +55,32 @@ def stub(module: str) -> str:
     """Returns the text of a module's stub."""
     path, made = ROOT / f"{module.replace('.', '/')}.py", import_module(f"ringspark.{module}")
     nodes = ast.parse(path.read_text()).body
-    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    # Our getters override untyped getters of Spark's mixins.
-    lines = [
-        f"# Written by scripts/show_stubs.py from {path.name}.",
-        '# mypy: disable-error-code="assignment, override"',
-    ]
-    lines += [_IMPORTS.rstrip(), *(text for text in imports if "__future__" not in text)]
+    lines: list[str] = []
     for node in nodes:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and "Section" not in map(ast.unparse, node.bases):
             lines += ["", *_class(node, getattr(made, node.name), STUBS[module].get(node.name))]
         elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("TypeVar("):
             lines += ["", ast.unparse(node)]
         elif isinstance(node, ast.FunctionDef) and node.name[0] != "_":
             lines += ["", _function(node)]
-    return "\n".join(lines) + "\n"
+    # Our getters override untyped getters of Spark's mixins.
+    head = [
+        f"# Written by scripts/show_stubs.py from {path.name}.",
+        '# mypy: disable-error-code="assignment, override"',
+    ]
+    head += _imports([*ast.parse(_IMPORTS).body, *nodes], "\n".join(lines))
+    return "\n".join(head + lines) + "\n"
+
+
+def _imports(nodes: list[ast.stmt], text: str) -> list[str]:
+    """Returns the imports of the names in `text`."""
+    words = set(re.findall(r"\w+", text))
+    found: dict[str, set[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names = {each.name for each in node.names}
+            found.setdefault(node.module or "", set()).update(names & words)
+    return [f"from {module} import {', '.join(sorted(found[module]))}" for module in found if found[module]]
 
 
 def _class(node: ast.ClassDef, made: Any, stage: str | None) -> Iterator[str]:

@@ -2,23 +2,15 @@
 # mypy: disable-error-code="assignment, override"
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-
 from pyspark.ml.param import Param
-
-from ringspark.estimators.stages.declared import Getter, Setter
-
+from ringspark.estimators.stages.declared import DeclaredParams, Getter, Setter
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.privacy import Privacy
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import Sync
 from pyspark.ml.param.shared import HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
-from ringspark.estimators.stages.declared import DeclaredParams, value_of, with_settings
-from ringspark.estimators.training.settings.data import Classification, Inputs, Label, Labels, Prediction
-from ringspark.estimators.training.settings.network import Metrics, Model
-from ringspark.estimators.training.settings.setting import settings_of
-from ringspark.estimators.training.settings.table import SECTIONS
-from ringspark.pipelines.kinds import Kind, kind_from_json
+from ringspark.pipelines.kinds import Kind
 
 class ModelSettings(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionCol):
     model: Param[Any]; getModel: Getter[Any]

@@ -2,29 +2,13 @@
 # mypy: disable-error-code="assignment, override"
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-
 from pyspark.ml.param import Param
-
-from ringspark.estimators.stages.declared import Getter, Setter
-
+from ringspark.estimators.stages.declared import DeclaredParams, Getter, Setter
 from ringspark.estimators.options.finetuning import LoRA, Pretrained
 from ringspark.estimators.options.mesh import Mesh
 from ringspark.estimators.options.privacy import Privacy
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.options.sync import Sync
-from dataclasses import dataclass
-from typing import Annotated
-from annotated_types import Ge, Lt
-from ringspark.estimators.options.checked import NotNegative
-from ringspark.estimators.stages.declared import DeclaredParams, with_settings
-from ringspark.estimators.training.settings.setting import Section, setting, settings_of
-
-@dataclass(frozen=True, kw_only=True)
-class Pretraining(Section):
-    noise: Annotated[float, Ge(0)]
-    mask: Annotated[float, Ge(0), Lt(1)] | None
-    mask_value: float | tuple[float, ...] | None
-    mask_id: NotNegative | None
 
 class AutoencoderParams(DeclaredParams):
     def __init__(self, *,

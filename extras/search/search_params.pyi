@@ -1,54 +1,10 @@
 # Written by scripts/show_stubs.py from search_params.py.
 # mypy: disable-error-code="assignment, override"
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
+from typing import Any, TypeVar
 from pyspark.ml.param import Param
-
-from ringspark.estimators.stages.declared import Getter, Setter
-
-from ringspark.estimators.options.finetuning import LoRA, Pretrained
-from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.privacy import Privacy
-from ringspark.estimators.options.scaling import ScaleLearningRate
-from ringspark.estimators.options.sync import Sync
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
-from annotated_types import Ge, Gt, Le, Lt
-from pyspark.ml import Estimator
-from pyspark.ml.evaluation import Evaluator
-from ringspark.estimators.options.checked import AtLeast1, Finite, WrongTypeError
-from ringspark.estimators.stages.declared import DeclaredParams, with_settings
-from ringspark.estimators.training.settings.data import without_secrets
-from ringspark.estimators.training.settings.setting import Section, setting, settings_of
-from ringspark.extras.search import ranges
-from ringspark.extras.search.space import as_param
+from ringspark.estimators.stages.declared import DeclaredParams, Getter, Setter
 
 S = TypeVar('S', bound='OptunaParams')
-
-@dataclass(frozen=True, kw_only=True)
-class Search(Section):
-    estimator: Any
-    space: Any
-    evaluator: Any
-    monitor: str | None
-    parallelism: AtLeast1
-    train_ratio: Annotated[float, Gt(0), Lt(1)]
-    seed: int
-    run_uri: str | None
-
-@dataclass(frozen=True, kw_only=True)
-class Trials(Section):
-    num_trials: AtLeast1
-    sampler: Any
-    pruner: Any
-
-@dataclass(frozen=True, kw_only=True)
-class Population(Section):
-    population: Annotated[int, Ge(2)]
-    epochs_per_round: AtLeast1
-    quantile: Annotated[float, Gt(0), Le(0.5)]
-    perturbation: Annotated[float, Gt(1), Finite]
 
 class SearchParams(DeclaredParams):
     def getSpace(self) -> Any: ...

@@ -1,44 +1,12 @@
 # Written by scripts/show_stubs.py from window_params.py.
 # mypy: disable-error-code="assignment, override"
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
-
 from pyspark.ml.param import Param
-
-from ringspark.estimators.stages.declared import Getter, Setter
-
-from ringspark.estimators.options.finetuning import LoRA, Pretrained
-from ringspark.estimators.options.mesh import Mesh
-from ringspark.estimators.options.privacy import Privacy
-from ringspark.estimators.options.scaling import ScaleLearningRate
-from ringspark.estimators.options.sync import Sync
-import re
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from ringspark.estimators.stages.declared import DeclaredParams, Getter, Setter
 from pyspark.ml.param.shared import HasLabelCol, HasOutputCol, HasOutputCols
-from ringspark.estimators.options.checked import AtLeast1, Names
-from ringspark.estimators.stages.declared import DeclaredParams, with_settings
-from ringspark.estimators.training.settings.setting import Section, setting, settings_of
 
 def days_and_microseconds(text: str) -> tuple[int, int]: ...
-
-@dataclass(frozen=True, kw_only=True)
-class Windows(Section):
-    key_cols: tuple[str, ...]
-    time_col: str
-    value_cols: Names
-    steps: AtLeast1
-    stride: AtLeast1
-    target_col: str | None
-    horizon: AtLeast1
-    max_gap: str | int | None
-    output_col: str
-    output_cols: Names
-    label_col: str
-    target_time_col: str | None
-    handle_invalid: Literal['error', 'skip']
-    handle_unlabeled: Literal['skip', 'keep']
 
 class WindowParams(DeclaredParams, HasOutputCol, HasOutputCols, HasLabelCol):
     def __init__(self, *,
