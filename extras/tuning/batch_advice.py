@@ -7,11 +7,9 @@ many rows as the smallest batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringspark.estimators.training.history import EpochRecord
 from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Within this factor of the critical size, the gain is smaller than the error of the estimate.
@@ -104,17 +102,14 @@ def advise_batch_size(model: Any) -> BatchAdvice:
     Raises:
         ValueError: The model's history has no noise scale, or no epoch in which the noise was small enough.
     """
-    return advice_of(getattr(getattr(model, "summary", None), "epochs", ()))
-
-
-def advice_of(epochs: Sequence[EpochRecord]) -> BatchAdvice:
+    epochs = getattr(getattr(model, "summary", None), "epochs", ())
     found = [record for record in epochs if record.noise is not None]
     if not found:
         raise ValueError(
             "advise_batch_size needs a model that was trained with noiseScale=True on two workers or more, "
             "or with gradientAccumulation, got a history without a noise scale"
         )
-    by_epoch = tuple(record.noise.scale for record in found if record.noise is not None)
+    by_epoch = tuple(record.noise.scale for record in found)
     known = [scale for scale in by_epoch if scale is not None]
     if not known:
         raise ValueError(

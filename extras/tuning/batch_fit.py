@@ -21,7 +21,6 @@ from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines import ShardManifest
-from ringspark.pipelines.columns import check_frame
 
 # The optimizer's state exists from the second step on.
 _STEPS = 2
@@ -77,15 +76,11 @@ def batch_that_fits(estimator: Any, df: DataFrame, budget: int | str | None = No
         WorkerError: A worker failed for another reason.
     """
     check_estimator(estimator, "batch_that_fits")
-    check_frame(df, "batch_that_fits")
     limit = estimator.getMemoryBudget() if budget is None else parse_bytes(budget)
-    prepared = prepare_training(estimator, df)
-    whole, rows = prepared.estimator, prepared.dataset
+    whole, rows, count = prepare_training(estimator, df, "batch_that_fits")
     batch, seed = _sizes(whole).largest, estimator.getOrDefault("seed")
     is_validated = whole.isSet("validationFraction") or whole.isSet("validationIndicatorCol")
-    count, wanted = rows.count(), (_STEPS + is_validated) * batch
-    if not count:
-        raise ValueError("batch_that_fits needs training rows, got none")
+    wanted = (_STEPS + is_validated) * batch
     # A tenth more, because the size of a sample is random.
     sample = rows.sample(1.1 * wanted / count, seed) if count > 1.2 * wanted else rows
     trial = plain_copy(whole).setParams(epochs=1, batchSize=batch, maxRestarts=0, lrSchedule="constant")

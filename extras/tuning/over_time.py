@@ -6,11 +6,10 @@ on block i + 1, counted from 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, DateType, NumericType
 
@@ -89,7 +88,10 @@ def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) 
         )
     if cuts is None:
         raise ValueError("time_folds needs rows, got none")
-    conditions = _conditions(time, cuts, width)
+    conditions = [
+        (time < F.lit(start - width), (time >= F.lit(start)) & (F.lit(end is None) | (time < F.lit(end))))
+        for start, end in zip(cuts, [*cuts[1:], None], strict=True)
+    ]
     counts = df.agg(*(F.count_if(condition) for pair in conditions for condition in pair)).collect()[0]
     for number, rows in enumerate(zip(counts[::2], counts[1::2], strict=True)):
         if not all(rows):
@@ -99,17 +101,6 @@ def time_folds(df: DataFrame, timeCol: str, k: int, gap: float | timedelta = 0) 
                 f"column {field.name!r}; lower k or gap"
             )
     return [Fold(df.where(train), df.where(validation)) for train, validation in conditions]
-
-
-def _conditions(time: Column, cuts: Sequence[float], width: float) -> list[tuple[Column, Column]]:
-    ends = [*cuts[1:], None]
-    return [
-        (
-            time < F.lit(start - width),
-            (time >= F.lit(start)) & (F.lit(True) if end is None else time < F.lit(end)),
-        )
-        for start, end in zip(cuts, ends, strict=True)
-    ]
 
 
 def _width(gap: Any, name: str, data_type: DataType) -> float:

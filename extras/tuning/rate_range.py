@@ -20,7 +20,6 @@ from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.step_log import read_steps
 from ringspark.extras.runs.listing import remove_run_of
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
-from ringspark.pipelines.columns import check_frame
 from ringspark.pipelines.folder_removal import discard
 
 # Relative to the lowest loss: a mean loss above 1 + 3 times it is divergence, below 1 + 1 times it is still
@@ -102,12 +101,8 @@ def lr_range_test(
         WorkerError: A worker failed.
     """
     _check(estimator, lowest, highest, steps)
-    check_frame(df, "lr_range_test")
-    prepared = prepare_training(estimator, df)
-    estimator, df = prepared.estimator, prepared.dataset
-    batch, rows = estimator.getBatchSize(), df.count()
-    if rows == 0:
-        raise ValueError("lr_range_test needs training rows, got none")
+    estimator, df, rows = prepare_training(estimator, df, "lr_range_test")
+    batch = estimator.getBatchSize()
     wanted = math.ceil(steps / _PARTS) * batch
     if rows > 1.2 * wanted:
         df, rows = df.sample(wanted / rows, estimator.getOrDefault("seed")), wanted

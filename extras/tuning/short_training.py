@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from ringspark.estimators.checked_fit import prepare_checked
-from ringspark.estimators.prepared_fit import PreparedFit
 from ringspark.estimators.techniques import techniques_in
 from ringspark.estimators.torch_estimator import _TorchEstimator
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.pipelines.columns import quote
+from ringspark.pipelines.columns import check_frame, quote
 
 _CLEARED = (
     *(name for name in SETTINGS if name.startswith("checkpointEvery")),
@@ -43,10 +41,14 @@ def plain_copy(estimator: Any) -> Any:
     return made
 
 
-def prepare_training(estimator: Any, df: DataFrame) -> PreparedFit:
-    """Prepares and checks a training. The result's `dataset` has only the training rows."""
+def prepare_training(estimator: Any, df: DataFrame, function: str) -> tuple[Any, DataFrame, int]:
+    """Prepares and checks a training; returns its estimator, its training rows, and their number."""
+    check_frame(df, function)
     prepared, fit = prepare_checked(estimator, df)
-    indicator = fit.data.validation_col
-    if indicator is None:
-        return prepared
-    return replace(prepared, dataset=prepared.dataset.where(~F.col(quote(indicator)).cast("boolean")))
+    rows, indicator = prepared.dataset, fit.data.validation_col
+    if indicator is not None:
+        rows = rows.where(~F.col(quote(indicator)).cast("boolean"))
+    count = rows.count()
+    if not count:
+        raise ValueError(f"{function} needs training rows, got none")
+    return prepared.estimator, rows, count

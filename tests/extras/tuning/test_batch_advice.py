@@ -1,14 +1,20 @@
 """Batch size advice from a history with noise scales."""
 
+from types import SimpleNamespace
+
 import pytest
 from small_training import epoch_record
 
 from ringspark.estimators.training.history import EpochRecord, GradientNoise
-from ringspark.extras.tuning.batch_advice import advice_of
+from ringspark.extras.tuning import BatchAdvice, advise_batch_size
 
 
 def record(batch_size: int, noise: GradientNoise | None) -> EpochRecord:
     return epoch_record(steps=10, rows=10 * batch_size, batch_size=batch_size, noise=noise)
+
+
+def advice_of(records: list[EpochRecord]) -> BatchAdvice:
+    return advise_batch_size(SimpleNamespace(summary=SimpleNamespace(epochs=records)))
 
 
 def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed() -> None:
