@@ -150,7 +150,8 @@ class Choice:
         """Returns the labels of the values in optuna's records: the values themselves, or unique texts."""
         labels: list[Any] = []
         for number, value in enumerate(self.values):
-            label = value if value is None or type(value) in (bool, int, float, str) else _text(value)
+            is_plain = value is None or type(value) in (bool, int, float, str)
+            label = value if is_plain else str(getattr(value, "__qualname__", repr(value)))
             # 1, 1.0 and True are one key of a dict.
             is_new = all(label != known for known in labels)
             labels.append(label if is_new else f"{number}: {label}")
@@ -158,13 +159,6 @@ class Choice:
 
 
 SearchRange = Uniform | IntRange | Choice
-
-
-def _text(value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return str(getattr(value, "__qualname__", None) or repr(value))
 
 
 def from_json(form: dict[str, Any]) -> SearchRange:

@@ -64,10 +64,8 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         extra = dict(extra or {})
         own = {param: value for param, value in extra.items() if param.parent == self.uid}
         made: S = super().copy(own)
-        if made.isDefined(made.estimator):
-            inner = made.getEstimator()
-            theirs = {param: value for param, value in extra.items() if inner.hasParam(param.name)
-                      and param.parent == inner.uid}  # fmt: skip
+        if (inner := made.getEstimator()) is not None:
+            theirs = {param: value for param, value in extra.items() if param.parent == inner.uid}
             made._set(estimator=inner.copy(theirs))
         return made
 

@@ -23,8 +23,12 @@ from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.pipelines import ShardManifest
 
-# Params that a search sets for each trial.
-_OWN = {"runUri": "folder", "resume": "way to resume", "storageUri": "place", "showProgress": "output"}
+_REFUSED = {
+    name: f"the search gives each trial its own {what}; leave it out"
+    for name, what in (
+        ("runUri", "folder"), ("resume", "way to resume"), ("storageUri", "place"), ("showProgress", "output")
+    )
+} | {"privacy": "each private training spends its own epsilon; fit each setting on its own"}  # fmt: skip
 
 # Params that choose the rows and columns of a table, which all trials share.
 _OF_TABLES = (
@@ -142,21 +146,13 @@ class Space:
             raise ValueError(f"space gives {name!r} a value that this Param refuses: {error}") from None
 
     def _check_name(self, name: str) -> None:
-        if name in _OWN:
-            raise ValueError(
-                f"space must not hold {name!r}, because the search gives each trial its own {_OWN[name]}; "
-                "leave it out"
-            )
-        if name == "privacy":
-            raise ValueError(
-                "space must not hold 'privacy', because each private training spends its own epsilon; fit "
-                "each setting on its own"
-            )
+        if name in _REFUSED:
+            raise ValueError(f"space must not hold {name!r}, because {_REFUSED[name]}")
         shared = _OF_TABLES if self._prepared.plan is not None else ("timeCol",)
         if name in shared:
             raise ValueError(
-                f"space must not hold {name!r}: all trials share the rows and columns; "
-                "set it on the estimator"
+                f"space must not hold {name!r}: all trials share the rows and columns; set it on the "
+                "estimator"
             )
         if name.startswith(_SPEC):
             if "model" not in self.ranges:

@@ -5,6 +5,7 @@ The training then ends with an error, like an error of user code; no process is 
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 
@@ -15,33 +16,19 @@ from ringspark.pipelines import storage
 LOOK_SECONDS = 0.25
 
 
-class TrialStoppedError(RuntimeError):
-    """The search stopped this trial."""
-
-
 class StopFile(Callback):
     """Ends the training once the driver has written the stop file. Only rank 0 looks for this file."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        self._looked = 0.0
-
-    def on_train_start(self, state: TrainingState) -> None:
-        self._look(state)
+        self._looked = -math.inf
 
     def on_step_end(self, state: TrainingState) -> None:
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._look(state)
-
-    def on_epoch_end(self, state: TrainingState) -> None:
-        self._look(state)
-
-    def _look(self, state: TrainingState) -> None:
-        if state.rank != 0:
+        now = time.monotonic()
+        if state.rank != 0 or now - self._looked < LOOK_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._looked = now
         # A store that fails for a moment must not end a training.
         with suppress(OSError):
-            if not storage.exists(self._uri):
-                return
-            raise TrialStoppedError("the search stopped this trial")
+            if storage.exists(self._uri):
+                raise RuntimeError("the search stopped this trial")

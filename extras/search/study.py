@@ -102,9 +102,8 @@ def open_study(run_uri: str | None, is_larger_better: bool, pruner: Any, about: 
         )
     finally:
         optuna.logging.set_verbosity(verbosity)
-    known = study.user_attrs.get(_ABOUT)
-    if known is None:
+    if _ABOUT in study.user_attrs:
+        check_settings(run_uri, study.user_attrs[_ABOUT], about)
+    else:
         study.set_user_attr(_ABOUT, about)
-        return study
-    check_settings(run_uri, known, about)
     return study

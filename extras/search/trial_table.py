@@ -12,7 +12,6 @@ from ringspark.extras.search.objective import Objective
 SECONDS = "seconds"
 EPOCHS = "epochs"
 REASON = "reason"
-_STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
 
 
 def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
@@ -24,7 +23,7 @@ def rows_of(study: Any, objective: Objective) -> list[dict[str, Any]]:
     return [
         {
             "number": trial.number,
-            "state": _STATES.get(trial.state.name, trial.state.name.lower()),
+            "state": "failed" if trial.state.name == "FAIL" else trial.state.name.lower(),
             "value": value_of(trial),
             "params": dict(trial.params),
             SECONDS: float(trial.user_attrs.get(SECONDS, 0.0)),

@@ -56,8 +56,7 @@ def stratified_folds(
         raise ValueError(f"keyCols must be a list of at least one column, got {keyCols!r}; None takes all")
     keys = [find_field(name, "keyCols", df.schema, exact).name for name in keyCols or ()]
     df = fix_rows(df)
-    classes = df.groupBy(F.col(quote(label)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
-    _refuse_nulls(classes, "labelCol", label)
+    classes = _count_rows(df, "labelCol", label)
     # As text, because the Python client lacks some types, such as months.
     smallest = classes.orderBy(_ROWS, _KEY).withColumn(_KEY, F.col(_KEY).cast("string")).first()
     if smallest is None or smallest[_ROWS] < k:
@@ -97,8 +96,7 @@ def grouped_folds(df: DataFrame, groupCol: str, k: int, seed: int = 0, *, foldCo
         ValueError: An argument or the rows are invalid.
     """
     group, df = _check(df, "grouped_folds", "groupCol", groupCol, k, foldCol), fix_rows(df)
-    groups = df.groupBy(F.col(quote(group)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
-    _refuse_nulls(groups, "groupCol", group)
+    groups = _count_rows(df, "groupCol", group)
     # Counts at most k groups.
     found = groups.limit(k).count()
     if found < k:
@@ -166,10 +164,13 @@ def _has_order(df: DataFrame, name: str) -> bool:
     return True
 
 
-def _refuse_nulls(counts: DataFrame, param: str, name: str) -> None:
+def _count_rows(df: DataFrame, param: str, name: str) -> DataFrame:
+    """Returns the number of rows per value of a column; raises ValueError if a value is null."""
+    counts = df.groupBy(F.col(quote(name)).alias(_KEY)).agg(F.count(F.lit(1)).alias(_ROWS))
     found = counts.where(F.isnull(_KEY)).first()
     if found is not None:
         raise ValueError(
             f"{param} {name!r} must have a value in every row, got {found[_ROWS]} rows with null; drop or "
             "fill them"
         )
+    return counts

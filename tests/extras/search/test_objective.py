@@ -32,9 +32,9 @@ class Score(Evaluator):
         return self._is_larger_better
 
 
-def _objective(monitor: str = "train_loss", is_larger_better: bool = False, **given: Any) -> Objective:
-    values = {"evaluator": None, "held_out": None, **given}
-    return Objective(monitor=monitor, monitor_is_larger_better=is_larger_better, **values)
+def _objective(is_larger_better: bool = False, evaluator: Any = None) -> Objective:
+    given = {"monitor": "train_loss", "evaluator": evaluator, "held_out": None}
+    return Objective(monitor_is_larger_better=is_larger_better, **given)
 
 
 def _record(loss: float, epoch: int = 1) -> EpochRecord:
@@ -83,7 +83,7 @@ def test_a_decision_outlives_the_driver_that_made_it() -> None:
         good.report(loss, 1)
         good.should_prune()
         study.tell(good, loss)
-    given = study.ask(), _objective("validation_loss"), Lock(), lambda: None
+    given = study.ask(), _objective(), Lock(), lambda: None
     first = RunningTrial(*given)
     first.epoch(_record(0.9))
     assert first.is_pruned

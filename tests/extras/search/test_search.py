@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -67,18 +68,11 @@ def estimator(folder: Path, **params: Any) -> TorchClassifier:
 @pytest.fixture(scope="module")
 def found(table: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OptunaSearch, SearchModel, Path]:
     folder = tmp_path_factory.mktemp("search")
-    writes: list[str] = []
-
-    def write(df: Any, uri: str, **options: Any) -> Any:
-        writes.append(uri)
-        return write_shards(df, uri, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_data, "write_shards", write)
+    with mock.patch.object(fit_data, "write_shards", wraps=write_shards) as write:
         settings = {"monitor": "validation_auroc", "numTrials": 4, "parallelism": 2, "seed": 7}
         search = OptunaSearch(estimator=estimator(folder), space=SPACE, **settings)
         model = search.fit(table)
-    assert len(writes) == 1, "all trials read one write"
+    assert write.call_count == 1, "all trials read one write"
     return search, model, folder
 
 

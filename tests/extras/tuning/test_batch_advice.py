@@ -1,6 +1,6 @@
 """Batch size advice from a history with noise scales."""
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from small_training import epoch_record
@@ -14,7 +14,7 @@ def record(batch_size: int, noise: GradientNoise | None) -> EpochRecord:
 
 
 def advice_of(records: list[EpochRecord]) -> BatchAdvice:
-    return advise_batch_size(SimpleNamespace(summary=SimpleNamespace(epochs=records)))
+    return advise_batch_size(Mock(**{"summary.epochs": records}))
 
 
 def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed() -> None:
