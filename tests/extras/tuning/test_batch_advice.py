@@ -5,20 +5,17 @@ from unittest.mock import Mock
 import pytest
 from small_training import epoch_record
 
-from ringspark.estimators.training.history import EpochRecord, GradientNoise
+from ringspark.estimators.training.history import GradientNoise
 from ringspark.extras.tuning import BatchAdvice, advise_batch_size
 
 
-def record(batch_size: int, noise: GradientNoise | None) -> EpochRecord:
-    return epoch_record(steps=10, rows=10 * batch_size, batch_size=batch_size, noise=noise)
-
-
-def advice_of(records: list[EpochRecord]) -> BatchAdvice:
-    return advise_batch_size(Mock(**{"summary.epochs": records}))
+def advice_of(batch_size: int, *noises: GradientNoise | None) -> BatchAdvice:
+    given = {"steps": 10, "rows": 10 * batch_size, "batch_size": batch_size}
+    return advise_batch_size(Mock(**{"summary.epochs": [epoch_record(**given, noise=n) for n in noises]}))
 
 
 def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed() -> None:
-    advice = advice_of([record(64, None), record(64, GradientNoise(variance=640.0, square=10.0))])
+    advice = advice_of(64, None, GradientNoise(variance=640.0, square=10.0))
     assert advice.noise_scale == 64
     assert advice.efficiency(64) == 0.5
     # Steps 1 + 64 / B and rows 1 + B / 64, both 2 at 64.
@@ -36,13 +33,13 @@ def test_at_the_critical_size_a_row_brings_half_and_twice_the_steps_are_needed()
     ],
 )
 def test_a_batch_far_from_the_critical_size_is_told_what_another_costs(batch_size: int, words: str) -> None:
-    advice = advice_of([record(batch_size, GradientNoise(variance=1040.0, square=1.0))])
+    advice = advice_of(batch_size, GradientNoise(variance=1040.0, square=1.0))
     assert advice.suggestion == 1024
     assert words in advice.verdict
 
 
 def test_a_history_without_noise_is_told_what_to_set() -> None:
     with pytest.raises(ValueError, match="needs a model that was trained with noiseScale=True"):
-        advice_of([record(64, None)])
+        advice_of(64, None)
     with pytest.raises(ValueError, match="train for more steps, or with a larger batchSize"):
-        advice_of([record(64, GradientNoise(variance=3.0, square=-1.0))])
+        advice_of(64, GradientNoise(variance=3.0, square=-1.0))
