@@ -94,10 +94,16 @@ def check_slots(
         slots = _count(spark, conf, task_cpus)
     if slots is not None and num_workers > slots:
         worker = f", each with {task_cpus} cores and a GPU" if task_cpus else ""
+        advice = "lower numWorkers or add executor cores" + (" and GPUs" if task_cpus else "")
+        if is_promised:
+            advice = (
+                f"the conf promises {expected}, and the cluster did not give them within "
+                f"{deadline - begun:.0f} s; lower numWorkers, or free resources of the cluster or its queue"
+            )
         raise ValueError(
             f"numWorkers ({num_workers}) must not exceed the {slots} task slots of the cluster "
             f"({conf.get('spark.master', 'unknown master')}{worker}), since all workers run at the same "
-            "time; lower numWorkers or add executor cores" + (" and GPUs" if task_cpus else "")
+            f"time; {advice}"
         )
     if slots is not None and slots >= 2 * num_workers:
         _logger.info(
