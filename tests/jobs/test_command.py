@@ -341,7 +341,8 @@ def test_an_evaluation_that_fails_after_the_training_is_no_refusal(spark: Any, t
     spark.range(64).write.parquet(str(tmp_path / "rows"))
     job = _job(tmp_path)
     with job.open("a") as file:
-        file.write(f"  output: {tmp_path}/rows/_SUCCESS/metrics.json\n")
+        file.write(f"  output: {tmp_path}/file/metrics.json\n")
+    (tmp_path / "file").touch()
     told = f"the model is saved to {tmp_path}/model, but its evaluation failed: "
     with pytest.raises(SystemExit, match=told):
         command.main(["train", str(job)])  # SystemExit with a message has exit code 1
