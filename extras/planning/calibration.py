@@ -1,17 +1,19 @@
-"""Calibration run: measures training steps and all-reduces of two sizes each, on a few local processes.
+"""Calibration run: measures training steps, links and operators with a few processes of this machine.
 
-A step runs the trainer's own forward pass, backward pass and update on random rows. All ranks run it at the
-same time, without communication. Rank 0 returns the median times.
+All ranks run at the same time, so they share cores and memory as in a training. A step runs the trainer's own
+forward pass, backward pass and update on random rows, without communication. A matrix product gives the time
+per FLOP, and a vector sum the time per byte. Rank 0 returns the median times.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -25,24 +27,79 @@ from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
-from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe, forward_backward
 from ringspark.extras.planning.exchange_time import Link, solve_link
 from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.meshes.work import OperatorRates
 
-SMALL_BYTES, LARGEST_BYTES = 1 << 10, 64 << 20
-WARM_UPS = 2
+# Bytes of a short message, and of one that fills the ranks' shared memory.
+SIZES = 1 << 10, 1 << 20
+_WARM_UPS = 2
+_MATRIX, _VECTOR = 384, 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """What each rank of the calibration run does.
+class HardwareProfile:
+    """Speeds measured by a calibration run.
 
     Attributes:
-        objects: Pickled `UserObjects`.
-        rows: Numbers of rows of the two step sizes.
-        sizes: Numbers of bytes of the two all-reduces.
+        step_seconds: Seconds of a step without communication, by its number of rows.
+        inside: Links for an all-reduce, by its number of ranks.
+        rates: Speeds of a matrix product and of a vector sum, not yet scaled to the measured steps.
+        wire: Link for a point-to-point send.
     """
+
+    step_seconds: dict[int, float]
+    inside: dict[int, Link]
+    rates: OperatorRates | None = None
+    wire: Link | None = None
+
+
+def calibrate(
+    config: TrainConfig,
+    objects: UserObjects,
+    inputs: Sequence[BatchColumn],
+    labels: Sequence[BatchColumn],
+    *,
+    rows: Sequence[int],
+    num_ranks: int,
+    repeats: int,
+    sizes: tuple[int, int] = SIZES,
+    for_meshes: bool = True,
+) -> HardwareProfile:
+    """Measures with `num_ranks` processes of this machine.
+
+    Args:
+        config: Config of one worker; its `collective` connects the ranks.
+        rows: Numbers of rows of the steps; () measures no steps.
+        sizes: Bytes of the two messages.
+        for_meshes: Whether to measure `rates`, `wire` and the links of smaller groups too. This needs the
+            collective "torch".
+
+    Raises:
+        WorkerError: A rank failed.
+    """
+    columns = tuple(inputs), tuple(labels)
+    work = _Calibration(config, user_code.dumps(objects), *columns, tuple(rows), sizes, repeats, for_meshes)
+    texts = run_spawned(num_ranks, config.collective, work, timeout_seconds=120)
+    steps, groups, operators, sent = json.loads(texts[0])
+    few, many = sizes
+    profile = HardwareProfile(
+        step_seconds=dict(steps),
+        inside={n: solve_link(n, (few, short), (many, long)) for n, (short, long) in groups},
+    )
+    if not for_meshes:
+        return profile
+    product, vector_sum = operators
+    beta = max(0.0, (sent[1] - sent[0]) / (many - few))
+    rates = OperatorRates(launch=0.0, flop=product / (2 * _MATRIX**3), byte=vector_sum / (3 * 4 * _VECTOR))
+    return replace(profile, rates=rates, wire=Link(alpha=max(0.0, sent[0] - few * beta), beta=beta))
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """What each rank of the calibration run does; the arguments of `calibrate`, with pickled objects."""
 
     config: TrainConfig
     objects: bytes
@@ -51,29 +108,38 @@ class Calibration:
     rows: tuple[int, ...]
     sizes: tuple[int, int]
     repeats: int
+    for_meshes: bool
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
-        status.phase = "measuring steps"
         torch.manual_seed(0)
-        steps = self.make_steps(torch.device(device))
-        step_seconds = {rows: self.median(step, collective) for rows, step in steps.items()}
+        median, place = partial(self._median, collective), torch.device(device)
+        status.phase = "measuring steps"
+        step_seconds = [(rows, median(step)) for rows, step in self._make_steps(place).items()]
         status.phase = "measuring all-reduces"
-        sums = []
-        for number, size in enumerate(self.sizes if collective.size > 1 else ()):
-            buffer = torch.zeros(size // 4, device=device)
-            sums.append(self.median(partial(_all_reduce, collective, buffer, str(number)), collective))
-        return json.dumps([list(step_seconds.items()), sums])
+        least = 2 if self.for_meshes else collective.size
+        inside = []
+        for size in (n for n in range(least, collective.size + 1) if collective.size % n == 0):
+            group = _group(collective, size)
+            sums = [torch.zeros(count // 4, device=place) for count in self.sizes]
+            inside.append((size, [median(partial(group.all_reduce, s)) for s in sums]))
+        rates, sent = [], []
+        if self.for_meshes:
+            status.phase = "measuring operators and messages"
+            rates = [median(run) for run in _operators(place)]
+            pair = _group(collective, 2)
+            sent = [median(partial(_there_and_back, pair, count, place)) / 2 for count in self.sizes]
+        return json.dumps([step_seconds, inside, rates, sent])
 
-    def median(self, function: Callable[[], object], collective: Collective) -> float:
+    def _median(self, collective: Collective, function: Callable[[], object]) -> float:
         seconds = []
-        for _ in range(WARM_UPS + self.repeats):
+        for _ in range(_WARM_UPS + self.repeats):
             collective.barrier()
             start = time.perf_counter()
             function()
             seconds.append(time.perf_counter() - start)
-        return median(seconds[WARM_UPS:])
+        return median(seconds[_WARM_UPS:])
 
-    def make_steps(self, device: torch.device) -> dict[int, Callable[[], None]]:
+    def _make_steps(self, device: torch.device) -> dict[int, Callable[[], None]]:
         objects = user_code.loads(self.objects)
         module = build_module(self.config, objects).to(device).train()
         if self.config.precision != "fp32":
@@ -92,13 +158,15 @@ class Calibration:
         made: dict[int, Callable[[], None]] = {}
         for rows in self.rows:
             inputs, labels = (tuple(_example(c, rows, device) for c in s) for s in (self.inputs, self.labels))
-            batch = Batch(inputs=inputs, labels=labels, weight=None)
-            made[rows] = partial(step, batch)
+            made[rows] = partial(step, Batch(inputs=inputs, labels=labels, weight=None))
         return made
 
 
-def _all_reduce(collective: Collective, buffer: torch.Tensor, name: str) -> None:
-    collective.start_sum(buffer, name)()
+def _group(collective: Any, size: int) -> Any:
+    """Returns the group of `size` ranks that has this rank; None for a rank that is left over."""
+    if size == collective.size:
+        return collective
+    return collective.part([range(end - size, end) for end in range(size, collective.size + 1, size)])
 
 
 def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tensor:
@@ -109,13 +177,14 @@ def _example(column: BatchColumn, rows: int, device: torch.device) -> torch.Tens
     return torch.randn(shape, device=device)
 
 
-def calibrate(calibration: Calibration, num_ranks: int) -> tuple[dict[int, float], Link]:
-    """Returns the seconds of a step by number of rows, and the `Link` between `num_ranks` local processes.
+def _operators(device: torch.device) -> list[Callable[[], object]]:
+    matrix = torch.randn(_MATRIX, _MATRIX, device=device)
+    one, other = (torch.zeros(_VECTOR, device=device) for _ in range(2))
+    out = torch.empty_like(one)
+    return [lambda: matrix @ matrix, lambda: torch.add(one, other, out=out)]
 
-    Raises:
-        WorkerError: A rank failed.
-    """
-    texts = run_spawned(num_ranks, calibration.config.collective, calibration, timeout_seconds=120)
-    steps, sums = json.loads(texts[0])
-    small, large = zip(calibration.sizes, sums, strict=True)
-    return dict(steps), solve_link(num_ranks, small, large)
+
+def _there_and_back(pair: Any, count: int, device: torch.device) -> None:
+    there = torch.zeros(count // 4, device=device)
+    for turn in (0, 1) if pair is not None else ():
+        (pair.start_send if pair.rank == turn else pair.start_receive)(there, 1 - pair.rank)()

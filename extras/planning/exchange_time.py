@@ -32,6 +32,9 @@ class Link:
             raise ValueError(f"gigabits_per_second must be above 0, got {gigabits_per_second!r}")
         return cls(alpha=milliseconds / 1000, beta=8e-9 / gigabits_per_second)
 
+    def times(self, factor: float) -> Link:
+        return Link(alpha=self.alpha * factor, beta=self.beta * factor)
+
 
 def ring_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
     """Returns the time of a ring all-reduce over n ranks: 2(n-1) messages with 1/n of the bytes each."""

@@ -24,7 +24,7 @@ from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.training import Training
-from ringspark.extras.planning.calibration import LARGEST_BYTES, SMALL_BYTES, Calibration, calibrate
+from ringspark.extras.planning.calibration import calibrate
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
 from ringspark.extras.planning.layers import count_layers
@@ -33,6 +33,8 @@ from ringspark.extras.planning.planned_config import check_counts, make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
 from ringspark.models import ModelSpec
 
+# Bytes of the measured all-reduces.
+_SMALL_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
 # Share of the backward pass in the computation; it can hide communication.
 _BACKWARD_SHARE = 2 / 3
 
@@ -114,18 +116,19 @@ def plan_scaling(
     gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
     if stepSeconds is None or link is None:
         largest = max(own_rows, math.ceil((batchSize or 0) / workers[0]))
-        calibration = Calibration(
-            config=config,
-            objects=user_code.dumps(objects),
-            inputs=tuple(inputs),
-            labels=tuple(labels),
+        found = calibrate(
+            config,
+            objects,
+            inputs,
+            labels,
             rows=(max(1, largest // 4), largest) if largest > 1 else (1, 2),
-            sizes=(SMALL_BYTES, max(2 * SMALL_BYTES, min(gradient_bytes, LARGEST_BYTES))),
+            num_ranks=gangSize,
             repeats=repeats,
+            sizes=(_SMALL_BYTES, max(2 * _SMALL_BYTES, min(gradient_bytes, _LARGEST_BYTES))),
+            for_meshes=False,
         )
-        step_seconds, measured = calibrate(calibration, gangSize)
-        stepSeconds = step_seconds if stepSeconds is None else stepSeconds
-        link = measured if link is None else link
+        stepSeconds = found.step_seconds if stepSeconds is None else stepSeconds
+        link = found.inside[gangSize] if link is None else link
     fixed, per_row = _fit_line(stepSeconds)
 
     def exchange(n: int) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.training.build import build_empty
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.planner import Planner
@@ -35,12 +36,12 @@ def plan_least(
     )
     # The driver does not know the losses yet; any loss that uses all outputs suffices.
     losses = (lambda output, label: output,) * len(config.label_columns)
-    planner = Planner(plain, replace(objects, losses=losses), *shard_columns(config, manifest, 2))
     try:
+        planner = Planner(plain, replace(objects, losses=losses), *shard_columns(config, manifest, 2))
         plan = planner.plan()
     except MemoryError:
         raise
     # Code that fails only on fake tensors must not end a training: only the parameters count then.
     except Exception:
-        return planner.network, 0, 0
+        return build_empty(config, objects), 0, 0
     return planner.network, plan.gradients, plan.optimizer_state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,15 +26,20 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Peak of the memory in bytes, and how it splits into parts, such as weights, at that moment."""
+    """Peak of the memory in bytes, and how it splits into parts, such as weights, at that moment.
+
+    Attributes:
+        most_activations: Largest number of bytes of activations, which can come at another moment.
+    """
 
     total: int
     parts: dict[str, int]
+    most_activations: int = 0
 
     def with_parts(self, **parts: int) -> Peak:
         """Returns a copy in which `parts` replace the bytes of some parts."""
         merged = {**self.parts, **parts}
-        return Peak(total=sum(merged.values()), parts=merged)
+        return replace(self, total=sum(merged.values()), parts=merged)
 
 
 class Meter(TorchDispatchMode):
@@ -59,7 +64,7 @@ class Meter(TorchDispatchMode):
     def restart(self) -> None:
         """Resets the peaks to the live tensors."""
         self.peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
-        self.highest = dict.fromkeys(PARTS, 0)
+        self.most_activations = 0
         self._update_peaks()
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
@@ -132,9 +137,7 @@ class Meter(TorchDispatchMode):
                 parts = {part: int(n * weights[part]) for part, n in self.live.items()}
                 parts["gradients"] += parts.pop(SENT)
                 self.peaks[name] = Peak(total=sum(parts.values()), parts=parts)
-        for part in PARTS:
-            sent = self.live[SENT] if part == "gradients" else 0
-            self.highest[part] = max(self.highest[part], self.live[part] + sent)
+        self.most_activations = max(self.most_activations, self.live["activations"])
 
 
 @dataclass(kw_only=True)

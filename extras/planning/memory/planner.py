@@ -6,20 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ringspark.estimators.lazy_imports import load_object
-from ringspark.estimators.memory.shares import checkpoint_writers, shard_group_size, shares
-from ringspark.estimators.training.build import build_empty
-from ringspark.estimators.training.checkpoint.shards import deal_parameters
+from ringspark.estimators.memory.shares import shard_group_size, shares
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.extras.planning.memory.search import find_settings
-from ringspark.extras.planning.memory.sharing import communication_bytes, count_checkpoint
-from ringspark.extras.planning.memory.step import StepBytes, UpdateBytes, measure_step
-
-PLAN_CUT = "ringspark.extras.planning.meshes.cut_plan:plan_cut"
+from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 
 
 class Planner:
@@ -32,12 +26,9 @@ class Planner:
         inputs: Sequence[BatchColumn],
         labels: Sequence[BatchColumn],
     ) -> None:
-        self._config, self._objects = config, objects
-        self._inputs, self._labels = inputs, labels
-        self._rows = labels[0].shape[0]
-        self.network = build_empty(config, objects)
-        self._steps: dict[str, StepBytes] = {}
-        self._update: UpdateBytes | None = None
+        self._config, self._rows = config, labels[0].shape[0]
+        self._measured = MeasuredRanks(config, objects, inputs, labels)
+        self.network = self._measured.empty
 
     def plan(self, budget: int | None = None, budget_name: str = "the budget") -> MemoryPlan:
         """Returns the config's plan; if it exceeds the budget, the plan suggests settings that fit."""
@@ -76,42 +67,29 @@ class Planner:
             return None
 
     def _plan_of(self, config: TrainConfig, budget: int | None) -> MemoryPlan:
-        if config.cuts_network:
-            # the plan of the rank that needs most
-            found = load_object(PLAN_CUT)(config, self._objects, self.network, self._inputs, self._labels)
-            peak, parts = found.peak, found.rank.parts
-            own = {part: peak.parts[part] for part in ("activations", "batch", "communication")}
-        else:
-            step = self._step(config)
-            own = {"communication": communication_bytes(config, self.network)}
-            peak, parts = step.peaks[config.sync.sharding].with_parts(**own), step.parts
-        copied = parts["parameters"] + parts["optimizer_state"]
-        if (writers := checkpoint_writers(config)) > 1:
-            sizes = dict(self.network.named_parameters(remove_duplicate=False))
-            loads = [0] * writers
-            for name, part in deal_parameters(self.network, writers).items():
-                loads[part] += sizes[name].nbytes
-            copied = copied * max(loads) // sum(loads)
-        kept = count_checkpoint(config, copied)
+        if config.axes["expert"] > 1 and config.sync.sharding != "none":
+            raise ValueError(
+                f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} cannot be "
+                "planned; plan it with sharding='none', which needs more memory"
+            )
+        num_micro = min(config.gradient_accumulation, self._rows)
+        # The largest micro-batch counts.
+        fullest = self._measured.measure(config, -(-self._rows // num_micro)).find_fullest(config, num_micro)
+        peak = fullest.peak
         share = shares(config.sync.sharding, shard_group_size(config))
-        most: dict[str, Any] = {part: int(n * share.get(part, 1.0)) for part, n in parts.items()}
+        most: dict[str, Any] = {p: int(n * share.get(p, 1.0)) for p, n in fullest.rank.parts.items()}
         return MemoryPlan(
             settings=settings_of(config),
             rows=self._rows,
-            peak=peak.total + kept,
-            at_peak={**peak.parts, "checkpoint": kept},
-            checkpoint=copied,
+            peak=peak.total,
+            at_peak=peak.parts,
+            activations=peak.most_activations,
+            batch=peak.parts["batch"],
+            communication=peak.parts["communication"],
+            checkpoint=fullest.copied,
             budget=budget,
-            **most | own,
+            **most,
         )
-
-    def _step(self, config: TrainConfig) -> StepBytes:
-        # One run measures every type of sharding.
-        key = f"{config.without_sharding().to_json()} {shard_group_size(config)}"
-        if key not in self._steps:
-            step = measure_step(config, self._objects, self.network, self._inputs, self._labels, self._update)
-            self._steps[key], self._update = step, step.update
-        return self._steps[key]
 
 
 def settings_of(config: TrainConfig) -> dict[str, object]:

@@ -1,47 +1,39 @@
-"""Runs one training step on fake tensors, by the functions of the trainer.
-
-The optimizer's state exists already, as in every step except the first.
-"""
+"""The network and the optimizer of one rank on fake tensors, made by the functions of the trainer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.memory.shares import SHARDED_PARTS, shard_group_size, shares
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, prepare_inputs
 from ringspark.estimators.training.build import build_configured_optimizer
-from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.make_heads import make_heads
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects, segment_policy
-from ringspark.estimators.training.step import Recipe, forward_backward, global_weights
+from ringspark.estimators.training.step import Recipe
 from ringspark.extras.model_parallel.tensor.loss import scores_of
 from ringspark.extras.planning.memory.columns import BatchColumn
-from ringspark.extras.planning.memory.meter import SENT, Meter, Peak, Weights
-from ringspark.extras.planning.memory.sharing import (
-    backward_buckets,
-    reduces_during_backward,
-    reduces_in_buckets,
-)
+from ringspark.extras.planning.memory.meter import SENT, Meter, Peak
+from ringspark.extras.planning.memory.sharing import backward_buckets
+from ringspark.extras.planning.meshes.work import WorkCount
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.meta_device import copy_module
 from ringspark.models.process_state import fork_generators, ignore_warnings
 
-# From the second on, micro-batches start with existing gradients and are all alike.
-MOST_MICRO_BATCHES = 2
+# Key of the peak if gradients move to the communication buffers during the backward pass.
+LEAVING = "leaving"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,48 +45,12 @@ class UpdateBytes:
     peaks: dict[str, Peak]  # sharding -> the peak of one rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """The memory of one step."""
-
-    parts: dict[str, int]  # part -> its maximum bytes, unsharded
-    peaks: dict[str, Peak]  # sharding -> the peak of one rank
-    update: UpdateBytes
-
-
-def measure_step(
-    config: TrainConfig,
-    objects: UserObjects,
-    empty: nn.Module,
-    inputs: Sequence[BatchColumn],
-    labels: Sequence[BatchColumn],
-    update: UpdateBytes | None = None,
-) -> StepBytes:
-    """Counts the bytes of one step in steady state.
-
-    Args:
-        config: Config with resolved losses; its `batch_size` is ignored, the columns give the number of rows.
-        empty: The network on the meta device.
-        update: Result of an earlier call with the same network, optimizer and batch.
-    """
-    initialize_lazy_layers(empty, inputs, objects)
-    with on_fake_tensors(config, objects, empty) as step:
-        return step.run(inputs, labels, update)
-
-
 @contextmanager
-def on_fake_tensors(
-    config: TrainConfig,
-    objects: UserObjects,
-    empty: nn.Module,
-    *modes: TorchDispatchMode,
-    weightings: Mapping[str, Weights] | None = None,
-) -> Iterator[FakeStep]:
+def on_fake_tensors(config: TrainConfig, objects: UserObjects, empty: nn.Module) -> Iterator[FakeStep]:
     """Enters a context in which tensors have no memory; yields the network and everything that a step needs.
 
     Args:
-        modes: Further dispatch modes to enter.
-        weightings: Further weightings for the `Meter`, which always has one per type of sharding.
+        empty: The network on the meta device.
     """
     if config.training_step is not None:
         raise ValueError(
@@ -104,9 +60,7 @@ def on_fake_tensors(
     device = torch.device("cuda" if config.use_gpu and torch.cuda.is_available() else "cpu")
     gpus = [device] if device.type == "cuda" else []
     sharded = {name: shares(name, shard_group_size(config)) for name in SHARDED_PARTS}
-    if reduces_during_backward(config.without_sharding()):
-        sharded["none"] = {SENT: 0.0}
-    meter = Meter({**sharded, **(weightings or {})})
+    meter, count = Meter({**sharded, LEAVING: {SENT: 0.0}}), WorkCount()
     # Copied here, because a fake mode cannot copy real buffers.
     transform: BatchTransform | None = None
     if objects.transform_batch is not None:
@@ -119,11 +73,9 @@ def on_fake_tensors(
         FakeTensorMode(allow_non_fake_inputs=True),
         _quiet(),
         meter,
-        ExitStack() as entered,
+        count,
     ):
-        for mode in modes:
-            entered.enter_context(mode)
-        yield FakeStep(config, objects, empty, device, meter, transform)
+        yield FakeStep(config, objects, empty, device, meter, count, transform)
 
 
 @contextmanager
@@ -147,10 +99,10 @@ class FakeStep:
         empty: nn.Module,
         device: torch.device,
         meter: Meter,
+        count: WorkCount,
         transform: BatchTransform | None,
     ) -> None:
-        self._config, self._device, self.meter = config, device, meter
-        self.transform = transform
+        self._config, self.meter, self.count, self.transform = config, meter, count, transform
         self.module = _with_storage(empty, device)
         meter.assign([*self.module.parameters(), *self.module.buffers()], "parameters")
         if config.precision != "fp32":
@@ -158,7 +110,8 @@ class FakeStep:
         if config.gradient_checkpointing != "none":
             apply_activation_checkpoint(self.module, segment_policy(config.gradient_checkpointing))
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
-        self._unsent: list[tuple[Sequence[nn.Parameter], set[nn.Parameter]]] = []
+        # Gradients count as sent once their bucket and all earlier buckets are full.
+        self._unsent = [(bucket, set(bucket)) for bucket in backward_buckets(self.module)]
         # The weight average is sharded like the parameters.
         self._average = [torch.empty_like(p) for p in self._trained if config.ema_decay is not None]
         meter.assign(self._average, "parameters")
@@ -175,10 +128,6 @@ class FakeStep:
             device=device,
         )
 
-    def send(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Counts gradients as sent once their bucket and all earlier buckets are full."""
-        self._unsent = [(bucket, set(bucket)) for bucket in buckets]
-
     def _own_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
@@ -188,48 +137,6 @@ class FakeStep:
         while self._unsent and not self._unsent[0][1]:
             bucket, _ = self._unsent.pop(0)
             self.meter.assign([p.grad for p in bucket if p.grad is not None], SENT)
-
-    def run(
-        self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], update: UpdateBytes | None
-    ) -> StepBytes:
-        batch = Batch(
-            inputs=tuple(c.empty(self._device) for c in inputs),
-            labels=tuple(c.empty(self._device) for c in labels),
-            weight=None,
-        )
-        # A GPU also holds the next batch, see `feed.move_batches`.
-        ahead = [c.empty(self._device) for c in (*inputs, *labels) if self._device.type == "cuda"]
-        self.meter.assign([*batch.inputs, *batch.labels, *ahead], "batch")
-        self.module.train()
-        if self.transform is not None:
-            batch = self.transform(batch, 0)
-        if reduces_during_backward(self._config.without_sharding()):
-            self.send(backward_buckets(self.module))
-        self.meter.restart()
-        divisor = global_weights(self.recipe, batch, batch.num_rows, LocalCollective())
-        # Outputs are kept for metrics until the step is over, as in the trainer.
-        outputs = [
-            forward_backward(
-                self.recipe, self.sync, micro_batch, divisor, keeps_outputs=bool(self._config.metrics)
-            )
-            for micro_batch in batch.split(self._config.gradient_accumulation)[:MOST_MICRO_BATCHES]
-        ]
-        del outputs
-        backward = dict(self.meter.peaks)
-        parts = dict(self.meter.highest)
-        update = update or self.update()
-        parts["optimizer_state"] = update.state
-        parts["activations"] = max(parts["activations"], update.temporaries)
-        peaks = {}
-        in_buckets = reduces_in_buckets(self._config.without_sharding())
-        for name, peak in backward.items():
-            in_update = update.peaks[name]
-            if in_buckets and name == "none":
-                in_update = in_update.with_parts(gradients=0)
-            share = shares(name, shard_group_size(self._config)).get("optimizer_state", 1.0)
-            with_state = peak.with_parts(optimizer_state=int(update.state * share))
-            peaks[name] = max(with_state, in_update, key=lambda found: found.total)
-        return StepBytes(parts=parts, peaks=peaks, update=update)
 
     def update(self) -> UpdateBytes:
         """Measures the second optimizer step; the first creates the state."""
@@ -242,7 +149,7 @@ class FakeStep:
         self._optimizer_step()
         return UpdateBytes(
             state=self.meter.live["optimizer_state"],
-            temporaries=self.meter.highest["activations"],
+            temporaries=self.meter.most_activations,
             peaks=dict(self.meter.peaks),
         )
 

@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -28,12 +27,10 @@ from ringspark.extras.planning.memory.budget import first_error_line, network_na
 from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.planner import Planner
 from ringspark.extras.planning.meshes.candidates import candidates
-from ringspark.extras.planning.meshes.hardware import ASSUMED, calibration_rows, make_machine, measure_machine
-from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
-from ringspark.extras.planning.meshes.mesh_calibration import MOST_RANKS
+from ringspark.extras.planning.meshes.machine import MOST_RANKS, GivenHardware, calibration_rows
+from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks, on_one_worker
 from ringspark.extras.planning.meshes.predict import plan_meshes
-from ringspark.extras.planning.meshes.profile import StepWork, Training
-from ringspark.extras.planning.meshes.report import ParallelismPlan
+from ringspark.extras.planning.meshes.work import ASSUMED, OperatorRates, Work
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
@@ -122,10 +119,10 @@ def _choose(
     memory = min(known, default=None) if budget is None else budget
     columns = shard_columns(config, manifest, config.batch_size)
     try:
-        training = Training(config, objects, *columns)
-        if explanation := _explain_without_plan(training, manifest, memory):
+        network = MeasuredRanks(config, objects, *columns)
+        if explanation := _explain_without_plan(network, manifest, memory):
             return ChosenMesh(config, explanation)
-        work = training.step_work()
+        step_work = network.work(config.batch_size)
     # A network that fails only on meta tensors can still use data parallelism.
     except Exception as error:
         warnings.warn(
@@ -139,23 +136,19 @@ def _choose(
     if begun is not None:
         # Part of the run's identity, because it changes the batches of batch normalization.
         micro = begun.gradient_accumulation
-    elif any(isinstance(layer, _BatchNorm) for layer in training.network.modules()):
+    elif any(isinstance(layer, _BatchNorm) for layer in network.empty.modules()):
         # Micro-batches change the statistics of batch normalization, so only the user sets them.
         micro = config.gradient_accumulation
 
-    def make_plan(machine: Machine, facts: str) -> ParallelismPlan:
-        meshes = plan_meshes(training, workers, machine, memory, micro)
-        return ParallelismPlan(
-            workers=workers, rows=config.batch_size, meshes=meshes, memory=memory, facts=facts
-        )
-
     rates, link = (_GPU, _GPU_LINK) if config.use_gpu else (ASSUMED, _NETWORK)
-    plan = make_plan(*make_machine(rates, work, link, workers))
+    machine = GivenHardware(link=link).make_machine(network, workers, rates, {}, link)
+    plan = plan_meshes(network, workers, machine, "assumed", memory, micro)
     # With at most one mesh that fits, a measurement changes nothing.
-    if sum(mesh.fits for mesh in plan.meshes) > 1 and _is_worth_measuring(training, work, workers):
+    if sum(mesh.fits for mesh in plan.meshes) > 1 and _is_worth_measuring(network, step_work, workers):
         # Workers elsewhere are assumed to have cores like this machine's, one per worker.
-        elsewhere: dict[str, Any] = {} if is_here else {"link": _NETWORK, "cores_per_host": workers}
-        plan = make_plan(*measure_machine(training, work, workers, _REPEATS, **elsewhere))
+        given = GivenHardware() if is_here else GivenHardware(link=_NETWORK, cores_per_host=workers)
+        machine = given.measure_machine(network, workers, _REPEATS)
+        plan = plan_meshes(network, workers, machine, "measured here", memory, micro)
     if plan.chosen is None:
         raise ValueError(f"parallelism='auto' found no mesh: {plan.verdict}")
     chosen = replace(config, parallelism=Mesh.of(plan.best), gradient_accumulation=plan.chosen.num_micro)
@@ -170,31 +163,31 @@ def _choose(
     return ChosenMesh(chosen, plan.table())
 
 
-def _explain_without_plan(training: Training, manifest: ShardManifest, memory: int | None) -> str:
+def _explain_without_plan(network: MeasuredRanks, manifest: ShardManifest, memory: int | None) -> str:
     """Returns the reason why no plan is needed and data parallelism is used; "" if a plan is needed."""
-    config = training.settings
-    meshes = candidates(config, training.network, config.num_workers)
+    config = network.config
+    meshes = candidates(config, network.empty, config.num_workers)
     others = [mesh for mesh in meshes if mesh.options or "tensor" in mesh.sizes]
     if all(mesh.refusal for mesh in others):
         return f"data parallelism: no other mesh is possible, because {others[0].refusal}"
-    count = num_bytes(training.network.parameters())
+    count = num_bytes(network.empty.parameters())
     if count > SMALL_BYTES:
         return ""
     rows = -(-config.batch_size // config.num_workers)
     columns = shard_columns(config, manifest, rows)
-    if memory is not None and Planner(config, training.objects, *columns).plan().peak > memory:
+    if memory is not None and Planner(config, network.objects, *columns).plan().peak > memory:
         return ""
     return f"data parallelism: the network is small, {show_bytes(count)}"
 
 
-def _is_worth_measuring(training: Training, work: StepWork, workers: int) -> bool:
+def _is_worth_measuring(network: MeasuredRanks, step_work: Work, workers: int) -> bool:
     """Returns whether to measure a step on this machine.
 
     True on CPUs if a step is short enough and its memory fits into this machine.
     """
-    config = training.config
-    if config.use_gpu or ASSUMED.seconds(work(config.batch_size)) > MOST_SECONDS:
+    config = on_one_worker(network.config)
+    if config.use_gpu or ASSUMED.seconds(step_work) > MOST_SECONDS:
         return False
     limit = find_host_limit(1)
-    peak = training.profile({}).peak(config, calibration_rows(config.batch_size)[1])
+    peak = network.measure(config, calibration_rows(config.batch_size)[1]).find_fullest(config, 1).peak
     return limit is None or 2 * min(workers, MOST_RANKS) * peak.total <= limit.num_bytes

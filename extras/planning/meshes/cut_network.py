@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ringspark.estimators.options.mesh import Mesh
+from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
@@ -64,12 +64,12 @@ class CutNetwork:
 def cut_network(
     empty: nn.Module, sizes: Mapping[str, int], options: Mesh, inputs: Sequence[BatchColumn]
 ) -> CutNetwork:
-    """Shards a network on `meta` in the same way as `shard_network` does on every rank.
+    """Shards a copy of a network on `meta` in the same way as `shard_network` does on every rank.
 
     Raises:
         ValueError: The network cannot be sharded in this way.
     """
-    whole = copy_to_meta(empty)
+    whole = copy_to_meta(empty) if max(sizes[axis] for axis in MODEL_AXES) > 1 else empty
     fakes = {a: FakeCollective(0, sizes[a]) for a in ("tensor", "expert", "sequence") if sizes[a] > 1}
     if tensor := fakes.get("tensor"):
         plan = options.plan or plan_of(whole, sizes["tensor"])

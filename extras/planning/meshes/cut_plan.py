@@ -1,71 +1,23 @@
-"""Plans the memory of a step on each rank of a sharded network, and takes the rank that needs most."""
+"""Adds up the memory of a step from the passes that a rank runs, in the order of its schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import nn
-
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.model_parallel.pipeline.actions import Arrival, PassType, Steps, with_arrivals
 from ringspark.extras.model_parallel.pipeline.orders import Orders, naive
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.transfers import SENDS_IN_FLIGHT
-from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.meter import Peak
 from ringspark.extras.planning.memory.sharing import (
     communication_bytes,
     reduces_during_backward,
     reduces_in_buckets,
 )
-from ringspark.extras.planning.meshes.cut_network import cut_network
-from ringspark.extras.planning.meshes.rank_step import LEAVING, RankBytes, measure_ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutPlan:
-    """Peak memory and measurements of the rank that needs most memory."""
-
-    peak: Peak
-    rank: RankBytes
-
-
-def plan_cut(
-    config: TrainConfig,
-    objects: UserObjects,
-    empty: nn.Module,
-    inputs: Sequence[BatchColumn],
-    labels: Sequence[BatchColumn],
-) -> CutPlan:
-    """Plans the memory of a step on the rank that needs most memory.
-
-    Args:
-        empty: The network on `meta`; not changed.
-        inputs: Arguments of `forward`, with all rows that one replica has in a step.
-
-    Raises:
-        Exception: Any error that `measure_step` raises. ValueError also if the network cannot be sharded in
-            this way.
-    """
-    if config.axes["expert"] > 1 and config.sync.sharding != "none":
-        raise ValueError(
-            f"the memory of a mesh over 'expert' with sharding={config.sync.sharding!r} cannot be planned; "
-            "plan it with sharding='none', which needs more memory"
-        )
-    num_micro = min(config.gradient_accumulation, labels[0].shape[0])
-    # The largest micro-batch counts.
-    inputs, labels = (
-        [replace(c, shape=(-(-c.shape[0] // num_micro), *c.shape[1:])) for c in columns]
-        for columns in (inputs, labels)
-    )
-    network = cut_network(empty, config.axes, config.parallelism, inputs)
-    ranks = measure_ranks(config, objects, network, inputs, labels)
-    plans = [
-        CutPlan(peak=peak_of_steps(rank, steps, config), rank=rank)
-        for rank, steps in zip(ranks, steps_of(config, network.owners, num_micro), strict=True)
-    ]
-    return max(plans, key=lambda plan: plan.peak.total)
+from ringspark.extras.planning.memory.step import LEAVING
+from ringspark.extras.planning.meshes.rank_step import RankBytes
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
@@ -105,7 +57,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
     peaks_of = LEAVING if reduces_during_backward(config) else sharding
     # All rows of the step stay in memory until its end.
     waiting = rank.batch * (len({step.micro for step in steps}) - 1)
-    held, ended, on_their_way, sent = 0, 0, 0, 0
+    held, ended, on_their_way, sent, most = 0, 0, 0, 0, 0
     highest = Peak(total=0, parts={})
     begun: set[int] = set()
     for step in steps:
@@ -122,6 +74,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
             on_their_way -= rank.arriving[stage] if kind is PassType.FORWARD else rank.returning[stage]
         extra = held + ended + on_their_way + min(sent, SENDS_IN_FLIGHT) * rank.arriving[stage]
         peak = one.peaks[peaks_of]
+        most = max(most, one.most_activations + extra)
         if peak.total + extra + waiting > highest.total:
             activations, batch = peak.parts["activations"] + extra, peak.parts["batch"] + waiting
             highest = peak.with_parts(activations=activations, batch=batch)
@@ -138,4 +91,5 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
     if reduces_in_buckets(config):
         update = update.with_parts(gradients=0)
     peak = max(in_passes, update, key=lambda found: found.total)
+    peak = replace(peak, most_activations=max(most, rank.update.temporaries))
     return peak.with_parts(communication=communication_bytes(config, rank.module))

@@ -1,49 +1,21 @@
-"""Hardware profile: speeds of operators and links, and the ranks per host."""
+"""The machine of a prediction: speeds of operators and links, and the ranks per host."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ringspark.estimators.options.sync import AllReduce
 from ringspark.extras.model_parallel.fake_collective import Message
+from ringspark.extras.planning.calibration import calibrate
 from ringspark.extras.planning.exchange_time import Link, ring_seconds
-from ringspark.extras.planning.meshes.work import Work
+from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks, on_one_worker
+from ringspark.extras.planning.meshes.work import OperatorRates
+from ringspark.extras.planning.tables import describe_link, show_seconds
 
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorRates:
-    """Speed of one rank that has a core or a device to itself.
-
-    Attributes:
-        launch: Seconds per operator.
-        flop: Seconds per floating-point operation of a matrix product.
-        byte: Seconds per byte that an operator reads or writes.
-    """
-
-    launch: float
-    flop: float
-    byte: float
-
-    def seconds(self, work: Work) -> float:
-        return work.launches * self.launch + self.rest(work)
-
-    def rest(self, work: Work) -> float:
-        """Returns the part of the time that grows with the rows: everything except launching operators."""
-        return work.flops * self.flop + work.num_bytes * self.byte
-
-    def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
-        """Returns rates that explain two measured steps; `measured` has (work, seconds) by number of rows.
-
-        The ratio of `flop` and `byte` stays the same, because two steps are too few to separate them.
-        """
-        (few, quick), (many, slow) = measured[min(measured)], measured[max(measured)]
-        grown = self.rest(many) - self.rest(few)
-        scale = (slow - quick) / grown if grown > 0 else 0.0
-        launch = (slow - scale * self.rest(many)) / many.launches
-        if scale <= 0 or launch < 0:
-            # Noise, or cache misses of the larger step: assume no launch time.
-            scale, launch = slow / self.rest(many), 0.0
-        return replace(self, launch=launch, flop=self.flop * scale, byte=self.byte * scale)
+# Largest number of processes of a calibration run.
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +55,16 @@ class Machine:
         link = self.link(size, reach)
         return sum(_seconds(message, size, link) for message in messages)
 
+    def describe(self, workers: int, source: str) -> str:
+        near, crowding = max(self.inside), self.crowding(workers)
+        between = "" if self.between is None else f"; between hosts {describe_link(self.between)}"
+        shared = f"; {crowding:.3g} workers share a core" if crowding > 1 else ""
+        return (
+            f"Steps {source}: an operator takes {show_seconds(self.rates.launch)} plus its work at "
+            f"{1e-9 / self.rates.flop:,.3g} billion operations and {1e-9 / self.rates.byte:,.3g} billion "
+            f"bytes per second; {describe_link(self.inside[near])}{between}{shared}."
+        )
+
     def sending(self, num_bytes: float, workers: int) -> float:
         link = self.wire if workers <= self.ranks_per_host or self.between is None else self.between
         return link.alpha + num_bytes * link.beta
@@ -98,3 +80,75 @@ def _seconds(message: Message, size: int, link: Link) -> float:
     if message.kind == "shift":
         return link.alpha + message.num_bytes * link.beta
     return ring / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenHardware:
+    """What the user knows of the machine; None if unknown. See the arguments of `plan_parallelism`."""
+
+    link: Link | None = None
+    between: Link | None = None
+    step_seconds: Mapping[int, float] | None = None
+    workers_per_host: int | None = None
+    cores_per_host: int | None = None
+
+    def make_machine(
+        self,
+        network: MeasuredRanks,
+        workers: int,
+        rates: OperatorRates,
+        inside: Mapping[int, Link],
+        wire: Link,
+        cores: int | None = None,
+    ) -> Machine:
+        """Returns the machine with the given numbers, and with the arguments instead of unknown numbers.
+
+        If the seconds of steps are given, only the ratio of the rates is used.
+        """
+        if self.step_seconds is not None:
+            rates = rates.fit({n: (network.work(n), seconds) for n, seconds in self.step_seconds.items()})
+        ranks = min(workers, self.workers_per_host or workers)
+        return Machine(
+            rates=rates,
+            inside=inside if self.link is None else {2: self.link},
+            between=self.between,
+            wire=self.link or wire,
+            ranks_per_host=ranks,
+            cores_per_host=self.cores_per_host or cores or ranks,
+        )
+
+    def measure_machine(self, network: MeasuredRanks, workers: int, repeats: int) -> Machine:
+        """Measures on this machine the numbers that are not given. Raises WorkerError if a process failed."""
+        num_ranks = next(
+            n for n in range(min(max(2, workers), MOST_RANKS), 0, -1) if workers % n == 0 or n == 2
+        )
+        found = calibrate(
+            replace(on_one_worker(network.config), collective="torch", sync=AllReduce()),
+            network.objects,
+            network.inputs,
+            network.labels,
+            rows=calibration_rows(network.config.batch_size) if self.step_seconds is None else (),
+            num_ranks=num_ranks,
+            repeats=repeats,
+        )
+        assert found.rates is not None
+        assert found.wire is not None
+        cores = count_cores()
+        shared = max(1.0, num_ranks / cores)
+        # Seconds of a rank with its own core.
+        own = self.step_seconds or {n: seconds / shared for n, seconds in found.step_seconds.items()}
+        # The measured ranks may share cores more, or less, than the planned ranks.
+        ranks = min(workers, self.workers_per_host or workers)
+        share = max(1.0, ranks / (self.cores_per_host or cores)) / shared
+        inside = {n: link.times(share) for n, link in found.inside.items()}
+        given = replace(self, step_seconds=own)
+        return given.make_machine(network, workers, found.rates, inside, found.wire.times(share), cores)
+
+
+def calibration_rows(rows: int) -> tuple[int, int]:
+    """Returns two numbers of rows to measure steps with, for a training with `rows` rows per step."""
+    return max(1, rows // 8), max(2, rows // 2)
+
+
+def count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

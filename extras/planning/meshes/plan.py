@@ -17,10 +17,11 @@ from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.memory.columns import columns_of
-from ringspark.extras.planning.meshes.hardware import ASSUMED, make_machine, measure_machine
+from ringspark.extras.planning.meshes.machine import GivenHardware
+from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.predict import plan_meshes
-from ringspark.extras.planning.meshes.profile import Training
 from ringspark.extras.planning.meshes.report import ParallelismPlan
+from ringspark.extras.planning.meshes.work import ASSUMED
 from ringspark.extras.planning.planned_config import check_counts, explain_failure, make_config
 from ringspark.models import ModelSpec
 
@@ -103,17 +104,21 @@ def plan_parallelism(
     if gradientAccumulation is not None:
         SETTINGS["gradientAccumulation"].check(gradientAccumulation)
     limit = None if memory is None else parse_bytes(memory)
-    training = Training(config, objects, inputs, labels)
     with explain_failure(config, objects):
-        work = training.step_work()
-    own, between = _parse_link(link, "link"), _parse_link(hostLink, "hostLink")
-    given = between, stepSeconds, workersPerHost, coresPerHost
-    if own is not None and stepSeconds is not None:
-        machine, facts = make_machine(ASSUMED, work, own, workers, *given)
+        network = MeasuredRanks(config, objects, inputs, labels)
+        network.work(config.batch_size)
+    given = GivenHardware(
+        link=_parse_link(link, "link"),
+        between=_parse_link(hostLink, "hostLink"),
+        step_seconds=stepSeconds,
+        workers_per_host=workersPerHost,
+        cores_per_host=coresPerHost,
+    )
+    if given.link is not None and stepSeconds is not None:
+        machine, source = given.make_machine(network, workers, ASSUMED, {}, given.link), "given"
     else:
-        machine, facts = measure_machine(training, work, workers, repeats, own, *given)
-    meshes = plan_meshes(training, workers, machine, limit, gradientAccumulation)
-    return ParallelismPlan(workers=workers, rows=config.batch_size, meshes=meshes, memory=limit, facts=facts)
+        machine, source = given.measure_machine(network, workers, repeats), "measured here"
+    return plan_meshes(network, workers, machine, source, limit, gradientAccumulation)
 
 
 def _parse_link(given: Link | Mapping[str, float] | None, name: str) -> Link | None:

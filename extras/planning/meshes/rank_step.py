@@ -22,19 +22,10 @@ from ringspark.extras.model_parallel.fake_collective import Message
 from ringspark.extras.model_parallel.pipeline.wire import Forms, forms_of, mark_gradients
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.meter import SENT, Peak
-from ringspark.extras.planning.memory.sharing import backward_buckets
-from ringspark.extras.planning.memory.step import (
-    FakeStep,
-    UpdateBytes,
-    initialize_lazy_layers,
-    on_fake_tensors,
-)
+from ringspark.extras.planning.memory.step import FakeStep, UpdateBytes, on_fake_tensors
 from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
-from ringspark.extras.planning.meshes.work import Work, WorkCount
+from ringspark.extras.planning.meshes.work import Work
 from ringspark.models.chain import as_values, links_of, run_links
-
-# Key of the peak if gradients move to the communication buffers during the backward pass.
-LEAVING = "leaving"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +33,15 @@ class PassBytes:
     """Forward or backward pass of one stage on one micro-batch.
 
     Attributes:
-        peaks: Peak memory for each value of `sharding`, without memory that other micro-batches hold.
+        peaks: Peak memory for each value of `sharding` and for `LEAVING`, without memory that other
+            micro-batches hold.
+        most_activations: Largest number of bytes of activations during the pass.
         kept: Bytes by which memory has grown after the pass; negative for a backward pass.
         messages: Communication inside the network, by axis.
     """
 
     peaks: Mapping[str, Peak]
+    most_activations: int
     kept: int
     work: Work
     messages: Mapping[str, tuple[Message, ...]]
@@ -65,7 +59,7 @@ class RankBytes:
         module: The rank's part of the network on `meta`.
         parts: Bytes of parameters, gradients and optimizer state, under their names in `plan_memory`.
         first: Passes of a step's first micro-batch, in which the gradients are allocated.
-        passes: Passes of any later micro-batch, in which gradients are added up.
+        passes: Passes of any later micro-batch, in which gradients are added up; `first` if there is none.
         update: The optimizer's step.
         batch: Bytes of the rows of one micro-batch.
         arriving: Bytes that each stage receives from another rank in the forward pass of a micro-batch.
@@ -92,63 +86,61 @@ def measure_ranks(
     labels: Sequence[BatchColumn],
     known: Sequence[RankBytes] | None = None,
 ) -> list[RankBytes]:
-    """Measures one micro-batch and one update on each rank of a pipeline.
-
-    Raises the errors of `measure_step`.
+    """Measures one micro-batch and one update on each rank of a replica, in steady state.
 
     Args:
         config: The settings, except `batch_size`: the micro-batch has the rows of `inputs`.
-        known: Result of an earlier call with another number of rows; its updates are not measured again.
+        known: Result of an earlier call for this network; its updates are not measured again.
+
+    Raises:
+        Exception: Any error of the network, the loss or the optimizer on fake tensors.
     """
-    initialize_lazy_layers(network.whole, inputs, objects)
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
     found = []
-    earlier_ranks = [None] * len(network.parts) if known is None else known
-    for part, earlier in zip(network.parts, earlier_ranks, strict=True):
-        count = WorkCount()
-        leaving = {LEAVING: {SENT: 0.0}}
-        with on_fake_tensors(config, objects, part.module, count, weightings=leaving) as step:
-            found.append(_Rank(config, network, part, step, count, forms).measure(inputs, labels, earlier))
+    for part, earlier in zip(network.parts, known or [None] * len(network.parts), strict=True):
+        with on_fake_tensors(config, objects, part.module) as step:
+            found.append(_Rank(config, network, part, step, forms).measure(inputs, labels, earlier))
     return found
 
 
+@dataclass(frozen=True)
 class _Rank:
-    def __init__(
-        self,
-        config: TrainConfig,
-        network: CutNetwork,
-        part: RankPart,
-        step: FakeStep,
-        count: WorkCount,
-        forms: Mapping[int, Forms],
-    ) -> None:
-        self._config, self._network, self._part = config, network, part
-        self._step, self._count, self._forms = step, count, forms
-        self._last = len(network.owners) - 1
+    config: TrainConfig
+    network: CutNetwork
+    part: RankPart
+    step: FakeStep
+    forms: Mapping[int, Forms]
+
+    @property
+    def last(self) -> int:
+        return len(self.network.owners) - 1
 
     def measure(
         self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], known: RankBytes | None
     ) -> RankBytes:
-        step = self._step
+        step, stages = self.step, self.part.stages
+        device = step.recipe.device
         batch = Batch(
-            inputs=tuple(c.empty(step.recipe.device) for c in inputs),
-            labels=tuple(c.empty(step.recipe.device) for c in labels),
+            inputs=tuple(c.empty(device) for c in inputs),
+            labels=tuple(c.empty(device) for c in labels),
             weight=None,
         )
-        rows = [*batch.inputs, *batch.labels]
-        step.meter.assign(rows, "batch")
-        step.module.train()
-        step.send(backward_buckets(step.module))
         if step.transform is not None:
             batch = step.transform(batch, 0)
-        rounds: list[Passes] = [{}, {}]
+        rows = [*batch.inputs, *batch.labels]
+        if device.type == "cuda":
+            # A GPU also holds the next batch, see `feed.move_batches`.
+            rows += [c.empty(device) for c in (*inputs, *labels)]
+        step.meter.assign(rows, "batch")
+        step.module.train()
+        # From the second on, micro-batches start with existing gradients and are all alike.
+        rounds: list[Passes] = [{} for _ in range(min(2, self.config.gradient_accumulation))]
         for passes in rounds:
-            for stage in self._part.stages:
+            for stage in stages:
                 passes |= self._stage(stage, batch)
-        stages = self._part.stages
         measured: dict[str, Any] = {
             "first": rounds[0],
-            "passes": rounds[1],
+            "passes": rounds[-1],
             "batch": num_bytes(rows),
             "arriving": {stage: self._bytes_before(stage) for stage in stages},
             "returning": {stage: self._bytes_before(stage + 1, has_gradient=True) for stage in stages},
@@ -157,9 +149,9 @@ class _Rank:
             # The update holds the batch's rows too.
             peaks = {name: p.with_parts(batch=num_bytes(rows)) for name, p in known.update.peaks.items()}
             return replace(known, update=replace(known.update, peaks=peaks), **measured)
-        self._count.take()
+        step.count.take()
         update = step.update()
-        work = self._count.take()
+        work = step.count.take()
         # Two updates ran: the first one created the state.
         half = Work(launches=work.launches // 2, flops=work.flops // 2, num_bytes=work.num_bytes // 2)
         live = step.meter.live
@@ -168,17 +160,17 @@ class _Rank:
             "gradients": live["gradients"] + live[SENT],
             "optimizer_state": update.state,
         }
-        return RankBytes(module=self._part.module, parts=parts, update=update, update_work=half, **measured)
+        return RankBytes(module=self.part.module, parts=parts, update=update, update_work=half, **measured)
 
     def _bytes_before(self, stage: int, *, has_gradient: bool = False) -> int:
         """Returns the bytes that `stage` receives from another rank in a forward pass.
 
         With `has_gradient`, counts only the values that need gradients.
         """
-        owners = self._network.owners
+        owners = self.network.owners
         if not 0 < stage < len(owners) or owners[stage - 1] == owners[stage]:
             return 0
-        forms = [form for form in self._forms[stage] if form and (form.requires_grad or not has_gradient)]
+        forms = [form for form in self.forms[stage] if form and (form.requires_grad or not has_gradient)]
         return sum(form.dtype.itemsize * torch.Size(form.shape).numel() for form in forms)
 
     def _stage(self, stage: int, batch: Batch) -> Passes:
@@ -187,8 +179,9 @@ class _Rank:
         found: Passes = {(stage, True): self._end(before)}
         before = self._begin()
         if results:
-            given = [torch.empty_like(r) for r in results] if stage < self._last else None
-            torch.autograd.backward(results, given)
+            given = [torch.empty_like(r) for r in results] if stage < self.last else None
+            with self.step.recipe.criterion.differentiable():
+                torch.autograd.backward(results, given)
             del given
         del results, values
         found[stage, False] = self._end(before)
@@ -197,38 +190,39 @@ class _Rank:
 
     def _forward(self, stage: int, batch: Batch) -> tuple[list[torch.Tensor], Any, Any]:
         """Runs a stage; returns tensors to differentiate, outputs for metrics, and tensors to keep alive."""
-        step, module = self._step, self._step.module
-        recipe, keeps = step.recipe, bool(self._config.metrics)
-        if not self._network.is_pipeline:
+        step, module = self.step, self.step.module
+        recipe, keeps = step.recipe, bool(self.config.metrics)
+        if not self.network.is_pipeline:
             losses, seen = forward(recipe, module, module, batch, keeps_outputs=keeps)
             return [scale_loss(recipe, step.sync, losses, float(batch.num_rows))], seen, None
         values: Any = batch.inputs
         if stage > 0:
-            forms, device = self._forms[stage], recipe.device
+            forms, device = self.forms[stage], recipe.device
             empty = (None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in forms)
             values = mark_gradients(tuple(empty), forms)
-        with autocast(self._config.precision, recipe.device):
+        with autocast(self.config.precision, recipe.device):
             outputs = module(*values, stage=stage)
-        if stage == self._last:
+        if stage == self.last:
             losses, seen = compute_losses(recipe, module, outputs, batch, keeps_outputs=keeps)
             return [scale_loss(recipe, step.sync, losses, float(batch.num_rows))], seen, values
         given = outputs if isinstance(outputs, tuple) else (outputs,)
         return [v for v in given if v is not None and v.requires_grad], None, (values, given)
 
     def _begin(self) -> int:
-        self._step.meter.restart()
-        self._count.take()
-        for fake in self._network.fakes.values():
+        self.step.meter.restart()
+        self.step.count.take()
+        for fake in self.network.fakes.values():
             fake.messages.clear()
-        return self._step.meter.live["activations"]
+        return self.step.meter.live["activations"]
 
     def _end(self, before: int) -> PassBytes:
-        meter = self._step.meter
+        meter = self.step.meter
         return PassBytes(
             peaks=dict(meter.peaks),
+            most_activations=meter.most_activations,
             kept=meter.live["activations"] - before,
-            work=self._count.take(),
-            messages={axis: tuple(found.messages) for axis, found in self._network.fakes.items()},
+            work=self.step.count.take(),
+            messages={axis: tuple(found.messages) for axis, found in self.network.fakes.items()},
         )
 
 
@@ -237,7 +231,8 @@ def _forms(
 ) -> dict[int, Forms]:
     """Returns the shapes and dtypes of the values that each stage except the first receives."""
     forms: dict[int, Forms] = {}
-    with on_fake_tensors(replace(config, gradient_checkpointing="none"), objects, network.whole) as step:
+    plain = replace(config, gradient_checkpointing="none")
+    with on_fake_tensors(plain, objects, network.whole) as step:
         step.module.train()
         links = links_of(step.module)
         bounds = [[link.name for link in links].index(name) for name in network.firsts]

@@ -22,7 +22,8 @@ from ringspark.extras.model_parallel.pipeline.orders import Orders
 from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.meshes.cut_plan import orders_of
 from ringspark.extras.planning.meshes.machine import Machine
-from ringspark.extras.planning.meshes.profile import Profile
+from ringspark.extras.planning.meshes.measured_ranks import Replica
+from ringspark.extras.planning.meshes.rank_step import PassBytes
 
 # Share of the backward pass, which can hide an all-reduce.
 _BACKWARD_SHARE = 2 / 3
@@ -45,32 +46,33 @@ class StepTime:
     bubble: float
 
 
-def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -> StepTime:
-    """Predicts the time of a step; `config` has the mesh and the number of micro-batches."""
+def predict_step_time(config: TrainConfig, replica: Replica, machine: Machine) -> StepTime:
+    """Predicts the time of a step; `config` has the mesh and the number of micro-batches.
+
+    `replica` is measured with the rows of the largest micro-batch.
+    """
     workers, sizes = config.num_workers, config.axes
     crowding = machine.crowding(workers)
     orders = orders_of(config, config.gradient_accumulation)
-    rows = config.batch_size / config.num_copies / config.gradient_accumulation
-    ranks = {stage: rank for rank, part in enumerate(profile.network.parts) for stage in part.stages}
+    ranks = {stage: rank for rank in replica.ranks for stage in rank.arriving}
+
+    def measured(action: Action) -> PassBytes:
+        return ranks[action.stage].passes[action.stage, action.kind is PassType.FORWARD]
 
     def compute(action: Action) -> float:
-        rank = ranks[action.stage]
-        if action.kind is PassType.FORWARD:
-            return machine.rates.seconds(profile.work(rank, action.stage, True, rows))
-        whole = machine.rates.seconds(profile.work(rank, action.stage, False, rows))
-        return whole if action.kind is PassType.BACKWARD else whole / 2
+        whole = machine.rates.seconds(measured(action).work)
+        return whole / 2 if action.kind in (PassType.INPUT, PassType.WEIGHT) else whole
 
     def communicate(action: Action) -> float:
         if action.kind is PassType.WEIGHT:
             return 0.0
-        rank, seconds = ranks[action.stage], 0.0
-        messages = profile.messages(rank, action.stage, action.kind is PassType.FORWARD, rows)
-        for axis, found in messages.items():
+        seconds = 0.0
+        for axis, found in measured(action).messages.items():
             # Ranks along the last axis are neighbours; earlier axes have larger strides.
             reach = math.prod(sizes[other] for other in AXES[AXES.index(axis) :])
             seconds += machine.exchange(found, sizes[axis], reach)
         # A send or receive to or from the previous stage.
-        if arriving := profile.arriving(rank, action.stage, rows):
+        if arriving := ranks[action.stage].arriving[action.stage]:
             seconds += machine.sending(arriving, workers)
         return seconds
 
@@ -81,17 +83,17 @@ def predict_step_time(config: TrainConfig, profile: Profile, machine: Machine) -
     passes, used = _simulate(
         orders, len(ranks), slots, lambda action: compute(action) + communicate(action) / crowding
     )
-    gradients = _gradient_bytes(profile)
+    gradients = _gradient_bytes(replica)
     reduce = _all_reduce_seconds(config, gradients, machine)
     # Gradients of a large network are all-reduced in buckets, during the backward pass.
     in_buckets = max(gradients)[0] > FLAT_BYTES
-    if not profile.network.is_pipeline and machine.hosts(workers) > 1 and in_buckets:
+    if not replica.network.is_pipeline and machine.hosts(workers) > 1 and in_buckets:
         reduce -= min(reduce, _BACKWARD_SHARE * alone / config.gradient_accumulation)
-    update = _update_seconds(config, profile, machine)
+    update = _update_seconds(config, replica, machine)
     return StepTime(
         total=passes + reduce + update,
         exposed=passes - alone + reduce,
-        bubble=max(0.0, 1 - used) if profile.network.is_pipeline else 0.0,
+        bubble=max(0.0, 1 - used) if replica.network.is_pipeline else 0.0,
     )
 
 
@@ -164,18 +166,18 @@ def _all_reduce_seconds(config: TrainConfig, gradients: list[tuple[int, int]], m
     return max(of_rank(*found) for found in gradients)
 
 
-def _update_seconds(config: TrainConfig, profile: Profile, machine: Machine) -> float:
+def _update_seconds(config: TrainConfig, replica: Replica, machine: Machine) -> float:
     share = 1.0 if config.sync.sharding == "none" else 1.0 / shard_group_size(config)
-    seconds = [machine.rates.seconds(rank.update_work) * share for rank in profile.many]
+    seconds = [machine.rates.seconds(rank.update_work) * share for rank in replica.ranks]
     crowding = machine.crowding(config.num_workers)
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))
 
 
-def _gradient_bytes(profile: Profile) -> list[tuple[int, int]]:
+def _gradient_bytes(replica: Replica) -> list[tuple[int, int]]:
     """Returns, for each rank, the bytes of all its gradients and of its experts' gradients."""
     found = []
-    for part in profile.network.parts:
-        trained = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
-        experts = expert_names(part.module) & trained.keys()
+    for rank in replica.ranks:
+        trained = {name: p for name, p in rank.module.named_parameters() if p.requires_grad}
+        experts = expert_names(rank.module) & trained.keys()
         found.append((num_bytes(trained.values()), num_bytes(trained[name] for name in experts)))
     return found

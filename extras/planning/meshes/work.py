@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +44,46 @@ class Work:
             flops=self.flops + other.flops,
             num_bytes=self.num_bytes + other.num_bytes,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRates:
+    """Speed of one rank that has a core or a device to itself.
+
+    Attributes:
+        launch: Seconds per operator.
+        flop: Seconds per floating-point operation of a matrix product.
+        byte: Seconds per byte that an operator reads or writes.
+    """
+
+    launch: float
+    flop: float
+    byte: float
+
+    def seconds(self, work: Work) -> float:
+        return work.launches * self.launch + self.rest(work)
+
+    def rest(self, work: Work) -> float:
+        """Returns the part of the time that grows with the rows: everything except launching operators."""
+        return work.flops * self.flop + work.num_bytes * self.byte
+
+    def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
+        """Returns rates that explain two measured steps; `measured` has (work, seconds) by number of rows.
+
+        The ratio of `flop` and `byte` stays the same, because two steps are too few to separate them.
+        """
+        (few, quick), (many, slow) = measured[min(measured)], measured[max(measured)]
+        grown = self.rest(many) - self.rest(few)
+        scale = (slow - quick) / grown if grown > 0 else 0.0
+        launch = (slow - scale * self.rest(many)) / many.launches
+        if scale <= 0 or launch < 0:
+            # Noise, or cache misses of the larger step: assume no launch time.
+            scale, launch = slow / self.rest(many), 0.0
+        return replace(self, launch=launch, flop=self.flop * scale, byte=self.byte * scale)
+
+
+# Assumed for one core of a server without a measurement: 50 GFLOP/s and 10 GB/s.
+ASSUMED = OperatorRates(launch=5e-6, flop=2e-11, byte=1e-10)
 
 
 class WorkCount(TorchDispatchMode):

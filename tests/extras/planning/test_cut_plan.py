@@ -42,20 +42,6 @@ def _measured(config: TrainConfig, rows: int) -> tuple[CutNetwork, list[RankByte
     return network, measure_ranks(config, UserObjects(), network, inputs, labels)
 
 
-@pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16", "gradient_checkpointing": "all"}])
-def test_one_rank_with_everything_needs_what_the_memory_plan_says(micro: int, changes: Any) -> None:
-    config = _config({}, 1, micro, **changes)
-    _, (rank,) = _measured(config, ROWS // micro)
-    checkpointing, precision = changes.get("gradient_checkpointing", "none"), changes.get("precision", "fp32")
-    settings = {"gradientCheckpointing": checkpointing, "precision": precision}
-    plan = plan_memory(SPEC, BATCH, gradientAccumulation=micro, **settings)
-    # The loss of each micro-batch is kept, and the plan runs only two of them.
-    kept = 4 * max(0, micro - 2)
-    assert peak_of_steps(rank, steps_of(config, (0,), micro)[0], config).total == plan.peak + kept
-    assert rank.update.state == plan.optimizer_state
-
-
 def test_a_stage_and_a_cut_matrix_have_the_bytes_of_their_parameters() -> None:
     whole = {name: p.numel() for name, p in build_on_meta(SPEC.build).named_parameters()}
     network, ranks = _measured(_config({"pipeline": 2, "tensor": 2}, 4), ROWS)

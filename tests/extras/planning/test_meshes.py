@@ -19,12 +19,11 @@ from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.planning.meshes.candidates import AXIS_RULES, candidates, micro_batches, with_mesh
-from ringspark.extras.planning.meshes.hardware import ASSUMED
-from ringspark.extras.planning.meshes.machine import Machine, OperatorRates
-from ringspark.extras.planning.meshes.profile import Training
+from ringspark.extras.planning.meshes.machine import Machine
+from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.report import name_options
 from ringspark.extras.planning.meshes.step_time import predict_step_time, simulate_makespan
-from ringspark.extras.planning.meshes.work import Work
+from ringspark.extras.planning.meshes.work import ASSUMED, OperatorRates, Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
@@ -45,20 +44,21 @@ def _machine(**changes: Any) -> Machine:
 
 
 @pytest.fixture(scope="module")
-def training() -> Training:
+def training() -> MeasuredRanks:
     config = bare_config(model=SPEC, losses=("mse",), batch_size=ROWS, collective="torch")
-    return Training(config, UserObjects(), *columns_of(BATCH))
+    return MeasuredRanks(config, UserObjects(), *columns_of(BATCH))
 
 
-def _time(training: Training, machine: Machine, micro: int = 1, **mesh: Any) -> Any:
+def _time(training: MeasuredRanks, machine: Machine, micro: int = 1, **mesh: Any) -> Any:
     workers = math.prod(size for size in mesh.values() if isinstance(size, int))
     sizes = {axis: size for axis, size in mesh.items() if isinstance(size, int)}
     options = {key: value for key, value in mesh.items() if key not in sizes}
-    config = with_mesh(training.settings, workers, name_options(sizes, options), micro)
-    return predict_step_time(config, training.profile(sizes, options), machine)
+    config = with_mesh(training.config, workers, name_options(sizes, options), micro)
+    rows = -(-ROWS // (config.num_copies * micro))
+    return predict_step_time(config, training.measure(config, rows), machine)
 
 
-def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Training) -> None:
+def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: MeasuredRanks) -> None:
     free = _machine(inside={2: Link(alpha=0, beta=0)}, wire=Link(alpha=0, beta=0))
     one = _time(training, free).total
     # The inputs need no gradient: 3 products per matrix, 2 for the first.
@@ -77,7 +77,7 @@ def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: Trainin
     assert _time(training, _machine(), tensor=2).exposed == pytest.approx(3 * hidden)
 
 
-def test_a_pipeline_waits_as_its_schedule_says(training: Training) -> None:
+def test_a_pipeline_waits_as_its_schedule_says(training: MeasuredRanks) -> None:
     """Each stage takes three units, the first one two, as inputs need no gradient: 3 (m+p-1) - 1 in total."""
     free = _machine(wire=Link(alpha=0, beta=0))
     cuts = ["trunk.1", "trunk.2", "trunk.3"]
@@ -113,7 +113,7 @@ def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: 
     assert max(free, work / 2) <= two <= work / 2 + free / 2
 
 
-def test_more_micro_batches_need_less_and_slower_links_take_longer(training: Training) -> None:
+def test_more_micro_batches_need_less_and_slower_links_take_longer(training: MeasuredRanks) -> None:
     slow = _machine(inside={2: Link(alpha=1e-2, beta=1e-5)}, wire=Link(alpha=1e-2, beta=1e-5))
     for mesh in ({"data": 4}, {"tensor": 4}, {"pipeline": 4}):
         assert _time(training, slow, 4, **mesh).total > _time(training, _machine(), 4, **mesh).total
@@ -149,12 +149,12 @@ def test_rates_take_what_two_steps_took() -> None:
     assert noise.seconds(many) == pytest.approx(0.05)
 
 
-def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
-    found = candidates(training.settings, training.network, 4, interleaves=False)
+def test_every_product_of_sizes_is_a_candidate(training: MeasuredRanks) -> None:
+    found = candidates(training.config, training.empty, 4, interleaves=False)
     shapes = {tuple(sorted(c.sizes.items())) for c in found}
     assert len(found) == len(shapes) == 6
     assert all(math.prod(c.sizes.values()) == 4 for c in found)
-    both = candidates(training.settings, training.network, 4)
+    both = candidates(training.config, training.empty, 4)
     # Four layers are enough for two stages per worker on two workers, but not on four.
     assert [c.sizes["pipeline"] for c in both if c.options.get("virtual")] == [2, 2]
     (whole, *_) = found
@@ -163,12 +163,12 @@ def test_every_product_of_sizes_is_a_candidate(training: Training) -> None:
     assert micro_batches(found[-1], 3, 4) == []
 
 
-def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> None:
-    given = training.settings, training.network
+def test_each_axis_says_how_far_a_network_can_be_spread(training: MeasuredRanks) -> None:
+    given = training.config, training.empty
     assert AXIS_RULES["data"](*given, ROWS) == ""
     assert "is too small for 17 workers" in AXIS_RULES["data"](*given, 17)
     assert "needs sharding='parameters'" in AXIS_RULES["shard"](*given, 2)
-    assert AXIS_RULES["shard"](replace(training.settings, sync=Zero(stage=3)), training.network, 2) == ""
+    assert AXIS_RULES["shard"](replace(training.config, sync=Zero(stage=3)), training.empty, 2) == ""
     assert AXIS_RULES["tensor"](*given, WIDTH) == ""
     assert "is too small for that many shards" in AXIS_RULES["tensor"](*given, WIDTH + 1)
     assert AXIS_RULES["pipeline"](*given, DEPTH + 1) == ""
@@ -176,39 +176,40 @@ def test_each_axis_says_how_far_a_network_can_be_spread(training: Training) -> N
     assert "does not support parallelism's 'sequence'" in AXIS_RULES["sequence"](*given, 2)
     assert "has no experts" in AXIS_RULES["expert"](*given, 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
-    lm = training.settings, build_on_meta(ModelSpec("transformer_lm", heads).build)
+    lm = training.config, build_on_meta(ModelSpec("transformer_lm", heads).build)
     assert "must divide num_heads (3)" in AXIS_RULES["tensor"](*lm, 2)
     assert AXIS_RULES["sequence"](*lm, 2) == ""
     assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(*lm, 4) if not c.refusal]
 
 
-def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: Training) -> None:
+def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: MeasuredRanks) -> None:
     """A mixture sends its tokens and gets them back, forward and backward. Before, it sends their number."""
     sizes = {"vocab_size": 8, "max_seq_len": 4, "dim": 8, "depth": 1, "num_heads": 2}
     spec = ModelSpec("transformer_lm", sizes | {"experts": {"num_experts": 4, "every": 1}})
     ids = ((ROWS, 4), "int64")
-    config = replace(training.settings, model=spec.to_json(), losses=("cross_entropy",))
-    mixed = Training(config, UserObjects(), *columns_of((ids, ids)))
-    shapes = [dict(c.sizes) for c in candidates(mixed.settings, mixed.network, 4) if not c.refusal]
+    config = replace(training.config, model=spec.to_json(), losses=("cross_entropy",))
+    mixed = MeasuredRanks(config, UserObjects(), *columns_of((ids, ids)))
+    shapes = [dict(c.sizes) for c in candidates(mixed.config, mixed.empty, 4) if not c.refusal]
     assert {"expert": 4} in shapes
     assert {"data": 2, "expert": 2} in shapes
-    assert not any("expert" in c.sizes for c in candidates(training.settings, training.network, 4))
-    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.settings, mixed.network, 5)
+    assert not any("expert" in c.sizes for c in candidates(training.config, training.empty, 4))
+    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.config, mixed.empty, 5)
     sharded = replace(config, sync=Zero(stage=1))
-    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, mixed.network, 2)
-    profile = mixed.profile({"expert": 2})
+    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, mixed.empty, 2)
     tokens = 4 * ROWS * 4 * 8  # bytes of one rank's tokens
-    forward, backward = (profile.messages(0, 0, way, ROWS)["expert"] for way in (True, False))
+    (rank,) = mixed.measure(with_mesh(mixed.config, 2, {"expert": 2}, 1), ROWS).ranks
+    forward, backward = (list(rank.first[0, way].messages["expert"]) for way in (True, False))
     counts = Message("all_gather", 2 * 4 * 8)
     assert forward == [counts, *[Message("all_to_all", 2 * tokens)] * 2]
     assert backward == [Message("all_to_all", 2 * tokens)] * 2
     # With sequence-sharded rows, each rank sends only its tokens.
-    spread = mixed.profile({"expert": 2, "sequence": 2})
-    assert Message("all_to_all", tokens) in spread.messages(0, 0, True, ROWS)["expert"]
+    spread = with_mesh(mixed.config, 4, {"expert": 2, "sequence": 2}, 1)
+    (rank,) = mixed.measure(spread, ROWS).ranks
+    assert Message("all_to_all", tokens) in rank.first[0, True].messages["expert"]
     # Each rank has half of the rows. Experts' gradients are all-reduced only over ranks with the same
     # experts: one.
     link = replace(LINK, alpha=0.0)
-    named = dict(mixed.network.named_parameters())
+    named = dict(mixed.empty.named_parameters())
     experts = 4 * sum(p.numel() for n, p in named.items() if ".experts." in n)
     rest = 4 * sum(p.numel() for p in named.values()) - experts
     found = _time(mixed, _machine(inside={2: link}), expert=2).exposed
