@@ -19,7 +19,7 @@ from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, buil
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.sections import goes_along_time
 from ringspark.extras.model_parallel.sequence.shard_sequence import check_sequence, shard_sequence
-from ringspark.extras.model_parallel.tensor.grid import make_mesh_grids
+from ringspark.extras.model_parallel.tensor.grid import Grids, make_mesh_grids
 from ringspark.extras.model_parallel.tensor.loss import scores_of
 from ringspark.extras.model_parallel.tensor.plan import (
     check_sequence_parallel,
@@ -33,6 +33,9 @@ from ringspark.extras.model_parallel.tensor.sequence_parallel import PartialGrad
 from ringspark.models.chain import links_of
 from ringspark.models.lora import find_adapters
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
+
+# Axes inside a layer: all model axes except the pipeline.
+LAYER_AXES = ("tensor", "expert", "sequence")
 
 
 class _AnyRank(NamedTuple):
@@ -91,17 +94,8 @@ def shard_network(
     every = module.named_parameters(remove_duplicate=False)
     tied = {name: firsts[parameter] for name, parameter in every if firsts[parameter] != name}
     is_adapted = bool(find_adapters(module))
-    cuts: dict[str, ShardSpec] = {}
-    if mesh.sizes["tensor"] > 1:
-        plan = options.plan or plan_of(module, mesh.sizes["tensor"])
-        region = make_region(mesh.axes["tensor"], options.sequence_parallel, make_mesh_grids(mesh))
-        cuts |= shard_layers(module, region, plan)
-    if mesh.sizes["expert"] > 1:
-        cuts |= shard_experts(module, mesh.axes["expert"])
-    if mesh.sizes["sequence"] > 1:
-        shard_sequence(module, mesh.axes["sequence"], options.context)
-    if mesh.sizes["tensor"] > 1:
-        shard_activations(module, region)
+    inside = {axis: mesh.axes[axis] for axis in LAYER_AXES if mesh.sizes[axis] > 1}
+    cuts = shard_inside(module, inside, options, make_mesh_grids(mesh))
     pipeline = None
     if mesh.sizes["pipeline"] > 1:
         # Only rank 0 measures, so layers that are sharded already must not communicate.
@@ -118,6 +112,23 @@ def shard_network(
     if isinstance(getattr(module, "rows", None), SequenceShardedRows):
         layout.complete_gradients = PartialGradients(module, tuple(layout.cuts), mesh.axes["tensor"]).add
     return pipeline
+
+
+def shard_inside(
+    module: nn.Module, axes: Mapping[str, Any], options: Mesh, grids: Grids | None = None
+) -> dict[str, ShardSpec]:
+    """Shards layers of `module`, or their rows; `axes` has the collective of each of `LAYER_AXES` in use."""
+    cuts: dict[str, ShardSpec] = {}
+    if tensor := axes.get("tensor"):
+        region = make_region(tensor, options.sequence_parallel, grids)
+        cuts |= shard_layers(module, region, options.plan or plan_of(module, tensor.size))
+    if expert := axes.get("expert"):
+        cuts |= shard_experts(module, expert)
+    if sequence := axes.get("sequence"):
+        shard_sequence(module, sequence, options.context)
+    if tensor:
+        shard_activations(module, region)
+    return cuts
 
 
 def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:

@@ -20,18 +20,16 @@ import torch
 from ringspark.estimators import user_code
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.launch.local import run_spawned
-from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.training.build import build_configured_optimizer, build_module
+from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.make_heads import make_heads
-from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.phase import Status
-from ringspark.estimators.training.precision import LossScaler, keep_norms_fp32
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.estimators.training.step import Recipe, forward_backward
+from ringspark.estimators.training.precision import keep_norms_fp32
+from ringspark.estimators.training.settings.config import TrainConfig
+from ringspark.estimators.training.step import forward_backward
 from ringspark.extras.planning.exchange_time import Link, solve_link
 from ringspark.extras.planning.memory.columns import BatchColumn
-from ringspark.extras.planning.meshes.work import OperatorRates
+from ringspark.extras.planning.memory.step import make_step
+from ringspark.extras.planning.work import OperatorRates
 
 # Bytes of a short message, and of one that fills the ranks' shared memory.
 SIZES = 1 << 10, 1 << 20
@@ -56,59 +54,46 @@ class HardwareProfile:
     wire: Link | None = None
 
 
-def calibrate(
-    config: TrainConfig,
-    objects: UserObjects,
-    inputs: Sequence[BatchColumn],
-    labels: Sequence[BatchColumn],
-    *,
-    rows: Sequence[int],
-    num_ranks: int,
-    repeats: int,
-    sizes: tuple[int, int] = SIZES,
-    for_meshes: bool = True,
-) -> HardwareProfile:
-    """Measures with `num_ranks` processes of this machine.
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What each rank of the calibration run does.
 
-    Args:
+    Attributes:
         config: Config of one worker; its `collective` connects the ranks.
+        objects: Pickled `UserObjects`.
         rows: Numbers of rows of the steps; () measures no steps.
         sizes: Bytes of the two messages.
         for_meshes: Whether to measure `rates`, `wire` and the links of smaller groups too. This needs the
             collective "torch".
-
-    Raises:
-        WorkerError: A rank failed.
     """
-    columns = tuple(inputs), tuple(labels)
-    work = _Calibration(config, user_code.dumps(objects), *columns, tuple(rows), sizes, repeats, for_meshes)
-    texts = run_spawned(num_ranks, config.collective, work, timeout_seconds=120)
-    steps, groups, operators, sent = json.loads(texts[0])
-    few, many = sizes
-    profile = HardwareProfile(
-        step_seconds=dict(steps),
-        inside={n: solve_link(n, (few, short), (many, long)) for n, (short, long) in groups},
-    )
-    if not for_meshes:
-        return profile
-    product, vector_sum = operators
-    beta = max(0.0, (sent[1] - sent[0]) / (many - few))
-    rates = OperatorRates(launch=0.0, flop=product / (2 * _MATRIX**3), byte=vector_sum / (3 * 4 * _VECTOR))
-    return replace(profile, rates=rates, wire=Link(alpha=max(0.0, sent[0] - few * beta), beta=beta))
-
-
-@dataclass(frozen=True)
-class _Calibration:
-    """What each rank of the calibration run does; the arguments of `calibrate`, with pickled objects."""
 
     config: TrainConfig
     objects: bytes
-    inputs: tuple[BatchColumn, ...]
-    labels: tuple[BatchColumn, ...]
-    rows: tuple[int, ...]
-    sizes: tuple[int, int]
+    inputs: Sequence[BatchColumn]
+    labels: Sequence[BatchColumn]
+    rows: Sequence[int]
     repeats: int
-    for_meshes: bool
+    sizes: tuple[int, int] = SIZES
+    for_meshes: bool = True
+
+    def run(self, num_ranks: int) -> HardwareProfile:
+        """Measures with `num_ranks` processes of this machine. Raises WorkerError if a rank failed."""
+        texts = run_spawned(num_ranks, self.config.collective, self, timeout_seconds=120)
+        steps, groups, operators, sent = json.loads(texts[0])
+        few, many = self.sizes
+        inside = {n: solve_link(n, (few, short), (many, long)) for n, (short, long) in groups}
+        profile = HardwareProfile(step_seconds=dict(steps), inside=inside)
+        if not self.for_meshes:
+            return profile
+        product, vector_sum = operators
+        beta = max(0.0, (sent[1] - sent[0]) / (many - few))
+        return replace(
+            profile,
+            rates=OperatorRates(
+                launch=0.0, flop=product / (2 * _MATRIX**3), byte=vector_sum / (3 * 4 * _VECTOR)
+            ),
+            wire=Link(alpha=max(0.0, sent[0] - few * beta), beta=beta),
+        )
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)
@@ -144,16 +129,13 @@ class _Calibration:
         module = build_module(self.config, objects).to(device).train()
         if self.config.precision != "fp32":
             keep_norms_fp32(module)
-        sync = GradientSync(module, build_configured_optimizer(self.config, objects, module))
-        scaler = LossScaler(self.config.precision, device, None, guards=False)
-        criterion = Criterion(make_heads(self.config, objects), device)
-        recipe = Recipe(config=self.config, criterion=criterion, scaler=scaler, device=device)
+        sync, recipe = make_step(self.config, objects, module, device)
 
         def step(batch: Batch) -> None:
             sync.optimizer.zero_grad()
             forward_backward(recipe, sync, batch, float(batch.num_rows), keeps_outputs=False)
-            sync.step(scaler)
-            scaler.update()
+            sync.step(recipe.scaler)
+            recipe.scaler.update()
 
         made: dict[int, Callable[[], None]] = {}
         for rows in self.rows:

@@ -32,7 +32,13 @@ class Link:
             raise ValueError(f"gigabits_per_second must be above 0, got {gigabits_per_second!r}")
         return cls(alpha=milliseconds / 1000, beta=8e-9 / gigabits_per_second)
 
+    def describe(self) -> str:
+        """Returns the cost of a message in words."""
+        rate = f"plus its bytes at {1e-6 / self.beta:,.0f} MB/s" if self.beta else "at any size"
+        return f"a message takes {show_seconds(self.alpha)} {rate}"
+
     def times(self, factor: float) -> Link:
+        """Returns a link on which every message takes `factor` times as long."""
         return Link(alpha=self.alpha * factor, beta=self.beta * factor)
 
 
@@ -68,3 +74,10 @@ def solve_link(num_ranks: int, small: tuple[float, float], large: tuple[float, f
     steps = 2 * (num_ranks - 1)
     beta = max(0.0, (slow - quick) / (many - few) * num_ranks / steps)
     return Link(alpha=max(0.0, quick / steps - few / num_ranks * beta), beta=beta)
+
+
+def show_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0"

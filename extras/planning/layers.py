@@ -14,19 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from ringspark.extras.planning.work import VIEWS, OperatorMode, count_flops, tensors_in
 from ringspark.models.meta_device import copy_to_meta
 
-# Operations that compute nothing.
-_VIEWS = frozenset(
-    {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze"}
-    | {"squeeze", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold"}
-    | {"_reshape_alias", "empty", "arange", "lift_fresh", "clone", "_to_copy", "empty_like", "zeros"}
-    | {"ones", "full"}
-)
+# Operations that count as nothing.
+_FREE = VIEWS | {"arange", "zeros", "ones", "full", "clone", "_to_copy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +56,11 @@ class NetworkWork:
         return sum(layer.work for layer in self.layers)
 
 
-class _Count(TorchDispatchMode):
+class _Count(OperatorMode):
     """Tracks each tensor's depth, and adds an operation's work to the innermost layer that is running."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.running = [""]
         self.work: dict[str, int] = {}
         self.spans: dict[str, tuple[int, int]] = {}
@@ -76,16 +69,13 @@ class _Count(TorchDispatchMode):
         # Keeps storages alive, so that no two have the same address.
         self._alive: list[Any] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
-        taken = [t for t in tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+        taken, made = tensors_in((args, given)), tensors_in(result)
         if not made:
-            return result
-        work, steps = self._cost(func, args, given, result, taken, made)
+            return
+        work, steps = 0, 0
+        if packet.__name__ not in _FREE:
+            work, steps = _cost(count_flops(packet, args, given, result), taken, made)
         start = max((self._depths.get(_key(t), 0) for t in taken), default=0)
         for tensor in made:
             self._alive.append(tensor)
@@ -96,24 +86,18 @@ class _Count(TorchDispatchMode):
             first, last = self.spans.get(layer, (start, start))
             self.spans[layer] = min(first, start), max(last, start + steps)
         self.depth = max(self.depth, start + steps)
-        return result
 
-    def _cost(
-        self, func: Any, args: Any, given: Any, result: Any, taken: list[Any], made: list[Any]
-    ) -> tuple[int, int]:
-        name = func._overloadpacket.__name__
-        if name in _VIEWS:
-            return 0, 0
-        elements = sum(t.numel() for t in made)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            work = int(count(*args, **given, out_val=result))
-            # Each element is a sum of products: two operations per term, and 1 + log2 of the terms in depth.
-            return work, 1 + _log(work // (2 * max(1, made[0].numel())))
-        most = max((t.numel() for t in taken), default=elements)
-        if most > elements > 0:
-            return most, _log(most // elements)  # a reduction
-        return elements, 1
+
+def _cost(flops: int | None, taken: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[int, int]:
+    """Returns work and depth of one operation."""
+    elements = sum(t.numel() for t in made)
+    if flops is not None:
+        # Each element is a sum of products: two operations per term, and 1 + log2 of the terms in depth.
+        return flops, 1 + _log(flops // (2 * max(1, made[0].numel())))
+    most = max((t.numel() for t in taken), default=elements)
+    if most > elements > 0:
+        return most, _log(most // elements)  # a reduction
+    return elements, 1
 
 
 def _key(tensor: torch.Tensor) -> int:

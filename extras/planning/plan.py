@@ -24,12 +24,12 @@ from ringspark.estimators.training.build import build_module
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.training import Training
-from ringspark.extras.planning.calibration import calibrate
+from ringspark.extras.planning.calibration import Calibration
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
 from ringspark.extras.planning.layers import count_layers
 from ringspark.extras.planning.memory.columns import columns_of
-from ringspark.extras.planning.planned_config import check_counts, make_config
+from ringspark.extras.planning.planned_config import check_hardware, make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
 from ringspark.models import ModelSpec
 
@@ -98,13 +98,7 @@ def plan_scaling(
     check(Annotated[float, Ge(1)], compression, "compression")
     check(Annotated[float, Ge(0), Le(1)], overlap, "overlap")
     check(Annotated[int, Ge(2)], gangSize, "gangSize")
-    check_counts(repeats, workersPerHost, coresPerHost)
-    if stepSeconds is not None and (
-        len(stepSeconds) < 2 or not all(n > 0 and 0 < s < math.inf for n, s in stepSeconds.items())
-    ):
-        raise ValueError(
-            f"stepSeconds must map at least two numbers of rows to seconds above 0, got {dict(stepSeconds)!r}"
-        )
+    check_hardware(repeats, workersPerHost, coresPerHost, stepSeconds)
     if hierarchical and (hostLink is None or workersPerHost is None):
         raise ValueError(
             "hierarchical=True needs hostLink and workersPerHost; without them, all workers count as one host"
@@ -116,17 +110,16 @@ def plan_scaling(
     gradient_bytes = num_bytes(p for p in module.parameters() if p.requires_grad)
     if stepSeconds is None or link is None:
         largest = max(own_rows, math.ceil((batchSize or 0) / workers[0]))
-        found = calibrate(
-            config,
-            objects,
-            inputs,
-            labels,
+        found = Calibration(
+            config=config,
+            objects=user_code.dumps(objects),
+            inputs=inputs,
+            labels=labels,
             rows=(max(1, largest // 4), largest) if largest > 1 else (1, 2),
-            num_ranks=gangSize,
             repeats=repeats,
             sizes=(_SMALL_BYTES, max(2 * _SMALL_BYTES, min(gradient_bytes, _LARGEST_BYTES))),
             for_meshes=False,
-        )
+        ).run(gangSize)
         stepSeconds = found.step_seconds if stepSeconds is None else stepSeconds
         link = found.inside[gangSize] if link is None else link
     fixed, per_row = _fit_line(stepSeconds)

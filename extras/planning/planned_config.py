@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -66,8 +67,20 @@ def make_config(
     return config, objects
 
 
-def check_counts(repeats: int, workers_per_host: int | None, cores_per_host: int | None) -> None:
+def check_hardware(
+    repeats: int,
+    workers_per_host: int | None,
+    cores_per_host: int | None,
+    step_seconds: Mapping[int, float] | None,
+) -> None:
     check(AtLeast1, repeats, "repeats")
+    if step_seconds is not None and (
+        len(step_seconds) < 2 or not all(n > 0 and 0 < s < math.inf for n, s in step_seconds.items())
+    ):
+        raise ValueError(
+            "stepSeconds must map at least two numbers of rows to seconds above 0, got "
+            f"{dict(step_seconds)!r}"
+        )
     for name, value in {"workersPerHost": workers_per_host, "coresPerHost": cores_per_host}.items():
         check(AtLeast1 | None, value, name)
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.planning.exchange_time import Link
+from ringspark.extras.planning.exchange_time import Link, show_seconds
 from ringspark.extras.planning.layers import NetworkWork
-from ringspark.extras.planning.tables import describe_link, show_seconds
 from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Smallest efficiency that the verdict calls worthwhile.
@@ -98,10 +97,10 @@ class ScalingPlan:
     @property
     def facts(self) -> str:
         """A sentence with the measured or given numbers behind the prediction."""
-        between = "" if self.host_link is None else f"; between hosts {describe_link(self.host_link)}"
+        between = "" if self.host_link is None else f"; between hosts {self.host_link.describe()}"
         return (
             f"A step takes {show_seconds(self.fixed_seconds)} and {show_seconds(self.row_seconds)} per row; "
-            f"{describe_link(self.link)}{between}; the workers all-reduce "
+            f"{self.link.describe()}{between}; the workers all-reduce "
             f"{show_bytes(self.gradient_bytes)} per step."
         )
 

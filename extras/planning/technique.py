@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from ringspark.estimators.memory.pressure import check_memory
 from ringspark.estimators.techniques import Technique
 from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.extras.planning.meshes.automatic import choose_parallelism
+
+_log = logging.getLogger(__name__)
 
 
 class AutomaticMesh(Technique):
@@ -26,6 +29,7 @@ class AutomaticMesh(Technique):
             chooses_micro=not estimator.isSet(estimator.gradientAccumulation),
             is_here=driver.is_here,
         )
+        _log.info("parallelism='auto': %s", choice.explanation)
         write_note(driver.run.uri, run_layout.PARALLELISM, f"{choice.explanation}\n")
         check_memory(choice.config, training.objects, training.manifest, driver.limits)
         return replace(training, config=choice.config)

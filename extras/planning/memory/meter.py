@@ -26,20 +26,23 @@ Weights = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Peak of the memory in bytes, and how it splits into parts, such as weights, at that moment.
+    """The moment at which a rank holds most bytes.
 
     Attributes:
+        parts: Bytes of each part, such as weights, at that moment.
         most_activations: Largest number of bytes of activations, which can come at another moment.
     """
 
-    total: int
     parts: dict[str, int]
     most_activations: int = 0
 
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
     def with_parts(self, **parts: int) -> Peak:
         """Returns a copy in which `parts` replace the bytes of some parts."""
-        merged = {**self.parts, **parts}
-        return replace(self, total=sum(merged.values()), parts=merged)
+        return replace(self, parts={**self.parts, **parts})
 
 
 class Meter(TorchDispatchMode):
@@ -63,9 +66,20 @@ class Meter(TorchDispatchMode):
 
     def restart(self) -> None:
         """Resets the peaks to the live tensors."""
-        self.peaks = {name: Peak(total=0, parts={}) for name in self._weightings}
-        self.most_activations = 0
+        # Weighting -> the highest sum, and the live bytes at that moment.
+        self._highest: dict[str, tuple[float, dict[str, int]]] = dict.fromkeys(self._weightings, (-1.0, {}))
+        self._most_activations = 0
         self._update_peaks()
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        """The peak under each weighting since the last restart."""
+        found = {}
+        for name, (_, live) in self._highest.items():
+            parts = {part: int(n * self._weightings[name][part]) for part, n in live.items()}
+            parts["gradients"] += parts.pop(SENT)
+            found[name] = Peak(parts=parts, most_activations=self._most_activations)
+        return found
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Moves tensors to a part, and adds tensors that the meter has not seen before."""
@@ -133,11 +147,9 @@ class Meter(TorchDispatchMode):
     def _update_peaks(self) -> None:
         for name, weights in self._weightings.items():
             total = sum(n * weights[part] for part, n in self.live.items())
-            if total > self.peaks[name].total:
-                parts = {part: int(n * weights[part]) for part, n in self.live.items()}
-                parts["gradients"] += parts.pop(SENT)
-                self.peaks[name] = Peak(total=sum(parts.values()), parts=parts)
-        self.most_activations = max(self.most_activations, self.live["activations"])
+            if total > self._highest[name][0]:
+                self._highest[name] = total, dict(self.live)
+        self._most_activations = max(self._most_activations, self.live["activations"])
 
 
 @dataclass(kw_only=True)

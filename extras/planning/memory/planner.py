@@ -11,9 +11,9 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.memory.report import DEFAULTS, MemoryPlan, changed_settings
 from ringspark.extras.planning.memory.search import find_settings
-from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 
 
 class Planner:

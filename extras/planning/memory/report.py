@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.pipelines.notebook_table import align_table, notebook_table
 
-DRAW_CHART = "ringspark.extras.planning.memory_chart:draw_chart"
 # Part -> its title in a table.
 TITLES = {
     "parameters": "parameters and buffers",
@@ -20,6 +18,10 @@ TITLES = {
     "communication": "communication buffers",
     "checkpoint": "copy for a checkpoint",
 }
+
+
+# Power of two -> unit of the chart.
+_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,34 @@ class MemoryPlan:
 
         Raises ImportError if matplotlib is not installed.
         """
-        load_object(DRAW_CHART)(self, path)
+        try:
+            # Unlike pyplot, the class sets no backend for the process.
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("a plan's chart needs matplotlib; pip install 'ringspark[examples]'") from None
+        plans = (self, *self.suggest)
+        names = [_label(each) for each in plans]
+        figure = Figure(figsize=(9, 1.6 + 0.55 * len(plans)), layout="constrained")
+        axes = figure.add_subplot()
+        most = max([each.peak for each in plans] + [self.budget or 0])
+        power, unit = next(unit for unit in _UNITS if most >= 1 << unit[0])
+        scale = 1 << power
+        left = [0.0] * len(plans)
+        for part, title in TITLES.items():
+            sizes = [each.at_peak[part] / scale for each in plans]
+            if any(sizes):
+                axes.barh(names, sizes, left=left, label=title)
+                left = [a + b for a, b in zip(left, sizes, strict=True)]
+        for y, each in enumerate(plans):
+            axes.text(left[y], y, f" {show_bytes(each.peak)}", va="center")
+        if self.budget is not None:
+            label = f"budget {show_bytes(self.budget)}"
+            axes.axvline(self.budget / scale, color="black", linestyle="--", label=label)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_xlabel(f"{unit} per worker at the peak of a step")
+        figure.legend(loc="outside upper center", ncols=3)
+        figure.savefig(path, format="png", dpi=120)
 
     def __str__(self) -> str:
         return self.table()

@@ -27,7 +27,7 @@ from ringspark.extras.model_parallel.tensor.loss import scores_of
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.meter import SENT, Meter, Peak
 from ringspark.extras.planning.memory.sharing import backward_buckets
-from ringspark.extras.planning.meshes.work import WorkCount
+from ringspark.extras.planning.work import WorkCount
 from ringspark.models import apply_activation_checkpoint
 from ringspark.models.meta_device import copy_module
 from ringspark.models.process_state import fork_generators, ignore_warnings
@@ -41,7 +41,6 @@ class UpdateBytes:
     """The memory of the optimizer's step, which settings of activations do not change."""
 
     state: int  # bytes of the optimizer's state, unsharded
-    temporaries: int  # maximum bytes except parameters, gradients, state and batch
     peaks: dict[str, Peak]  # sharding -> the peak of one rank
 
 
@@ -89,6 +88,20 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
+def make_step(
+    config: TrainConfig, objects: UserObjects, module: nn.Module, device: torch.device
+) -> tuple[GradientSync, Recipe]:
+    """Returns what a training step on one rank without peers needs."""
+    optimizer = build_configured_optimizer(config, objects, module)
+    recipe = Recipe(
+        config=config,
+        criterion=Criterion(make_heads(config, objects), device, scores_of(module)),
+        scaler=LossScaler(config.precision, device),
+        device=device,
+    )
+    return GradientSync(module, optimizer), recipe
+
+
 class FakeStep:
     """The network, the optimizer and the training step of one rank, on fake tensors."""
 
@@ -117,16 +130,10 @@ class FakeStep:
         meter.assign(self._average, "parameters")
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._own_gradient)  # type: ignore[no-untyped-call]
-        optimizer = build_configured_optimizer(config, objects, self.module)
+        self.sync, self.recipe = make_step(config, objects, self.module, device)
         # Adagrad creates its state here, other optimizers in their first step.
-        meter.assign(filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))), "optimizer_state")
-        self.sync = GradientSync(self.module, optimizer)
-        self.recipe = Recipe(
-            config=config,
-            criterion=Criterion(make_heads(config, objects), device, scores_of(self.module)),
-            scaler=LossScaler(config.precision, device),
-            device=device,
-        )
+        state = tree_leaves(list(self.sync.optimizer.state.values()))
+        meter.assign(filter(torch.is_tensor, state), "optimizer_state")
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -147,11 +154,7 @@ class FakeStep:
         self.meter.assign_new(before, "optimizer_state")
         self.meter.restart()
         self._optimizer_step()
-        return UpdateBytes(
-            state=self.meter.live["optimizer_state"],
-            temporaries=self.meter.most_activations,
-            peaks=dict(self.meter.peaks),
-        )
+        return UpdateBytes(state=self.meter.live["optimizer_state"], peaks=self.meter.peaks)
 
     def _optimizer_step(self) -> None:
         self.meter.answers_scalars = True

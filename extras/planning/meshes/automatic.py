@@ -6,7 +6,6 @@ uses a measured step if a step takes at most a few seconds on this machine, othe
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,17 +24,14 @@ from ringspark.extras.model_parallel.mesh_check import check_mesh
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.memory.budget import first_error_line, network_name
 from ringspark.extras.planning.memory.columns import shard_columns
-from ringspark.extras.planning.memory.planner import Planner
+from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks, on_one_worker
 from ringspark.extras.planning.meshes.candidates import candidates
 from ringspark.extras.planning.meshes.machine import MOST_RANKS, GivenHardware, calibration_rows
-from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks, on_one_worker
 from ringspark.extras.planning.meshes.predict import plan_meshes
-from ringspark.extras.planning.meshes.work import ASSUMED, OperatorRates, Work
+from ringspark.extras.planning.work import ASSUMED, OperatorRates, Work
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
 from ringspark.pipelines import ShardManifest
-
-_logger = logging.getLogger(__name__)
 
 # Parameters of a network that needs no plan, in bytes: reducing its gradients costs less than sharding it.
 SMALL_BYTES = 4 << 20
@@ -57,6 +53,22 @@ class ChosenMesh:
     explanation: str
 
 
+def _keep_mesh(config: TrainConfig, begun: TrainConfig) -> ChosenMesh | None:
+    """Returns the resumed run's mesh, or None if numWorkers changed."""
+    if begun.num_workers != config.num_workers:
+        return None
+    accumulation = begun.gradient_accumulation
+    try:
+        config = replace(config, parallelism=begun.parallelism, gradient_accumulation=accumulation)
+    except ValueError:
+        return None  # a changed setting excludes the mesh
+    name = " x ".join(f"{a} {n}" for a, n in begun.axes.items() if n > 1) or "one worker"
+    return ChosenMesh(config, f"{name} is kept from the resumed run")
+
+
+# A user's network may draw numbers when it is built or run, and Spark uses this process again.
+@fork_generators()
+@keep_shared_generators()
 def choose_parallelism(
     config: TrainConfig,
     objects: UserObjects,
@@ -80,38 +92,8 @@ def choose_parallelism(
     Raises:
         ValueError: No mesh fits. The message says how much memory the smallest mesh needs.
     """
-    choice = _keep_mesh(config, begun) if begun is not None else None
-    if choice is None:
-        # A user's network may draw numbers when it is built or run, and Spark uses this process again.
-        with fork_generators(), keep_shared_generators():
-            choice = _choose(config, objects, manifest, begun, budget, limits, chooses_micro, is_here)
-    _logger.info("parallelism='auto': %s", choice.explanation)
-    return choice
-
-
-def _keep_mesh(config: TrainConfig, begun: TrainConfig) -> ChosenMesh | None:
-    """Returns the resumed run's mesh, or None if numWorkers changed."""
-    if begun.num_workers != config.num_workers:
-        return None
-    accumulation = begun.gradient_accumulation
-    try:
-        config = replace(config, parallelism=begun.parallelism, gradient_accumulation=accumulation)
-    except ValueError:
-        return None  # a changed setting excludes the mesh
-    name = " x ".join(f"{a} {n}" for a, n in begun.axes.items() if n > 1) or "one worker"
-    return ChosenMesh(config, f"{name} is kept from the resumed run")
-
-
-def _choose(
-    config: TrainConfig,
-    objects: UserObjects,
-    manifest: ShardManifest,
-    begun: TrainConfig | None,
-    budget: int | None,
-    limits: Sequence[Available | None],
-    chooses_micro: bool,
-    is_here: bool,
-) -> ChosenMesh:
+    if begun is not None and (kept := _keep_mesh(config, begun)) is not None:
+        return kept
     workers = config.num_workers
     if workers == 1:
         return ChosenMesh(config, "one worker has the whole network")
@@ -120,7 +102,7 @@ def _choose(
     columns = shard_columns(config, manifest, config.batch_size)
     try:
         network = MeasuredRanks(config, objects, *columns)
-        if explanation := _explain_without_plan(network, manifest, memory):
+        if explanation := _explain_without_plan(network, memory):
             return ChosenMesh(config, explanation)
         step_work = network.work(config.batch_size)
     # A network that fails only on meta tensors can still use data parallelism.
@@ -129,7 +111,7 @@ def _choose(
             f"parallelism='auto' uses data parallelism: model {network_name(config, objects)} does not run "
             f"without data: {first_error_line(error)}; set parallelism yourself to shard it",
             UserWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
         return ChosenMesh(config, "data parallelism: the network does not run without data")
     micro = None if chooses_micro else config.gradient_accumulation
@@ -158,12 +140,12 @@ def _choose(
             probe(module, chosen, manifest, objects)  # initializes lazy layers
             check_mesh(chosen, objects, manifest, module)
     except ValueError as error:
-        warnings.warn(f"parallelism='auto' uses data parallelism: {error}", UserWarning, stacklevel=6)
+        warnings.warn(f"parallelism='auto' uses data parallelism: {error}", UserWarning, stacklevel=7)
         return ChosenMesh(config, f"data parallelism: {error}")
     return ChosenMesh(chosen, plan.table())
 
 
-def _explain_without_plan(network: MeasuredRanks, manifest: ShardManifest, memory: int | None) -> str:
+def _explain_without_plan(network: MeasuredRanks, memory: int | None) -> str:
     """Returns the reason why no plan is needed and data parallelism is used; "" if a plan is needed."""
     config = network.config
     meshes = candidates(config, network.empty, config.num_workers)
@@ -173,9 +155,12 @@ def _explain_without_plan(network: MeasuredRanks, manifest: ShardManifest, memor
     count = num_bytes(network.empty.parameters())
     if count > SMALL_BYTES:
         return ""
-    rows = -(-config.batch_size // config.num_workers)
-    columns = shard_columns(config, manifest, rows)
-    if memory is not None and Planner(config, network.objects, *columns).plan().peak > memory:
+    num_micro = config.gradient_accumulation
+    rows = -(-config.batch_size // (config.num_workers * num_micro))
+    if (
+        memory is not None
+        and network.measure(config, rows).find_fullest(config, num_micro).peak.total > memory
+    ):
         return ""
     return f"data parallelism: the network is small, {show_bytes(count)}"
 

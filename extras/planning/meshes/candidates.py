@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
+from ringspark.estimators.options.mesh import AXES, MODEL_AXES, Mesh
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.experts.layer import MixtureOfExperts
-from ringspark.extras.model_parallel.shard_network import check_shardable
+from ringspark.extras.model_parallel.shard_network import LAYER_AXES, check_shardable
 from ringspark.extras.planning.meshes.report import MeshPlan, name_options
 from ringspark.models.chain import links_of
 from ringspark.models.meta_device import copy_to_meta
@@ -20,45 +20,25 @@ from ringspark.models.meta_device import copy_to_meta
 # Largest number of micro-batches to try, per stage of a pipeline.
 MOST_MICRO_BATCHES = 8
 
-# (config, network on `meta`, number of ranks along the axis) -> why that is not possible, or "".
-AxisRule = Callable[[TrainConfig, nn.Module, int], str]
 
-
-def _along_data(config: TrainConfig, network: nn.Module, size: int) -> str:
-    rows = config.batch_size
-    return "" if size <= rows else f"a batch of {rows:,} rows is too small for {size:,} workers"
-
-
-def _along_shard(config: TrainConfig, network: nn.Module, size: int) -> str:
-    if config.sync.sharding != "parameters":
+def explain_refusal(config: TrainConfig, network: nn.Module, axis: str, size: int) -> str:
+    """Returns the reason why a network on `meta` cannot have `size` ranks along an axis; "" if it can."""
+    rows, sharding = config.batch_size, config.sync.sharding
+    if axis == "shard" and sharding != "parameters":
         return "'shard' needs sharding='parameters'"
-    return _along_data(config, network, size)
-
-
-def _along_pipeline(config: TrainConfig, network: nn.Module, size: int) -> str:
-    try:
-        count = len(links_of(network))
-    except ValueError as error:
-        return str(error)
-    return "" if count >= size else f"the network has {count:,} blocks, too few for {size:,} stages"
-
-
-def _along_expert(config: TrainConfig, network: nn.Module, size: int) -> str:
-    if config.sync.sharding != "none":
-        return f"meshes over 'expert' are not planned with sharding={config.sync.sharding!r}"
-    if not _has_experts(network):
+    if axis == "expert" and sharding != "none":
+        return f"meshes over 'expert' are not planned with sharding={sharding!r}"
+    if axis == "expert" and not _has_experts(network):
         return "the network has no experts"
-    return _along_data(config, network, size) or _shard_refusal(config, network, {"expert": size})
-
-
-AXIS_RULES: dict[str, AxisRule] = {
-    "data": _along_data,
-    "shard": _along_shard,
-    "tensor": lambda config, network, size: _shard_refusal(config, network, {"tensor": size}),
-    "pipeline": _along_pipeline,
-    "sequence": lambda config, network, size: _shard_refusal(config, network, {"sequence": size}),
-    "expert": _along_expert,
-}
+    if axis in ("data", "shard", "expert") and size > rows:
+        return f"a batch of {rows:,} rows is too small for {size:,} workers"
+    if axis == "pipeline":
+        try:
+            count = len(links_of(network))
+        except ValueError as error:
+            return str(error)
+        return "" if count >= size else f"the network has {count:,} blocks, too few for {size:,} stages"
+    return _shard_refusal(config, network, {axis: size}) if axis in LAYER_AXES else ""
 
 
 def _has_experts(network: nn.Module) -> bool:
@@ -67,7 +47,7 @@ def _has_experts(network: nn.Module) -> bool:
 
 def _shard_refusal(config: TrainConfig, network: nn.Module, sizes: Mapping[str, int]) -> str:
     """Returns the reason why the network cannot be sharded along all these axes together; "" if it can."""
-    full = dict.fromkeys(AXIS_RULES, 1) | dict(sizes)
+    full = dict.fromkeys(AXES, 1) | dict(sizes)
     return _error_of(check_shardable, copy_to_meta(network), full, config.parallelism)
 
 
@@ -101,7 +81,7 @@ def candidates(
         sizes = {axis: size for axis, size in named if size > 1}
         for axis, size in sizes.items():
             if (axis, size) not in refusals:
-                refusals[axis, size] = AXIS_RULES[axis](config, network, size)
+                refusals[axis, size] = explain_refusal(config, network, axis, size)
         refusal = next((refusals[pair] for pair in sizes.items() if refusals[pair]), "")
         if not refusal and len(sizes.keys() - {rows_axis}) > 1:
             refusal = _shard_refusal(config, network, sizes)
@@ -109,7 +89,7 @@ def candidates(
         stages = sizes.get("pipeline", 1)
         if not refusal and stages > 1:
             schedules = [{"schedule": "1f1b"}]
-            if interleaves and not _along_pipeline(config, network, 2 * stages):
+            if interleaves and not explain_refusal(config, network, "pipeline", 2 * stages):
                 schedules.append({"schedule": "interleaved", "virtual": 2})
         for options in schedules:
             own = refusal or _error_of(with_mesh, config, workers, name_options(sizes, options), 1)

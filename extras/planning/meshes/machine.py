@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ringspark.estimators import user_code
 from ringspark.estimators.options.sync import AllReduce
 from ringspark.extras.model_parallel.fake_collective import Message
-from ringspark.extras.planning.calibration import calibrate
-from ringspark.extras.planning.exchange_time import Link, ring_seconds
-from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks, on_one_worker
-from ringspark.extras.planning.meshes.work import OperatorRates
-from ringspark.extras.planning.tables import describe_link, show_seconds
+from ringspark.extras.planning.calibration import Calibration
+from ringspark.extras.planning.exchange_time import Link, ring_seconds, show_seconds
+from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks, on_one_worker
+from ringspark.extras.planning.work import OperatorRates
 
 # Largest number of processes of a calibration run.
 MOST_RANKS = 8
@@ -56,13 +56,14 @@ class Machine:
         return sum(_seconds(message, size, link) for message in messages)
 
     def describe(self, workers: int, source: str) -> str:
+        """Returns the numbers in words; `source` says where they are from."""
         near, crowding = max(self.inside), self.crowding(workers)
-        between = "" if self.between is None else f"; between hosts {describe_link(self.between)}"
+        between = "" if self.between is None else f"; between hosts {self.between.describe()}"
         shared = f"; {crowding:.3g} workers share a core" if crowding > 1 else ""
         return (
             f"Steps {source}: an operator takes {show_seconds(self.rates.launch)} plus its work at "
             f"{1e-9 / self.rates.flop:,.3g} billion operations and {1e-9 / self.rates.byte:,.3g} billion "
-            f"bytes per second; {describe_link(self.inside[near])}{between}{shared}."
+            f"bytes per second; {self.inside[near].describe()}{between}{shared}."
         )
 
     def sending(self, num_bytes: float, workers: int) -> float:
@@ -122,15 +123,14 @@ class GivenHardware:
         num_ranks = next(
             n for n in range(min(max(2, workers), MOST_RANKS), 0, -1) if workers % n == 0 or n == 2
         )
-        found = calibrate(
-            replace(on_one_worker(network.config), collective="torch", sync=AllReduce()),
-            network.objects,
-            network.inputs,
-            network.labels,
+        found = Calibration(
+            config=replace(on_one_worker(network.config), collective="torch", sync=AllReduce()),
+            objects=user_code.dumps(network.objects),
+            inputs=network.inputs,
+            labels=network.labels,
             rows=calibration_rows(network.config.batch_size) if self.step_seconds is None else (),
-            num_ranks=num_ranks,
             repeats=repeats,
-        )
+        ).run(num_ranks)
         assert found.rates is not None
         assert found.wire is not None
         cores = count_cores()

@@ -17,12 +17,12 @@ from ringspark.estimators.training.settings.network import Objects
 from ringspark.estimators.training.settings.table import SETTINGS
 from ringspark.extras.planning.exchange_time import Link
 from ringspark.extras.planning.memory.columns import columns_of
+from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.machine import GivenHardware
-from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.predict import plan_meshes
 from ringspark.extras.planning.meshes.report import ParallelismPlan
-from ringspark.extras.planning.meshes.work import ASSUMED
-from ringspark.extras.planning.planned_config import check_counts, explain_failure, make_config
+from ringspark.extras.planning.planned_config import check_hardware, explain_failure, make_config
+from ringspark.extras.planning.work import ASSUMED
 from ringspark.models import ModelSpec
 
 
@@ -85,9 +85,7 @@ def plan_parallelism(
         WorkerError: A process of the calibration run failed.
     """
     check(AtLeast1, workers, "workers")
-    check_counts(repeats, workersPerHost, coresPerHost)
-    if stepSeconds is not None and len(stepSeconds) < 2:
-        raise ValueError(f"stepSeconds must map at least two numbers of rows to seconds, got {stepSeconds!r}")
+    check_hardware(repeats, workersPerHost, coresPerHost, stepSeconds)
     inputs, labels = columns_of(batch, rows)
     config, objects = make_config(
         model,

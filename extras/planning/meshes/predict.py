@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.model_parallel.pipeline.partition import partition_by_cost
 from ringspark.extras.planning.memory.budget import first_error_line
+from ringspark.extras.planning.memory.cut_network import link_costs
+from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.candidates import candidates, micro_batches, with_mesh
-from ringspark.extras.planning.meshes.cut_network import link_costs
 from ringspark.extras.planning.meshes.machine import Machine
-from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.report import MeshPlan, ParallelismPlan, name_options
 from ringspark.extras.planning.meshes.step_time import predict_step_time
 from ringspark.models.chain import links_of
@@ -99,18 +99,9 @@ class _Planner:
             replica = self.network.measure(config, rows)
         except ValueError as error:
             return replace(mesh, refusal=str(error))
-        time = predict_step_time(config, replica, self.machine)
         peak, refusal = replica.find_fullest(config, num_micro).peak, ""
         if self.memory is not None and peak.total > self.memory:
             needed, available = show_bytes(peak.total), show_bytes(self.memory)
             refusal = f"needs {needed} per worker, {available} are available"
-        return replace(
-            mesh,
-            num_micro=num_micro,
-            peak=peak.total,
-            at_peak=peak.parts,
-            step_seconds=time.total,
-            exposed_seconds=time.exposed,
-            bubble=time.bubble,
-            refusal=refusal,
-        )
+        plan = predict_step_time(mesh, config, replica, self.machine)
+        return replace(plan, num_micro=num_micro, peak=peak.total, at_peak=peak.parts, refusal=refusal)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.planning.tables import show_seconds
+from ringspark.extras.planning.exchange_time import show_seconds
 from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Another mesh replaces data parallelism only if it takes less than this share of the time, because

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.memory.shares import data_parallel_size, shard_group_size
@@ -20,10 +19,11 @@ from ringspark.extras.model_parallel.expert import expert_names
 from ringspark.extras.model_parallel.pipeline.actions import Action, CompletedActions, PassType
 from ringspark.extras.model_parallel.pipeline.orders import Orders
 from ringspark.extras.planning.exchange_time import ring_seconds
-from ringspark.extras.planning.meshes.cut_plan import orders_of
+from ringspark.extras.planning.memory.cut_plan import orders_of
+from ringspark.extras.planning.memory.measured_ranks import Replica
+from ringspark.extras.planning.memory.rank_step import PassBytes, RankBytes
 from ringspark.extras.planning.meshes.machine import Machine
-from ringspark.extras.planning.meshes.measured_ranks import Replica
-from ringspark.extras.planning.meshes.rank_step import PassBytes
+from ringspark.extras.planning.meshes.report import MeshPlan
 
 # Share of the backward pass, which can hide an all-reduce.
 _BACKWARD_SHARE = 2 / 3
@@ -31,23 +31,8 @@ _BACKWARD_SHARE = 2 / 3
 _WEIGHTS_AND_GRADIENTS = 1.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Predicted time of a step.
-
-    Attributes:
-        total: Seconds of the whole step.
-        exposed: Seconds in which ranks only communicate.
-        bubble: Share of the passes' time that the pipeline's ranks spend waiting.
-    """
-
-    total: float
-    exposed: float
-    bubble: float
-
-
-def predict_step_time(config: TrainConfig, replica: Replica, machine: Machine) -> StepTime:
-    """Predicts the time of a step; `config` has the mesh and the number of micro-batches.
+def predict_step_time(mesh: MeshPlan, config: TrainConfig, replica: Replica, machine: Machine) -> MeshPlan:
+    """Returns `mesh` with the time of a step; `config` has the mesh and the number of micro-batches.
 
     `replica` is measured with the rows of the largest micro-batch.
     """
@@ -83,17 +68,16 @@ def predict_step_time(config: TrainConfig, replica: Replica, machine: Machine) -
     passes, used = _simulate(
         orders, len(ranks), slots, lambda action: compute(action) + communicate(action) / crowding
     )
-    gradients = _gradient_bytes(replica)
-    reduce = _all_reduce_seconds(config, gradients, machine)
+    reduce, is_pipeline = _all_reduce_seconds(config, replica, machine), replica.network.is_pipeline
     # Gradients of a large network are all-reduced in buckets, during the backward pass.
-    in_buckets = max(gradients)[0] > FLAT_BYTES
-    if not replica.network.is_pipeline and machine.hosts(workers) > 1 and in_buckets:
+    in_buckets = max(rank.parts["gradients"] for rank in replica.ranks) > FLAT_BYTES
+    if not is_pipeline and machine.hosts(workers) > 1 and in_buckets:
         reduce -= min(reduce, _BACKWARD_SHARE * alone / config.gradient_accumulation)
-    update = _update_seconds(config, replica, machine)
-    return StepTime(
-        total=passes + reduce + update,
-        exposed=passes - alone + reduce,
-        bubble=max(0.0, 1 - used) if replica.network.is_pipeline else 0.0,
+    return replace(
+        mesh,
+        step_seconds=passes + reduce + _update_seconds(config, replica, machine),
+        exposed_seconds=passes - alone + reduce,
+        bubble=max(0.0, 1 - used) if is_pipeline else 0.0,
     )
 
 
@@ -101,16 +85,8 @@ def _simulate(
     orders: Orders, num_stages: int, slots: float, cost: Callable[[Action], float]
 ) -> tuple[float, float]:
     """Returns a schedule's time in seconds on `slots` cores, and the used share of the cores' time."""
-
-    @cache  # all micro-batches cost the same
-    def cost_of(kind: PassType, stage: int) -> float:
-        return cost(Action(kind, stage, 0))
-
-    def cached_cost(action: Action) -> float:
-        return cost_of(action.kind, action.stage)
-
-    end = simulate_makespan(orders, num_stages, cached_cost, slots)
-    work = sum(cached_cost(action) for order in orders for action in order)
+    end = simulate_makespan(orders, num_stages, cost, slots)
+    work = sum(cost(action) for order in orders for action in order)
     return end, work / (min(slots, len(orders)) * end)
 
 
@@ -145,16 +121,18 @@ def simulate_makespan(
                 next_of[rank] += 1
 
 
-def _all_reduce_seconds(config: TrainConfig, gradients: list[tuple[int, int]], machine: Machine) -> float:
-    """Returns the seconds of the slowest rank's all-reduce; `gradients` comes from `_gradient_bytes`."""
-    size = data_parallel_size(config)
+def _all_reduce_seconds(config: TrainConfig, replica: Replica, machine: Machine) -> float:
+    """Returns the seconds of the slowest rank's all-reduce of gradients."""
+    size, axes = data_parallel_size(config), config.axes
     if size == 1:
         return 0.0
-    axes = config.axes
     link = machine.link(size, axes["tensor"] * size)
 
-    def of_rank(count: int, of_experts: int) -> float:
+    def of_rank(rank: RankBytes) -> float:
+        count, experts = rank.parts["gradients"], expert_names(rank.module)
+        trained = {name: p for name, p in rank.module.named_parameters() if p.requires_grad}
         # Expert gradients are reduced among ranks with the same experts only.
+        of_experts = num_bytes(trained[name] for name in experts & trained.keys())
         seconds = ring_seconds(size, count - of_experts, link)
         if of_experts:
             seconds += ring_seconds(size // axes["expert"], of_experts, link)
@@ -163,7 +141,7 @@ def _all_reduce_seconds(config: TrainConfig, gradients: list[tuple[int, int]], m
         # The copy into the buffer reads and writes each byte.
         return seconds + 2 * count * machine.rates.byte * machine.crowding(config.num_workers)
 
-    return max(of_rank(*found) for found in gradients)
+    return max(map(of_rank, replica.ranks))
 
 
 def _update_seconds(config: TrainConfig, replica: Replica, machine: Machine) -> float:
@@ -171,13 +149,3 @@ def _update_seconds(config: TrainConfig, replica: Replica, machine: Machine) -> 
     seconds = [machine.rates.seconds(rank.update_work) * share for rank in replica.ranks]
     crowding = machine.crowding(config.num_workers)
     return max(max(seconds), crowding * math.fsum(seconds) / len(seconds))
-
-
-def _gradient_bytes(replica: Replica) -> list[tuple[int, int]]:
-    """Returns, for each rank, the bytes of all its gradients and of its experts' gradients."""
-    found = []
-    for rank in replica.ranks:
-        trained = {name: p for name, p in rank.module.named_parameters() if p.requires_grad}
-        experts = expert_names(rank.module) & trained.keys()
-        found.append((num_bytes(trained.values()), num_bytes(trained[name] for name in experts)))
-    return found

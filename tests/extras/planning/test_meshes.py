@@ -17,13 +17,13 @@ from ringspark.extras.model_parallel.pipeline.orders import one_forward_one_back
 from ringspark.extras.planning import Link, MeshPlan, ParallelismPlan
 from ringspark.extras.planning.exchange_time import ring_seconds
 from ringspark.extras.planning.memory.columns import columns_of
+from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.memory.plan import plan_memory
-from ringspark.extras.planning.meshes.candidates import AXIS_RULES, candidates, micro_batches, with_mesh
+from ringspark.extras.planning.meshes.candidates import candidates, explain_refusal, micro_batches, with_mesh
 from ringspark.extras.planning.meshes.machine import Machine
-from ringspark.extras.planning.meshes.measured_ranks import MeasuredRanks
 from ringspark.extras.planning.meshes.report import name_options
 from ringspark.extras.planning.meshes.step_time import predict_step_time, simulate_makespan
-from ringspark.extras.planning.meshes.work import ASSUMED, OperatorRates, Work
+from ringspark.extras.planning.work import ASSUMED, OperatorRates, Work
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 
@@ -55,26 +55,27 @@ def _time(training: MeasuredRanks, machine: Machine, micro: int = 1, **mesh: Any
     options = {key: value for key, value in mesh.items() if key not in sizes}
     config = with_mesh(training.config, workers, name_options(sizes, options), micro)
     rows = -(-ROWS // (config.num_copies * micro))
-    return predict_step_time(config, training.measure(config, rows), machine)
+    mesh = MeshPlan(sizes=sizes, options=options)
+    return predict_step_time(mesh, config, training.measure(config, rows), machine)
 
 
 def test_a_step_is_what_its_axes_divide_and_what_they_exchange(training: MeasuredRanks) -> None:
     free = _machine(inside={2: Link(alpha=0, beta=0)}, wire=Link(alpha=0, beta=0))
-    one = _time(training, free).total
+    one = _time(training, free).step_seconds
     # The inputs need no gradient: 3 products per matrix, 2 for the first.
     layer = 2 * ROWS * WIDTH**2 * 1e-6
     assert one == pytest.approx((3 * DEPTH - 1) * layer + 3 * layer / WIDTH, rel=1e-6)
-    assert _time(training, free, data=4).total == pytest.approx(one / 4)
+    assert _time(training, free, data=4).step_seconds == pytest.approx(one / 4)
     # The head is not sharded. It pairs with the layer before it only if the number of layers is odd.
-    assert _time(training, free, tensor=2).total == pytest.approx(one / 2, rel=0.02)
+    assert _time(training, free, tensor=2).step_seconds == pytest.approx(one / 2, rel=0.02)
     parameters = DEPTH * (WIDTH**2 + WIDTH) + WIDTH + 1
     both = _time(training, _machine(), data=4)
-    assert both.exposed == pytest.approx(ring_seconds(4, 4 * parameters, LINK))
-    assert both.total == pytest.approx(one / 4 + both.exposed)
+    assert both.exposed_seconds == pytest.approx(ring_seconds(4, 4 * parameters, LINK))
+    assert both.step_seconds == pytest.approx(one / 4 + both.exposed_seconds)
     # Each of the two pairs has one all-reduce forward, and one backward except the first, whose inputs need
     # no gradient.
     hidden = ring_seconds(2, 4 * ROWS * WIDTH, LINK)
-    assert _time(training, _machine(), tensor=2).exposed == pytest.approx(3 * hidden)
+    assert _time(training, _machine(), tensor=2).exposed_seconds == pytest.approx(3 * hidden)
 
 
 def test_a_pipeline_waits_as_its_schedule_says(training: MeasuredRanks) -> None:
@@ -87,12 +88,12 @@ def test_a_pipeline_waits_as_its_schedule_says(training: MeasuredRanks) -> None:
     # Ranks that share one core fill each other's gaps, so the core is never idle.
     crowded = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="1f1b", cuts=cuts)
     assert crowded.bubble == pytest.approx(0, abs=1e-9)
-    assert crowded.total == pytest.approx(_time(training, free).total, rel=0.01)
+    assert crowded.step_seconds == pytest.approx(_time(training, free).step_seconds, rel=0.01)
     # The two halves of a split backward pass take as long as the whole backward pass.
     split = _time(training, replace(free, cores_per_host=1), 4, pipeline=4, schedule="zero_bubble", cuts=cuts)
-    assert split.total == pytest.approx(crowded.total)
+    assert split.step_seconds == pytest.approx(crowded.step_seconds)
     sent = _time(training, _machine(), 4, pipeline=4, schedule="1f1b", cuts=cuts)
-    assert sent.exposed > 4 * LINK.alpha
+    assert sent.exposed_seconds > 4 * LINK.alpha
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 4), (4, 8), (3, 1)])
@@ -116,13 +117,14 @@ def test_ranks_that_share_cores_fill_the_gaps_that_there_are(ranks: int, micro: 
 def test_more_micro_batches_need_less_and_slower_links_take_longer(training: MeasuredRanks) -> None:
     slow = _machine(inside={2: Link(alpha=1e-2, beta=1e-5)}, wire=Link(alpha=1e-2, beta=1e-5))
     for mesh in ({"data": 4}, {"tensor": 4}, {"pipeline": 4}):
-        assert _time(training, slow, 4, **mesh).total > _time(training, _machine(), 4, **mesh).total
-    plain = _time(training, _machine(), data=4).total
-    assert _time(training, _machine(cores_per_host=2), data=4).total > plain
+        slower, quicker = (_time(training, each, 4, **mesh).step_seconds for each in (slow, _machine()))
+        assert slower > quicker
+    plain = _time(training, _machine(), data=4).step_seconds
+    assert _time(training, _machine(cores_per_host=2), data=4).step_seconds > plain
     # With two hosts the data all-reduce crosses the network, and tensor parallelism stays within a host.
     hosts = _machine(between=Link(alpha=1e-2, beta=1e-5), ranks_per_host=2)
-    assert _time(training, hosts, data=4).total > plain
-    assert _time(training, hosts, tensor=2).total == _time(training, _machine(), tensor=2).total
+    assert _time(training, hosts, data=4).step_seconds > plain
+    assert _time(training, hosts, tensor=2).step_seconds == _time(training, _machine(), tensor=2).step_seconds
 
 
 def test_messages_of_each_kind_are_parts_of_a_ring() -> None:
@@ -165,20 +167,20 @@ def test_every_product_of_sizes_is_a_candidate(training: MeasuredRanks) -> None:
 
 def test_each_axis_says_how_far_a_network_can_be_spread(training: MeasuredRanks) -> None:
     given = training.config, training.empty
-    assert AXIS_RULES["data"](*given, ROWS) == ""
-    assert "is too small for 17 workers" in AXIS_RULES["data"](*given, 17)
-    assert "needs sharding='parameters'" in AXIS_RULES["shard"](*given, 2)
-    assert AXIS_RULES["shard"](replace(training.config, sync=Zero(stage=3)), training.empty, 2) == ""
-    assert AXIS_RULES["tensor"](*given, WIDTH) == ""
-    assert "is too small for that many shards" in AXIS_RULES["tensor"](*given, WIDTH + 1)
-    assert AXIS_RULES["pipeline"](*given, DEPTH + 1) == ""
-    assert "has 5 blocks, too few for 6 stages" in AXIS_RULES["pipeline"](*given, DEPTH + 2)
-    assert "does not support parallelism's 'sequence'" in AXIS_RULES["sequence"](*given, 2)
-    assert "has no experts" in AXIS_RULES["expert"](*given, 2)
+    assert explain_refusal(*given, "data", ROWS) == ""
+    assert "is too small for 17 workers" in explain_refusal(*given, "data", 17)
+    assert "needs sharding='parameters'" in explain_refusal(*given, "shard", 2)
+    assert explain_refusal(replace(training.config, sync=Zero(stage=3)), training.empty, "shard", 2) == ""
+    assert explain_refusal(*given, "tensor", WIDTH) == ""
+    assert "is too small for that many shards" in explain_refusal(*given, "tensor", WIDTH + 1)
+    assert explain_refusal(*given, "pipeline", DEPTH + 1) == ""
+    assert "has 5 blocks, too few for 6 stages" in explain_refusal(*given, "pipeline", DEPTH + 2)
+    assert "does not support parallelism's 'sequence'" in explain_refusal(*given, "sequence", 2)
+    assert "has no experts" in explain_refusal(*given, "expert", 2)
     heads = {"vocab_size": 8, "max_seq_len": 4, "dim": 6, "depth": 1, "num_heads": 3}
     lm = training.config, build_on_meta(ModelSpec("transformer_lm", heads).build)
-    assert "must divide num_heads (3)" in AXIS_RULES["tensor"](*lm, 2)
-    assert AXIS_RULES["sequence"](*lm, 2) == ""
+    assert "must divide num_heads (3)" in explain_refusal(*lm, "tensor", 2)
+    assert explain_refusal(*lm, "sequence", 2) == ""
     assert {"data": 2, "sequence": 2} in [dict(c.sizes) for c in candidates(*lm, 4) if not c.refusal]
 
 
@@ -193,9 +195,9 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: M
     assert {"expert": 4} in shapes
     assert {"data": 2, "expert": 2} in shapes
     assert not any("expert" in c.sizes for c in candidates(training.config, training.empty, 4))
-    assert "more than the 4 experts" in AXIS_RULES["expert"](mixed.config, mixed.empty, 5)
+    assert "more than the 4 experts" in explain_refusal(mixed.config, mixed.empty, "expert", 5)
     sharded = replace(config, sync=Zero(stage=1))
-    assert "not planned with sharding='optimizer'" in AXIS_RULES["expert"](sharded, mixed.empty, 2)
+    assert "not planned with sharding='optimizer'" in explain_refusal(sharded, mixed.empty, "expert", 2)
     tokens = 4 * ROWS * 4 * 8  # bytes of one rank's tokens
     (rank,) = mixed.measure(with_mesh(mixed.config, 2, {"expert": 2}, 1), ROWS).ranks
     forward, backward = (list(rank.first[0, way].messages["expert"]) for way in (True, False))
@@ -212,7 +214,7 @@ def test_mixtures_are_spread_over_experts_and_other_networks_are_not(training: M
     named = dict(mixed.empty.named_parameters())
     experts = 4 * sum(p.numel() for n, p in named.items() if ".experts." in n)
     rest = 4 * sum(p.numel() for p in named.values()) - experts
-    found = _time(mixed, _machine(inside={2: link}), expert=2).exposed
+    found = _time(mixed, _machine(inside={2: link}), expert=2).exposed_seconds
     inside = 4 * tokens / 4 * link.beta + ring_seconds(2, counts.num_bytes, link) / 2
     assert found == pytest.approx(ring_seconds(2, rest, link) + inside, rel=0.01)
 

@@ -21,10 +21,10 @@ from ringspark.estimators.training.step import compute_losses, forward, scale_lo
 from ringspark.extras.model_parallel.fake_collective import Message
 from ringspark.extras.model_parallel.pipeline.wire import Forms, forms_of, mark_gradients
 from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.cut_network import CutNetwork, RankPart
 from ringspark.extras.planning.memory.meter import SENT, Peak
 from ringspark.extras.planning.memory.step import FakeStep, UpdateBytes, on_fake_tensors
-from ringspark.extras.planning.meshes.cut_network import CutNetwork, RankPart
-from ringspark.extras.planning.meshes.work import Work
+from ringspark.extras.planning.work import Work
 from ringspark.models.chain import as_values, links_of, run_links
 
 
@@ -35,13 +35,11 @@ class PassBytes:
     Attributes:
         peaks: Peak memory for each value of `sharding` and for `LEAVING`, without memory that other
             micro-batches hold.
-        most_activations: Largest number of bytes of activations during the pass.
         kept: Bytes by which memory has grown after the pass; negative for a backward pass.
         messages: Communication inside the network, by axis.
     """
 
     peaks: Mapping[str, Peak]
-    most_activations: int
     kept: int
     work: Work
     messages: Mapping[str, tuple[Message, ...]]
@@ -218,8 +216,7 @@ class _Rank:
     def _end(self, before: int) -> PassBytes:
         meter = self.step.meter
         return PassBytes(
-            peaks=dict(meter.peaks),
-            most_activations=meter.most_activations,
+            peaks=meter.peaks,
             kept=meter.live["activations"] - before,
             work=self.step.count.take(),
             messages={axis: tuple(found.messages) for axis, found in self.network.fakes.items()},

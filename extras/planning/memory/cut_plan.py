@@ -11,13 +11,13 @@ from ringspark.extras.model_parallel.pipeline.orders import Orders, naive
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.transfers import SENDS_IN_FLIGHT
 from ringspark.extras.planning.memory.meter import Peak
+from ringspark.extras.planning.memory.rank_step import RankBytes
 from ringspark.extras.planning.memory.sharing import (
     communication_bytes,
     reduces_during_backward,
     reduces_in_buckets,
 )
 from ringspark.extras.planning.memory.step import LEAVING
-from ringspark.extras.planning.meshes.rank_step import RankBytes
 
 
 def steps_of(config: TrainConfig, owners: Sequence[int], num_micro: int) -> list[Steps]:
@@ -58,7 +58,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
     # All rows of the step stay in memory until its end.
     waiting = rank.batch * (len({step.micro for step in steps}) - 1)
     held, ended, on_their_way, sent, most = 0, 0, 0, 0, 0
-    highest = Peak(total=0, parts={})
+    highest = Peak(parts={})
     begun: set[int] = set()
     for step in steps:
         if isinstance(step, Arrival):
@@ -74,7 +74,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
             on_their_way -= rank.arriving[stage] if kind is PassType.FORWARD else rank.returning[stage]
         extra = held + ended + on_their_way + min(sent, SENDS_IN_FLIGHT) * rank.arriving[stage]
         peak = one.peaks[peaks_of]
-        most = max(most, one.most_activations + extra)
+        most = max(most, peak.most_activations + extra)
         if peak.total + extra + waiting > highest.total:
             activations, batch = peak.parts["activations"] + extra, peak.parts["batch"] + waiting
             highest = peak.with_parts(activations=activations, batch=batch)
@@ -91,5 +91,5 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
     if reduces_in_buckets(config):
         update = update.with_parts(gradients=0)
     peak = max(in_passes, update, key=lambda found: found.total)
-    peak = replace(peak, most_activations=max(most, rank.update.temporaries))
+    peak = replace(peak, most_activations=max(most, update.most_activations))
     return peak.with_parts(communication=communication_bytes(config, rank.module))

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# Operators that only give a tensor another shape.
-_VIEWS = frozenset(
+# Operators that compute nothing.
+VIEWS = frozenset(
     {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze"}
     | {"split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "_reshape_alias"}
     | {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
@@ -86,11 +86,28 @@ class OperatorRates:
 ASSUMED = OperatorRates(launch=5e-6, flop=2e-11, byte=1e-10)
 
 
-class WorkCount(TorchDispatchMode):
-    """Counts the work of all operators that run while this mode is active."""
+class OperatorMode(TorchDispatchMode):
+    """Calls `see` after every operator that runs while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(func._overloadpacket, args, kwargs or {}, result)
+        return result
+
+
+class WorkCount(OperatorMode):
+    """Counts the work of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._work = Work()
 
     def take(self) -> Work:
@@ -98,29 +115,25 @@ class WorkCount(TorchDispatchMode):
         found, self._work = self._work, Work()
         return found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
-        packet = func._overloadpacket
-        if packet.__name__ in _VIEWS:
-            return result
-        tensors = [t for t in tree_leaves((args, given, result)) if isinstance(t, torch.Tensor)]
-        flops = 0
-        if packet.__name__ in _ATTENTION:
-            flops = _attention(packet.__name__, args)
-        elif packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **given, out_val=result))
-        self._work += Work(launches=1, flops=flops, num_bytes=sum(map(_bytes, tensors)))
-        return result
+    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+        if packet.__name__ not in VIEWS:
+            num_bytes = sum(map(_bytes, tensors_in((args, given, result))))
+            flops = count_flops(packet, args, given, result) or 0
+            self._work += Work(launches=1, flops=flops, num_bytes=num_bytes)
 
 
-def _attention(name: str, args: tuple[Any, ...]) -> int:
-    # The backward pass has the gradient in front of queries, keys and values.
-    query, key = args[1:3] if name.endswith("backward") else args[:2]
-    rows, heads, queries, dim = query.shape
-    return int(_ATTENTION[name] * 2 * rows * heads * queries * key.shape[-2] * dim)
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def count_flops(packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> int | None:
+    """Returns the floating-point operations of a matrix product or similar; None for other operators."""
+    if packet.__name__ in _ATTENTION:
+        # The backward pass has the gradient in front of queries, keys and values.
+        query, key = args[1:3] if packet.__name__.endswith("backward") else args[:2]
+        rows, heads, queries, dim = query.shape
+        return int(_ATTENTION[packet.__name__] * 2 * rows * heads * queries * key.shape[-2] * dim)
+    return int(flop_registry[packet](*args, **given, out_val=result)) if packet in flop_registry else None
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -14,7 +14,6 @@ from torch import nn
 
 from ringspark.estimators.options.mesh import MODEL_AXES, Mesh
 from ringspark.estimators.training.check.probe import PROBE_ROWS
-from ringspark.extras.model_parallel.expert import shard_experts
 from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.pipeline.partition import (
     count_parameters,
@@ -24,8 +23,7 @@ from ringspark.extras.model_parallel.pipeline.partition import (
 )
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
 from ringspark.extras.model_parallel.pipeline.stage import keep_stages
-from ringspark.extras.model_parallel.sequence.shard_sequence import shard_sequence
-from ringspark.extras.model_parallel.tensor.plan import make_region, plan_of, shard_activations, shard_layers
+from ringspark.extras.model_parallel.shard_network import LAYER_AXES, shard_inside
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.models.chain import links_of
 from ringspark.models.meta_device import copy_to_meta
@@ -70,17 +68,8 @@ def cut_network(
         ValueError: The network cannot be sharded in this way.
     """
     whole = copy_to_meta(empty) if max(sizes[axis] for axis in MODEL_AXES) > 1 else empty
-    fakes = {a: FakeCollective(0, sizes[a]) for a in ("tensor", "expert", "sequence") if sizes[a] > 1}
-    if tensor := fakes.get("tensor"):
-        plan = options.plan or plan_of(whole, sizes["tensor"])
-        region = make_region(tensor, options.sequence_parallel)  # type: ignore[arg-type]
-        shard_layers(whole, region, plan)
-    if expert := fakes.get("expert"):
-        shard_experts(whole, expert)  # type: ignore[arg-type]
-    if sequence := fakes.get("sequence"):
-        shard_sequence(whole, sequence, options.context)  # type: ignore[arg-type]
-    if tensor:
-        shard_activations(whole, region)
+    fakes = {axis: FakeCollective(0, sizes[axis]) for axis in LAYER_AXES if sizes[axis] > 1}
+    shard_inside(whole, fakes, options)
     if sizes["pipeline"] == 1:
         alone = RankPart(module=whole, stages=(0,))
         return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), fakes=fakes)

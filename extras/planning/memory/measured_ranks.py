@@ -11,13 +11,13 @@ from ringspark.estimators.training.build import build_empty
 from ringspark.estimators.training.checkpoint.shards import deal_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.planning.memory.columns import BatchColumn
+from ringspark.extras.planning.memory.cut_network import CutNetwork, cut_network
+from ringspark.extras.planning.memory.cut_plan import peak_of_steps, steps_of
 from ringspark.extras.planning.memory.meter import Peak
+from ringspark.extras.planning.memory.rank_step import RankBytes, measure_ranks
 from ringspark.extras.planning.memory.sharing import count_checkpoint
 from ringspark.extras.planning.memory.step import initialize_lazy_layers
-from ringspark.extras.planning.meshes.cut_network import CutNetwork, cut_network
-from ringspark.extras.planning.meshes.cut_plan import peak_of_steps, steps_of
-from ringspark.extras.planning.meshes.rank_step import RankBytes, measure_ranks
-from ringspark.extras.planning.meshes.work import Work
+from ringspark.extras.planning.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
