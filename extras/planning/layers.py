@@ -56,7 +56,7 @@ class NetworkWork:
         return sum(layer.work for layer in self.layers)
 
 
-class _Count(OperatorMode):
+class _Count(OperatorMode):  # type: ignore[no-untyped-call]
     """Tracks each tensor's depth, and adds an operation's work to the innermost layer that is running."""
 
     def __init__(self) -> None:

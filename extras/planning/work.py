@@ -103,7 +103,7 @@ class OperatorMode(TorchDispatchMode):
         return result
 
 
-class WorkCount(OperatorMode):
+class WorkCount(OperatorMode):  # type: ignore[no-untyped-call]
     """Counts the work of all operators."""
 
     def __init__(self) -> None:

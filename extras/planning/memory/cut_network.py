@@ -30,28 +30,21 @@ from ringspark.models.meta_device import copy_to_meta
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPart:
-    """The network's stages on one rank of a pipeline, on `meta`; without a pipeline there is only stage 0."""
-
-    module: nn.Module
-    stages: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class CutNetwork:
-    """One replica of a network, sharded over its ranks.
+    """One replica of a network, sharded over its ranks, on `meta`.
 
     Attributes:
         whole: The network with all stages and with sharded tensors.
-        owners: For each stage, the rank that has it.
-        firsts: Name of each stage's first layer; "" without a pipeline.
+        parts: The network of each rank, with its stages only.
+        owners: For each stage, the rank that has it; without a pipeline there is only stage 0.
+        bounds: Number of each stage's first link, and the number of links; () without a pipeline.
         fakes: Fake process group of each axis that communicates inside the network.
     """
 
     whole: nn.Module
-    parts: tuple[RankPart, ...]
-    owners: tuple[int, ...]
-    firsts: tuple[str, ...]
+    parts: Sequence[nn.Module]
+    owners: Sequence[int] = (0,)
+    bounds: Sequence[int] = ()
     fakes: Mapping[str, FakeCollective]
 
     @property
@@ -71,8 +64,7 @@ def cut_network(
     fakes = {axis: FakeCollective(0, sizes[axis]) for axis in LAYER_AXES if sizes[axis] > 1}
     shard_inside(whole, fakes, options)
     if sizes["pipeline"] == 1:
-        alone = RankPart(module=whole, stages=(0,))
-        return CutNetwork(whole=whole, parts=(alone,), owners=(0,), firsts=("",), fakes=fakes)
+        return CutNetwork(whole=whole, parts=(whole,), fakes=fakes)
     way = options.pipeline
     owners = schedule_of(way.schedule, way.virtual).owners(sizes["pipeline"], way.virtual)
     links = links_of(whole)
@@ -86,16 +78,9 @@ def cut_network(
     for rank in range(sizes["pipeline"]):
         module = copy_to_meta(whole)
         own = links_of(module)
-        stages = {s: own[bounds[s] : bounds[s + 1]] for s, owner in enumerate(owners) if owner == rank}
-        keep_stages(module, stages)
-        parts.append(RankPart(module=module, stages=tuple(stages)))
-    return CutNetwork(
-        whole=whole,
-        parts=tuple(parts),
-        owners=tuple(owners),
-        firsts=tuple(links[begin].name for begin in bounds[:-1]),
-        fakes=fakes,
-    )
+        keep_stages(module, {s: own[bounds[s] : bounds[s + 1]] for s, o in enumerate(owners) if o == rank})
+        parts.append(module)
+    return CutNetwork(whole=whole, parts=parts, owners=owners, bounds=bounds, fakes=fakes)
 
 
 def link_costs(empty: nn.Module, inputs: Sequence[BatchColumn], rows: int) -> list[float]:

@@ -21,7 +21,7 @@ from ringspark.estimators.training.step import compute_losses, forward, scale_lo
 from ringspark.extras.model_parallel.fake_collective import Message
 from ringspark.extras.model_parallel.pipeline.wire import Forms, forms_of, mark_gradients
 from ringspark.extras.planning.memory.columns import BatchColumn
-from ringspark.extras.planning.memory.cut_network import CutNetwork, RankPart
+from ringspark.extras.planning.memory.cut_network import CutNetwork
 from ringspark.extras.planning.memory.meter import SENT, Peak
 from ringspark.extras.planning.memory.step import FakeStep, UpdateBytes, on_fake_tensors
 from ringspark.extras.planning.work import Work
@@ -95,9 +95,10 @@ def measure_ranks(
     """
     forms = _forms(config, objects, network, inputs) if network.is_pipeline else {}
     found = []
-    for part, earlier in zip(network.parts, known or [None] * len(network.parts), strict=True):
-        with on_fake_tensors(config, objects, part.module) as step:
-            found.append(_Rank(config, network, part, step, forms).measure(inputs, labels, earlier))
+    for rank, module in enumerate(network.parts):
+        with on_fake_tensors(config, objects, module) as step:
+            own = _Rank(config, network, rank, step, forms)
+            found.append(own.measure(inputs, labels, known[rank] if known else None))
     return found
 
 
@@ -105,7 +106,7 @@ def measure_ranks(
 class _Rank:
     config: TrainConfig
     network: CutNetwork
-    part: RankPart
+    rank: int
     step: FakeStep
     forms: Mapping[int, Forms]
 
@@ -116,7 +117,8 @@ class _Rank:
     def measure(
         self, inputs: Sequence[BatchColumn], labels: Sequence[BatchColumn], known: RankBytes | None
     ) -> RankBytes:
-        step, stages = self.step, self.part.stages
+        step = self.step
+        stages = [stage for stage, owner in enumerate(self.network.owners) if owner == self.rank]
         device = step.recipe.device
         batch = Batch(
             inputs=tuple(c.empty(device) for c in inputs),
@@ -158,7 +160,9 @@ class _Rank:
             "gradients": live["gradients"] + live[SENT],
             "optimizer_state": update.state,
         }
-        return RankBytes(module=self.part.module, parts=parts, update=update, update_work=half, **measured)
+        return RankBytes(
+            module=self.network.parts[self.rank], parts=parts, update=update, update_work=half, **measured
+        )
 
     def _bytes_before(self, stage: int, *, has_gradient: bool = False) -> int:
         """Returns the bytes that `stage` receives from another rank in a forward pass.
@@ -232,9 +236,8 @@ def _forms(
     with on_fake_tensors(plain, objects, network.whole) as step:
         step.module.train()
         links = links_of(step.module)
-        bounds = [[link.name for link in links].index(name) for name in network.firsts]
         values: Any = tuple(c.empty(step.recipe.device) for c in inputs)
-        for stage, (begin, end) in enumerate(pairwise(bounds), 1):
+        for stage, (begin, end) in enumerate(pairwise(network.bounds[:-1]), 1):
             with autocast(config.precision, step.recipe.device):
                 values = as_values(run_links(links[begin:end], values), links[end])
             forms[stage] = forms_of(values)
