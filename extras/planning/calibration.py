@@ -26,7 +26,7 @@ from ringspark.estimators.training.phase import Status
 from ringspark.estimators.training.precision import keep_norms_fp32
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import forward_backward
-from ringspark.extras.planning.exchange_time import Link, solve_link
+from ringspark.extras.planning.exchange_time import Link, solve_link, solve_message
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.step import make_step
 from ringspark.extras.planning.work import OperatorRates
@@ -85,15 +85,9 @@ class Calibration:
         profile = HardwareProfile(step_seconds=dict(steps), inside=inside)
         if not self.for_meshes:
             return profile
-        product, vector_sum = operators
-        beta = max(0.0, (sent[1] - sent[0]) / (many - few))
-        return replace(
-            profile,
-            rates=OperatorRates(
-                launch=0.0, flop=product / (2 * _MATRIX**3), byte=vector_sum / (3 * 4 * _VECTOR)
-            ),
-            wire=Link(alpha=max(0.0, sent[0] - few * beta), beta=beta),
-        )
+        flop, byte = operators[0] / (2 * _MATRIX**3), operators[1] / (3 * 4 * _VECTOR)
+        wire = solve_message((few, sent[0]), (many, sent[1]))
+        return replace(profile, rates=OperatorRates(launch=0.0, flop=flop, byte=byte), wire=wire)
 
     def __call__(self, collective: Collective, device: str, status: Status) -> str:
         torch.manual_seed(0)

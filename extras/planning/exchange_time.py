@@ -68,12 +68,18 @@ def hierarchical_seconds(
     return within + (ring_seconds(hosts, num_bytes / compression, between) if hosts > 1 else 0.0)
 
 
+def solve_message(small: tuple[float, float], large: tuple[float, float]) -> Link:
+    """Returns the link that explains two measured messages, each given as (bytes, seconds)."""
+    (few, quick), (many, slow) = small, large
+    beta = max(0.0, (slow - quick) / (many - few))
+    return Link(alpha=max(0.0, quick - few * beta), beta=beta)
+
+
 def solve_link(num_ranks: int, small: tuple[float, float], large: tuple[float, float]) -> Link:
     """Returns the link that explains two measured all-reduces, each given as (bytes, seconds)."""
-    (few, quick), (many, slow) = small, large
     steps = 2 * (num_ranks - 1)
-    beta = max(0.0, (slow - quick) / (many - few) * num_ranks / steps)
-    return Link(alpha=max(0.0, quick / steps - few / num_ranks * beta), beta=beta)
+    one, other = ((num_bytes / num_ranks, seconds / steps) for num_bytes, seconds in (small, large))
+    return solve_message(one, other)
 
 
 def show_seconds(seconds: float) -> str:
