@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
+from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList
 
 
 class Adafactor(DenseOptimizer):
@@ -19,38 +19,48 @@ class Adafactor(DenseOptimizer):
 
     settings = {"lr": 1e-2, "beta2_decay": -0.8, "eps": 1e-3, "clip": 1.0, "weight_decay": 0.0}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        step = count_step(state)
-        fresh = step ** group["beta2_decay"]
-        rate = torch.clamp(_rms(parameter), min=group["eps"]) * min(group["lr"], step**-0.5)
+    def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if parameter.dim() < 2:
+            return {"variance": torch.zeros_like(parameter)}
+        rows, columns = (*parameter.shape[:-1], 1), (*parameter.shape[:-2], 1, parameter.shape[-1])
+        return {"row_var": parameter.new_zeros(rows), "col_var": parameter.new_zeros(columns)}
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        parameters, gradients, step = batch.parameters, batch.gradients, batch.step
+        rates = _rms(parameters).clamp_min_(group["eps"]).mul_(min(group["lr"], step**-0.5))
         if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        tiny = torch.finfo(parameter.dtype).eps
-        if gradient.dim() > 1:
-            square = _factored(gradient, state, fresh, tiny)
-        else:
-            if "variance" not in state:
-                state["variance"] = torch.zeros_like(parameter)
-            square = state["variance"].lerp_(gradient * gradient, fresh).clone()
-        direction = square.clamp_(min=tiny * tiny).rsqrt_().mul_(gradient)
-        parameter.sub_(direction.mul_(rate / torch.clamp(_rms(direction) / group["clip"], min=1.0)))
+            parameters.mul_(1 - group["lr"] * group["weight_decay"])
+        tiny = torch.finfo(parameters[0].dtype).eps
+        fresh = step ** group["beta2_decay"]
+        factored, full = iter(_factored(batch, fresh, tiny)), iter(_full(batch, fresh))
+        squares = TensorList(next(factored if gradient.dim() > 1 else full) for gradient in gradients)
+        directions = squares.clamp_min(tiny * tiny).rsqrt_().mul_(gradients)
+        rates.div_(_rms(directions).div_(group["clip"]).clamp_min_(1.0))
+        parameters.sub_(directions.mul_(rates))
 
 
-def _factored(gradient: torch.Tensor, state: dict[str, Any], fresh: float, tiny: float) -> torch.Tensor:
-    """Estimates second moments from row and column means; `fresh` weighs this gradient."""
-    if "row_var" not in state:
-        state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
-        state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
-    for name, dim in (("row_var", -1), ("col_var", -2)):
-        # A norm, so that no tensor of squares is made.
-        mean = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square() / gradient.shape[dim]
-        state[name].lerp_(mean, fresh)
-    estimate: torch.Tensor = state["row_var"] @ state["col_var"]
-    return estimate.div_(state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=tiny))
+def _full(batch: Batch, fresh: float) -> TensorList:
+    """Averages the squares of vectors; `fresh` weighs these gradients."""
+    squares = batch.state("variance")
+    if squares:
+        gradients = TensorList(gradient for gradient in batch.gradients if gradient.dim() < 2)
+        squares.lerp_(gradients.mul(gradients), fresh)
+    return squares
 
 
-def _rms(values: torch.Tensor) -> torch.Tensor:
-    rms: torch.Tensor = torch.linalg.vector_norm(values) / max(1, values.numel()) ** 0.5
-    return rms
+def _factored(batch: Batch, fresh: float, tiny: float) -> TensorList:
+    """Estimates the second moments of matrices from row and column means."""
+    rows, columns = batch.state("row_var"), batch.state("col_var")
+    if not rows:
+        return rows
+    gradients = TensorList(gradient for gradient in batch.gradients if gradient.dim() > 1)
+    # Norms, so that no tensors of squares are made.
+    norms = gradients.reduce(torch.linalg.vector_norm, [-1], [-2])
+    for own, means, dim in zip((rows, columns), norms, (-1, -2), strict=True):
+        own.lerp_(means.mul_(means).div_([gradient.shape[dim] for gradient in gradients]), fresh)
+    (totals,) = rows.reduce(torch.mean, [-2])
+    return TensorList(rows.mul(columns).div_(totals.clamp_min_(tiny)))
+
+
+def _rms(values: TensorList) -> TensorList:
+    return TensorList(values.norm().div_([max(1, value.numel()) ** 0.5 for value in values]))

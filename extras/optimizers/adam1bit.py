@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
+from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList, count
 
 # Smallest frozen second moment, as a share of the parameter's mean. Unlike in the paper, a weight without a
 # gradient so far (a category not seen yet) must not move by thousands of steps at its first gradient.
@@ -21,6 +21,7 @@ class Adam1bit(DenseOptimizer):
     """AdamW until `freeze_variance`, then momentum scaled by the last second moments."""
 
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "is_frozen": False}
+    moments = ("exp_avg", "exp_avg_sq")
     is_elementwise = True
 
     @torch.no_grad()
@@ -35,22 +36,21 @@ class Adam1bit(DenseOptimizer):
                     if not squares.any():
                         state["squares"].zero_()  # as if there had been no gradient: the first one sets them
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["squares"] = torch.zeros((), dtype=torch.float32, device="cpu")
+    def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        squares = torch.zeros((), dtype=torch.float32, device="cpu")
+        return super().new_state(parameter) | {"squares": squares}
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        step = count_step(state)
+        gradients, squares = batch.gradients.local(), batch.state("exp_avg_sq").local()
+        counts = count(batch.states, "squares", by=0)
         # A parameter without a gradient before the freeze still needs a first second moment.
-        if not group["is_frozen"] or not state["squares"]:
-            state["squares"] += 1
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        squares = state["exp_avg_sq"] / (1 - beta2 ** float(state["squares"]))
-        parameter.addcdiv_(
-            state["exp_avg"], squares.sqrt_().add_(group["eps"]), value=-group["lr"] / (1 - beta1**step)
-        )
+        if moving := [i for i, number in enumerate(counts) if not (group["is_frozen"] and number)]:
+            moved, own = (TensorList(values[i] for i in moving) for values in (squares, gradients))
+            moved.mul_(beta2).addcmul_(own, own, 1 - beta2)
+            count([batch.states[i] for i in moving], "squares")
+            counts = count(batch.states, "squares", by=0)
+        weights = batch.parameters.local().mul_(1 - group["lr"] * group["weight_decay"])
+        means = batch.state("exp_avg").local().lerp_(gradients, 1 - beta1)
+        roots = squares.div([1 - beta2**number for number in counts]).sqrt_().add_(group["eps"])
+        weights.addcdiv_(means, roots, -group["lr"] / (1 - beta1**batch.step))

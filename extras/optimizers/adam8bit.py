@@ -6,11 +6,13 @@ bitsandbytes 0.50 cannot step on fake tensors, but the memory planner steps on t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
+from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList
 
 BLOCK_SIZE = 256
 DECADES = 7
@@ -49,6 +51,7 @@ class Quantizer:
     def __init__(self, signed: bool, device: torch.device) -> None:
         self._signed = signed
         table = torch.tensor(make_levels(signed), dtype=torch.float32, device="cpu")
+        self.zero = make_levels(signed).index(0.0)
         # The code of each of the 65,536 fp16 numbers: a look-up is ten times as fast as a search.
         halves = torch.arange(-(2**15), 2**15, device="cpu").to(torch.int16).view(torch.float16)
         codes = torch.bucketize(halves.float().nan_to_num(), (table[1:] + table[:-1]) / 2)
@@ -57,12 +60,12 @@ class Quantizer:
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounds values to codes and scales. Positive squares never become 0: Adam divides by them."""
         blocks = _split_blocks(values)
-        scales = blocks.abs().amax(1)  # (blocks,)
-        blocks = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+        scales = torch.linalg.vector_norm(blocks, torch.inf, dim=1)  # (blocks,)
+        blocks = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         index = blocks.half().view(torch.int16).view(-1).int().add_(2**15)
         codes = self._codes.index_select(0, index)
         if not self._signed:
-            codes.clamp_(min=1).mul_(blocks.view(-1) > 0)
+            codes = torch.maximum(codes, blocks.view(-1) > 0)
         return codes[: len(values)], scales
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -91,32 +94,69 @@ class Adam8bit(DenseOptimizer):
                 if key != "step":
                     state[key] = state[key].to(torch.uint8 if key.endswith("_codes") else torch.float32)
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Each rank quantizes its own shard of a DTensor.
-        parameter, gradient = _local(parameter), _local(gradient)
-        if not state:
-            size = parameter.numel()
-            for name in MOMENTS:
-                if size < MIN_VALUES:
-                    state[name] = parameter.new_zeros(size, dtype=torch.float32)
-                else:
-                    state[f"{name}_codes"] = parameter.new_zeros(size, dtype=torch.uint8)
-                    state[f"{name}_scales"] = parameter.new_zeros(num_blocks(size), dtype=torch.float32)
-        step = count_step(state)
-        chunk = CUDA_CHUNK if parameter.is_cuda else CHUNK
-        weights = parameter.view(-1) if parameter.is_contiguous() else parameter.flatten()
-        gradients = gradient.reshape(-1)
-        for start in range(0, len(weights), chunk):
-            part = slice(start, min(start + chunk, len(weights)))
-            mean, square = (self._read(state, name, part) for name in MOMENTS)
-            moved = _adam(weights[part].float(), gradients[part].float(), mean, square, step, group)
-            weights[part].copy_(moved)
-            self._write(state, "exp_avg", part, mean)
-            self._write(state, "exp_avg_sq", part, square)
-        if not parameter.is_contiguous():
-            parameter.copy_(weights.view_as(parameter))
+        (own,) = TensorList([parameter]).local()
+        size, state = own.numel(), {}
+        for name in MOMENTS:
+            if size < MIN_VALUES:
+                state[name] = own.new_zeros(size, dtype=torch.float32)
+            else:
+                state[f"{name}_codes"] = own.new_zeros(size, dtype=torch.uint8)
+                state[f"{name}_scales"] = own.new_zeros(num_blocks(size), dtype=torch.float32)
+        return state
+
+    def max_values(self, device: torch.device) -> int:
+        return CUDA_CHUNK if device.type == "cuda" else CHUNK
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        weights, gradients = batch.parameters.local(), batch.gradients.local()
+        if len(weights) == 1 and weights[0].is_contiguous():
+            size = self.max_values(weights[0].device)
+            for piece in _split_chunks(weights[0], gradients[0], batch, size):
+                self._update(piece, group)
+            return
+        # Parameters with 8-bit moments come first.
+        order = sorted(range(len(weights)), key=lambda i: "exp_avg" in batch.states[i])
+        weights, gradients = (TensorList(own[i] for i in order) for own in (weights, gradients))
+        self._update(Batch(batch.step, weights, gradients, [batch.states[i] for i in order]), group)
+
+    def _update(self, batch: Batch, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        decay = group["weight_decay"]
+        # Each parameter with 8-bit moments fills whole blocks.
+        gaps = [-len(codes) % BLOCK_SIZE for codes in batch.state("exp_avg_codes")]
+        weights, gradients = (_join(own, gaps).float() for own in (batch.parameters, batch.gradients))
+        mean, square = (self._read(batch, name, gaps) for name in MOMENTS)
+        if decay and group["decoupled"]:
+            weights.mul_(1 - group["lr"] * decay)
+        elif decay:
+            gradients.add_(weights, alpha=decay)
+        mean.lerp_(gradients, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        root = (square / (1 - beta2**batch.step)).sqrt_().add_(group["eps"])
+        weights.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**batch.step))
+        _split(weights, batch.parameters, gaps)
+        self._write(batch, "exp_avg", gaps, mean)
+        self._write(batch, "exp_avg_sq", gaps, square)
+
+    def _read(self, batch: Batch, name: str, gaps: list[int]) -> torch.Tensor:
+        codes, values = batch.state(f"{name}_codes"), batch.state(name)
+        if codes:
+            quantizer = self._quantizer(name, codes[0].device)
+            scales = torch.cat(batch.state(f"{name}_scales"))
+            values.insert(0, quantizer.dequantize(_join(codes, gaps, quantizer.zero), scales))
+        return torch.cat(values)
+
+    def _write(self, batch: Batch, name: str, gaps: list[int], moments: torch.Tensor) -> None:
+        codes, scales, values = (batch.state(name + end) for end in ("_codes", "_scales", ""))
+        num_coded = BLOCK_SIZE * sum(map(len, scales))
+        if codes:
+            new_codes, new_scales = self._quantizer(name, moments.device).quantize(moments[:num_coded])
+            _split(new_codes, codes, gaps)
+            _split(new_scales, scales)
+        if values:
+            _split(moments[num_coded:], values)
 
     def _quantizer(self, name: str, device: torch.device) -> Quantizer:
         # Not made in __init__, which torch does not call for a pickled or copied optimizer.
@@ -125,47 +165,34 @@ class Adam8bit(DenseOptimizer):
             made[name, device] = Quantizer(MOMENTS[name], device)
         return made[name, device]
 
-    def _read(self, state: dict[str, Any], name: str, part: slice) -> torch.Tensor:
-        if name in state:
-            moments: torch.Tensor = state[name][part]
-            return moments
-        codes, scales = state[f"{name}_codes"][part], state[f"{name}_scales"][_blocks_of(part)]
-        return self._quantizer(name, codes.device).dequantize(codes, scales)
 
-    def _write(self, state: dict[str, Any], name: str, part: slice, moments: torch.Tensor) -> None:
-        if name in state:
-            return  # changed in place
-        codes, scales = self._quantizer(name, moments.device).quantize(moments)
-        state[f"{name}_codes"][part] = codes
-        state[f"{name}_scales"][_blocks_of(part)] = scales
+def _split_chunks(weights: torch.Tensor, gradients: torch.Tensor, batch: Batch, size: int) -> Iterator[Batch]:
+    """Yields batches of views with up to `size` values of the only parameter."""
+    state = {key: values for key, values in batch.states[0].items() if key != "step"}
+    for start in range(0, weights.numel(), size):
+        part = slice(start, min(start + size, weights.numel()))
+        blocks = _blocks_of(part)
+        views = {key: v[blocks if key.endswith("_scales") else part] for key, v in state.items()}
+        own, change = (TensorList([values.reshape(-1)[part]]) for values in (weights, gradients))
+        yield Batch(batch.step, own, change, [views])
 
 
 def _blocks_of(part: slice) -> slice:
     return slice(part.start // BLOCK_SIZE, num_blocks(part.stop))
 
 
-def _adam(
-    weights: torch.Tensor,
-    gradients: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    step: int,
-    group: dict[str, Any],
-) -> torch.Tensor:
-    """Returns the weights after one Adam step over flat fp32 values; changes the moments in place."""
-    beta1, beta2 = group["betas"]
-    decay = group["weight_decay"]
-    if decay and group["decoupled"]:
-        weights = weights * (1 - group["lr"] * decay)
-    elif decay:
-        gradients = gradients.add(weights, alpha=decay)
-    mean.lerp_(gradients, 1 - beta1)
-    square.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-    root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    return weights.addcdiv(mean, root, value=-group["lr"] / (1 - beta1**step))
+def _join(tensors: TensorList, gaps: list[int], fill: int = 0) -> torch.Tensor:
+    """Joins flattened tensors; a gap of `fill` follows each of the first `len(gaps)` tensors."""
+    flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+    if any(gaps):
+        filled = flat[0].new_full((sum(gaps),), fill).split_with_sizes(gaps)
+        flat[: len(gaps)] = chain.from_iterable(zip(flat, filled, strict=False))
+    return torch.cat(flat)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # By its method, because to import the DTensor class takes a second.
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+def _split(flat: torch.Tensor, tensors: TensorList, gaps: Iterable[int] = ()) -> None:
+    """Copies the values of a result of `_join` to the tensors."""
+    gaps = chain(gaps, repeat(0))
+    sizes = [size for own, gap in zip(tensors, gaps, strict=False) for size in (own.numel(), gap)]
+    parts = zip(flat.split_with_sizes(sizes)[::2], tensors, strict=True)
+    tensors.copy_([part if own.dim() == 1 else part.view(own.shape) for part, own in parts])

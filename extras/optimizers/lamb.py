@@ -6,38 +6,39 @@ their norms may start at 0, and a proportional rate would keep them there.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer, count_step
+from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer
 
 
 class Lamb(DenseOptimizer):
     """Adam, with each layer's update scaled to the norm of the layer's weights."""
 
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
+    moments = ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def kind(self, parameter: torch.Tensor) -> Hashable:
+        return parameter.dim() > 1
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        step = count_step(state)
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        direction = torch.div(mean, root, out=root).div_(1 - beta1**step)
+        gradients = batch.gradients
+        means = batch.state("exp_avg").lerp_(gradients, 1 - beta1)
+        squares = batch.state("exp_avg_sq").mul_(beta2).addcmul_(gradients, gradients, 1 - beta2)
+        roots = squares.div(1 - beta2**batch.step).sqrt_().add_(group["eps"])
+        directions = means.div(roots).div_(1 - beta1**batch.step)
         if group["weight_decay"]:
-            direction.add_(parameter, alpha=group["weight_decay"])
-        if parameter.dim() > 1:
-            direction.mul_(trust_ratio(parameter.norm(), direction.norm()))
-        parameter.add_(direction, alpha=-group["lr"])
+            directions.add_(batch.parameters, alpha=group["weight_decay"])
+        if batch.parameters[0].dim() > 1:
+            norms = (torch.stack(values.norm()) for values in (batch.parameters, directions))
+            directions.mul_(trust_ratio(*norms).unbind())
+        batch.parameters.add_(directions, alpha=-group["lr"])
 
 
 def trust_ratio(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Returns the norm of `weights` divided by the norm of `update`; 1 if either norm is 0."""
+    """Returns norms of weights divided by norms of their updates; 1 if either norm is 0."""
     usable = (weights > 0) & (update > 0)
     return torch.where(usable, weights / torch.where(usable, update, 1.0), 1.0)

@@ -6,11 +6,12 @@ after a warm-up. Parameters with fewer than two dimensions step as in momentum S
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer
+from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer
 from ringspark.extras.optimizers.lamb import trust_ratio
 
 
@@ -18,18 +19,18 @@ class Lars(DenseOptimizer):
     """Momentum SGD with layer-wise rates; decay is part of the gradient, as in the paper."""
 
     settings = {"lr": 1.0, "momentum": 0.9, "trust_coefficient": 1e-3, "weight_decay": 0.0}
+    moments = ("momentum_buffer",)
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        decay = group["weight_decay"]
-        direction = gradient.add(parameter, alpha=decay) if decay else gradient
-        if parameter.dim() > 1:
-            weights = parameter.norm()
-            ratio = trust_ratio(weights * group["trust_coefficient"], gradient.norm() + decay * weights)
-            direction = direction * ratio
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+    def kind(self, parameter: torch.Tensor) -> Hashable:
+        return parameter.dim() > 1
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        parameters, decay = batch.parameters, group["weight_decay"]
+        directions = batch.gradients.add(parameters, alpha=decay) if decay else batch.gradients
+        if parameters[0].dim() > 1:
+            weights, gradients = (torch.stack(values.norm()) for values in (parameters, batch.gradients))
+            ratios = trust_ratio(weights * group["trust_coefficient"], gradients + decay * weights)
+            directions = directions.mul(ratios.unbind())
         # The buffer includes the rate, so a schedule affects new gradients but not earlier ones.
-        velocity = state["momentum_buffer"].mul_(group["momentum"]).add_(direction, alpha=group["lr"])
-        parameter.sub_(velocity)
+        velocities = batch.state("momentum_buffer").mul_(group["momentum"])
+        parameters.sub_(velocities.add_(directions, alpha=group["lr"]))

@@ -5,12 +5,13 @@ There is no momentum, which would take as much memory as the weights. Weight dec
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import reduce
 from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import DenseOptimizer
+from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList
 
 # Smaller than the square of any relevant gradient; a weight without a gradient so far gets update 0.
 TINY = 1e-30
@@ -21,21 +22,27 @@ class SM3(DenseOptimizer):
 
     settings = {"lr": 0.1, "weight_decay": 0.0}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        lines = max(1, parameter.dim())  # a scalar is its own line
-        if not state:
-            for dim in range(lines):
-                state[f"accumulator_{dim}"] = parameter.new_zeros(parameter.shape[dim : dim + 1])
-        sums = gradient * gradient
-        shapes = [[-1 if d == dim else 1 for d in range(parameter.dim())] for dim in range(lines)]
-        sums += reduce(
-            torch.minimum, (state[f"accumulator_{dim}"].view(shape) for dim, shape in enumerate(shapes))
-        )
-        for dim in range(lines):
-            others = [d for d in range(parameter.dim()) if d != dim]
-            state[f"accumulator_{dim}"].copy_(sums.amax(others) if others else sums)
+    def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        dims = range(max(1, parameter.dim()))  # a scalar is its own line
+        return {f"accumulator_{dim}": parameter.new_zeros(parameter.shape[dim : dim + 1]) for dim in dims}
+
+    def kind(self, parameter: torch.Tensor) -> Hashable:
+        return parameter.dim()
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        num_dims = batch.parameters[0].dim()
+        dims = range(max(1, num_dims))
+        shapes = [[-1 if d == dim else 1 for d in range(num_dims)] for dim in dims]
+        lines = [
+            TensorList(own.view(shape) for own in batch.state(f"accumulator_{dim}"))
+            for dim, shape in enumerate(shapes)
+        ]
+        sums = batch.gradients.mul(batch.gradients)
+        sums.add_(reduce(lambda least, own: least.minimum(own), lines))
+        others = [[d - num_dims for d in dims if d != dim] for dim in dims]
+        largest = sums.reduce(torch.amax, *others) if num_dims > 1 else [sums]
+        for own, found in zip(lines, largest, strict=True):
+            own.copy_(found)
         if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.addcmul_(sums.clamp_(min=TINY).rsqrt_(), gradient, value=-group["lr"])
+            batch.parameters.mul_(1 - group["lr"] * group["weight_decay"])
+        batch.parameters.addcmul_(sums.clamp_min_(TINY).rsqrt_(), batch.gradients, -group["lr"])

@@ -93,20 +93,8 @@ TAKES_SPARSE: frozenset[str] = frozenset(("sgd", "momentum", "adagrad"))
 # These update every weight from its own gradient and state alone, so any flat slice of a parameter can be
 # updated separately. Other optimizers need a parameter's rows and columns, norms or blocks.
 ELEMENTWISE: frozenset[str] = frozenset(
-    (
-        "sgd",
-        "momentum",
-        "adam",
-        "adamw",
-        "adamax",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "adagrad",
-        "adadelta",
-        "adam1bit",
-    )
-)
+    ("sgd", "momentum", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta")
+) | {"adam1bit"}
 
 
 def make_optimizer(
