@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from ranks import run_one, run_ranks
 from registries import optimizer_names
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.data.data_parallel import synchronize
@@ -245,6 +247,33 @@ def test_elementwise_optimizers_are_those_that_update_slices_alike(name: str) ->
     assert bool(difference < 1e-6) is (name in ELEMENTWISE)
 
 
+class Launches(TorchDispatchMode):
+    """Records the operations that are no views; a view launches nothing on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self.functions: list[Any] = []
+        return super().__enter__()
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", ["adam1bit", *OWN])
+def test_a_step_launches_at_most_60_operations_for_any_number_of_parameters(name: str) -> None:
+    shapes = [(96, 64), (64,), (4, 3, 3, 3), (70, 60), (7,)]
+    for number in (5, 40):
+        parameters = _parameters(*islice(cycle(shapes), number))
+        optimizer = make_optimizer(name, parameters, 0.01, 0.1)
+        _steps(optimizer, parameters, 1, seed=2)
+        with Launches() as launches:
+            optimizer.step()
+        assert len(launches.functions) <= 60
+        assert torch.ops.aten._local_scalar_dense.default not in launches.functions
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("name", ["adam1bit", *OWN])
 def test_our_own_optimizers_refuse_sparse_gradients_with_the_remedy(name: str) -> None:
@@ -346,6 +375,19 @@ def test_8_bit_moments_of_a_large_parameter_are_those_of_its_parts(monkeypatch: 
     monkeypatch.setattr("ringspark.extras.optimizers.adam8bit.CHUNK", 4 * BLOCK_SIZE)
     _steps(make_optimizer("adam8bit", chunked, 0.01, 0.1), chunked, 5, seed=4)
     assert whole[0].equal(chunked[0])
+
+
+@pytest.mark.extras
+def test_8_bit_moments_do_not_depend_on_what_follows_the_parameter_in_its_last_block() -> None:
+    whole = _parameters((17 * 256,))[0].detach()
+    whole[4200:] = 0
+    short, long = nn.Parameter(whole[:4200].clone()), nn.Parameter(whole)
+    optimizer = make_optimizer("adam8bit", [short, long], 0.01, 0.0)
+    (gradient,) = next(_gradients((4200,)))
+    for sign in (1, -1, 1, -1):  # so that the moments shrink
+        short.grad, long.grad = sign * gradient, nn.functional.pad(sign * gradient, (0, 152))
+        optimizer.step()
+    assert short.equal(long[:4200])
 
 
 @pytest.mark.extras
