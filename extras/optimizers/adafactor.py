@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList
+from ringspark.extras.optimizers.base import Batch, DenseOptimizer, TensorList
 
 
 class Adafactor(DenseOptimizer):

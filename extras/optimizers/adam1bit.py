@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList, count
+from ringspark.extras.optimizers.base import Batch, DenseOptimizer, TensorList, count
 
 # Smallest frozen second moment, as a share of the parameter's mean. Unlike in the paper, a weight without a
 # gradient so far (a category not seen yet) must not move by thousands of steps at its first gradient.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList
+from ringspark.extras.optimizers.base import Batch, DenseOptimizer, TensorList
 
 BLOCK_SIZE = 256
 DECADES = 7

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer
+from ringspark.extras.optimizers.base import Batch, DenseOptimizer
 from ringspark.extras.optimizers.lamb import trust_ratio
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.optimizers.base import Batch, DenseOptimizer, TensorList
+from ringspark.extras.optimizers.base import Batch, DenseOptimizer, TensorList
 
 # Smaller than the square of any relevant gradient; a weight without a gradient so far gets update 0.
 TINY = 1e-30

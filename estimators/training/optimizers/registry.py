@@ -7,18 +7,19 @@ adds it to the update before scaling. All other optimizers add it to the gradien
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ringspark.estimators.lazy_imports import load_object
 from ringspark.estimators.names import check_name
-from ringspark.estimators.training.optimizers.base import Parameters
 
+Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
 Factory = Callable[[Any, float, float], torch.optim.Optimizer]
 
 

@@ -7,14 +7,14 @@ because Horovod recreates an optimizer from them alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
+from ringspark.estimators.training.optimizers.registry import Parameters
 
 
 class TensorList(list[torch.Tensor]):
