@@ -33,7 +33,7 @@ from ringspark.extras.activations.compression import (
     TensorCodec,
     in_blocks,
 )
-from ringspark.extras.activations.offload import Restore, Store, make_store
+from ringspark.extras.activations.offload import Restore, Store, make_store, version_error
 
 Density = Literal["dense", "gaps", "overlapping"]
 # Arguments of `as_strided`: size, stride, offset.
@@ -61,7 +61,7 @@ _SAME_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flat:
-    """A part of a storage as a vector, and the saved tensor as a view of that vector."""
+    """A part of a storage as contiguous memory, and the saved tensor as a view of that memory."""
 
     values: torch.Tensor
     key: tuple[object, ...]  # differs from other parts of the same storage and dtype
@@ -110,17 +110,14 @@ def flatten_memory(tensor: torch.Tensor) -> Flat:
 def _decode(
     parts: tuple[torch.Tensor | Restore, ...], codec: TensorCodec, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    found = tuple(part if isinstance(part, torch.Tensor) else part() for part in parts)
-    return codec.decode(found, count, dtype)
+    # In reverse, because a store starts copies in the reverse order of `put`.
+    found = [part if isinstance(part, torch.Tensor) else part() for part in reversed(parts)]
+    return codec.decode(tuple(found[::-1]), count, dtype)
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Raises RuntimeError like autograd, which does not check versions of tensors that hooks return."""
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
-        )
+        raise version_error(tensor.shape, tensor._version, version)
     return tensor
 
 
@@ -196,6 +193,8 @@ class SavedTensors:
     def end_forward(self) -> None:
         self._packed.clear()
         self._held.clear()
+        if self._store is not None:
+            self._store.end_forward()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         return (
@@ -237,9 +236,8 @@ class SavedTensors:
         key = (_address(tensor), flat.key, tensor.dtype, tensor._version, codec)
         if key not in self._packed:
             parts = codec.encode(flat.values)
-            moved = tuple(
-                self._store(part) if self._store and part.nbytes >= SMALL_BYTES else part for part in parts
-            )
+            put = self._store.put if self._store else None
+            moved = tuple(put(part) if put and part.nbytes >= SMALL_BYTES else part for part in parts)
             packed = partial(_decode, moved, codec, flat.values.numel(), tensor.dtype)
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._packed[key] = reference, packed

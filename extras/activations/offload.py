@@ -2,6 +2,10 @@
 
 After Rhu et al. 2016, "vDNN". Only the graph of the forward pass refers to a store, so memory and file are
 freed with the graph.
+
+Copies between GPU and host run on a side stream, in the order in which they start. Invariant: the computing
+stream waits for a copy before it uses, frees or reuses memory that the copy reads or writes. So no result and
+no peak of memory depends on timing.
 """
 
 from __future__ import annotations
@@ -9,17 +13,26 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 
-# Returns the unchanged vector on its device.
+# Returns the unchanged tensor on its device.
 Restore = Callable[[], torch.Tensor]
-# Stores a vector: a contiguous tensor of one dimension.
-Store = Callable[[torch.Tensor], Restore]
+# Tensors that the forward pass keeps on the device while they are copied.
+_LEAVING = 2
+
+
+def version_error(shape: torch.Size, version: int, expected: int) -> RuntimeError:
+    """Returns the error of autograd, which does not check versions of tensors that hooks return."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{tuple(shape)} is at version {version}, expected version {expected}"
+    )
 
 
 def make_store(offload: str, device: torch.device) -> Store | None:
@@ -27,43 +40,153 @@ def make_store(offload: str, device: torch.device) -> Store | None:
     if offload == "none":
         return None
     if device.type == "meta" or detect_fake_mode() is not None:
-        return _keep_nothing
+        return Store()
     if offload == "disk":
-        return _File().put
+        return _File()
     if device.type == "cpu":
         raise ValueError(
             "activationOffload 'host' moves activations from a GPU to the host's memory, got device 'cpu'; "
             "set activationOffload='disk'"
         )
-    return _keep_pinned
+    return HostStore(_side_stream(device))
 
 
-def _keep_nothing(values: torch.Tensor) -> Restore:
+class Store:
     """Stores nothing, for meta and fake tensors, whose bytes are only counted."""
-    return partial(torch.empty, values.numel(), dtype=values.dtype, device=values.device)
+
+    def put(self, values: torch.Tensor) -> Restore:
+        """Stores a contiguous tensor."""
+        return partial(torch.empty, values.shape, dtype=values.dtype, device=values.device)
+
+    def end_forward(self) -> None:
+        """Frees the memory that only the forward pass needs."""
 
 
-def _keep_pinned(values: torch.Tensor) -> Restore:
-    """Stores a vector in pinned memory.
+class Copies:
+    """Copies between device and host, and the free host buffers; here for a CPU, which has no streams."""
 
-    The copies run on the stream that computes, so later work on it can use the freed device memory.
-    """
-    device = values.device
-    pinned = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    written.record(torch.cuda.current_stream(device))
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
 
-    def restore() -> torch.Tensor:
-        # The backward pass may run on another stream than the forward pass.
-        written.wait(torch.cuda.current_stream(device))
-        return pinned.to(device, non_blocking=True)
+    def take(self, size: int) -> torch.Tensor:
+        """Returns a buffer of `size` bytes. Copies that still read it end before later ones begin."""
+        try:
+            return self._free[size].pop()
+        except LookupError:
+            # Other batches have other sizes, so the free buffers may never fit again.
+            self._free.clear()
+            return self.allocate(size)
 
-    return restore
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Starts a copy after all work that was queued before; both tensors must live until `wait`."""
+        target.copy_(source)
+
+    def wait(self, copy: Any, values: torch.Tensor) -> None:
+        """Lets later work wait until the copy is done; `values` is the device's tensor."""
 
 
-class _File:
-    """Stores vectors in an unlinked temporary file, which no crash can leave behind."""
+class _SideStream(Copies):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        computing = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event(), computing
+
+    def wait(self, copy: Any, values: torch.Tensor) -> None:
+        done, computing = copy
+        computing.wait_event(done)
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != computing:  # the backward pass may run on another stream than the forward pass
+            current.wait_event(done)
+            values.record_stream(current)
+
+
+@cache  # so that the buffers last from step to step
+def _side_stream(device: torch.device) -> Copies:
+    return _SideStream(device)
+
+
+class HostStore(Store):
+    """Stores tensors in host memory."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._leaving: deque[_Stored] = deque()
+        self._last: Callable[[], _Stored | None] = lambda: None
+
+    def put(self, values: torch.Tensor) -> Restore:
+        stored = _Stored(self._copies, values, self._copies.take(values.nbytes), self._last)
+        self._last = weakref.ref(stored)
+        self._leaving.append(stored)
+        if len(self._leaving) > _LEAVING:
+            self._leaving.popleft().leave()
+        return stored.restore
+
+    def end_forward(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().leave()
+
+
+class _Stored:
+    """One tensor in host memory. Its first `restore` starts to copy the tensor that was stored before it."""
+
+    def __init__(
+        self, copies: Copies, values: torch.Tensor, buffer: torch.Tensor, before: Callable[[], _Stored | None]
+    ) -> None:
+        self._copies, self._buffer, self._before = copies, buffer, before
+        self._arriving: tuple[Any, torch.Tensor] | None = None
+        self._is_restored = False
+        self._like = partial(torch.empty, values.shape, dtype=values.dtype, device=values.device)
+        self._host = buffer.view(values.dtype).view(values.shape)
+        self._expected = self._version = values._version
+        self._leaving: tuple[Any, torch.Tensor] | None = (copies.start(self._host, values), values)
+
+    def leave(self) -> None:
+        """Releases the tensor on the device."""
+        if self._leaving is not None:
+            self._copies.wait(*self._leaving)
+            self._version = self._leaving[1]._version
+            self._leaving = None
+
+    def restore(self) -> torch.Tensor:
+        self.leave()
+        if self._version != self._expected:  # the copy may have read the changed values
+            raise version_error(self._host.shape, self._version, self._expected)
+        copy, values = self._arriving or self._fetch()
+        self._copies.wait(copy, values)
+        self._arriving, self._is_restored = None, True
+        before = self._before()
+        if before is not None and not before._is_restored and before._arriving is None:
+            before._arriving = before._fetch()
+        return values
+
+    def _fetch(self) -> tuple[Any, torch.Tensor]:
+        values = self._like()
+        return self._copies.start(values, self._host), values
+
+    def __del__(self) -> None:
+        self.leave()
+        if self._arriving is not None:
+            self._copies.wait(*self._arriving)
+        self._copies.give(self._buffer)
+
+
+class _File(Store):
+    """Stores tensors in an unlinked temporary file, which no crash can leave behind."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -84,10 +207,10 @@ class _File:
                 f"in {tempfile.gettempdir()}: {error.strerror}; make room there, point TMPDIR to a larger "
                 "disk, or set activationCompression, which writes less"
             ) from error
-        return partial(self._get, start, values.numel(), values.dtype, values.device)
+        return partial(self._get, start, values.shape, values.dtype, values.device)
 
-    def _get(self, start: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        values = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+    def _get(self, start: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        values = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
         into = _bytes_of(values)
         while into:
             read = os.preadv(self._open(), [into], start)
@@ -111,4 +234,4 @@ class _File:
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
     array: Any = values.view(torch.uint8).numpy()
-    return memoryview(array)
+    return memoryview(array).cast("B")

@@ -3,6 +3,7 @@
 import os
 import resource
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import nn
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
+from ringspark.extras.activations import hooks
 from ringspark.extras.activations.hooks import saved_tensor_hooks
-from ringspark.extras.activations.offload import make_store
+from ringspark.extras.activations.offload import Copies, HostStore, make_store
 from ringspark.models import ModelSpec
 
 CPU = torch.device("cpu")
@@ -50,7 +52,7 @@ def open_files(folder: Path) -> list[int]:
 def test_disk_gives_every_dtype_back_to_the_bit(dtype: torch.dtype) -> None:
     store = make_store("disk", CPU)
     vectors = [torch.randn(count).mul(100).to(dtype) for count in (1, 4097, 100_000)]
-    restores = [store(vector) for vector in vectors]
+    restores = [store.put(vector) for vector in vectors]
     for vector, restore in [*zip(vectors, restores, strict=True)][::-1]:
         assert torch.equal(restore(), vector)
 
@@ -58,7 +60,7 @@ def test_disk_gives_every_dtype_back_to_the_bit(dtype: torch.dtype) -> None:
 def test_nan_payloads_survive_the_disk() -> None:
     bits = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x7F800000], dtype=torch.int32).repeat(2000)
     store = make_store("disk", CPU)
-    assert torch.equal(store(bits.view(torch.float32))().view(torch.int32), bits)
+    assert torch.equal(store.put(bits.view(torch.float32))().view(torch.int32), bits)
 
 
 def test_file_has_no_name_and_ends_with_the_backward_pass(folder: Path) -> None:
@@ -130,8 +132,93 @@ def test_host_is_refused_where_everything_is_on_the_host() -> None:
 def test_meta_tensors_leave_nothing_behind() -> None:
     store = make_store("host", torch.device("meta"))
     values = torch.empty(5000, dtype=torch.bfloat16, device="meta")
-    restored = store(values)()
+    restored = store.put(values)()
     assert (restored.shape, restored.dtype, restored.device) == (values.shape, values.dtype, values.device)
+
+
+class LateCopies(Copies):
+    """A stream that runs each copy as late as allowed: when a wait needs it, after all copies before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[int] = []
+        self.started: list[tuple[weakref.ref[torch.Tensor], ...]] = []
+        self.done = 0
+        self.order: list[str] = []
+
+    def allocate(self, size: int) -> torch.Tensor:
+        self.allocated.append(size)
+        return super().allocate(size)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        self.started.append((weakref.ref(target), weakref.ref(source)))
+        self.order.append(f"start {len(self.started)}")
+        return len(self.started)
+
+    @torch.no_grad()
+    def wait(self, copy: int, values: torch.Tensor) -> None:
+        self.order.append(f"wait {copy}")
+        while self.done < copy:
+            target, source = (tensor() for tensor in self.started[self.done])
+            assert None not in (target, source), "freed without waiting for the copy"
+            target.copy_(source)
+            self.done += 1
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
+    """Returns the copies of offload "host", which runs on the CPU in this test."""
+    copies = LateCopies()
+    stores = {"host": HostStore}
+    monkeypatch.setattr(hooks, "make_store", lambda name, _: stores[name](copies) if name in stores else None)
+    return copies
+
+
+@pytest.mark.parametrize("compression", ["none", "bits", "int8", "fp8"])
+def test_late_copies_change_no_gradient_and_reuse_the_buffers(
+    run: Any, network: str, compression: str, late: LateCopies
+) -> None:
+    expected = run(network, compression=compression)
+    for _ in range(3):
+        found = run(network, compression=compression, offload="host")
+        assert found.equals(expected)
+        assert found.left == sum(late.allocated)  # only the buffers
+    # A tensor that two distant layers need comes back twice.
+    assert len(late.started) == late.done >= 3 * 2 * len(late.allocated) > 0
+
+
+def test_backward_pass_starts_one_copy_ahead(late: LateCopies) -> None:
+    net = nn.Sequential(*(nn.Tanh() for _ in range(4)), nn.Linear(64, 1))
+    with hooks_of(net, "host"):
+        output = net(torch.randn(64, 64, requires_grad=True))
+    # Copies 1 to 4 leave, and the device keeps at most two tensors until they are in host memory.
+    forward = ["start 1", "start 2", "start 3", "wait 1", "start 4", "wait 2", "wait 3", "wait 4"]
+    assert late.order == forward
+    assert late.allocated == [64 * 64 * 4] * 4
+    output.sum().backward()
+    # The linear layer and the last Tanh need the same tensor.
+    backward = ["start 5", "wait 5", "start 6", "wait 6", "start 7", "wait 7", "start 8", "wait 8"]
+    assert late.order == forward + backward
+
+
+def test_released_graph_waits_for_the_copy_ahead() -> None:
+    copies = LateCopies()
+    store = HostStore(copies)
+    first, second = (store.put(torch.full((2048,), value)) for value in (1.0, 2.0))
+    store.end_forward()
+    assert second().eq(2).all()
+    del first, second
+    assert copies.done == len(copies.started) == 4
+    assert HostStore(copies).put(torch.full((2048,), 3.0))().eq(3).all()
+    assert copies.allocated == [8192, 8192]
+
+
+def test_tensor_changed_while_it_leaves_is_refused_as_by_autograd() -> None:
+    values = torch.ones(2048)
+    restore = HostStore(LateCopies()).put(values)
+    values.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        restore()
 
 
 SPEC = ModelSpec("mlp", {"in_features": 16, "hidden": [128, 128], "out_features": 1, "dropout": 0.2})
