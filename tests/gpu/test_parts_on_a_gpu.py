@@ -129,13 +129,11 @@ def test_saved_tensors_come_back_as_on_the_cpu(compression: str, offload: str, d
         output.square().mean().backward()
         return [p.grad.cpu() for p in net.parameters() if p.grad is not None]
 
-    plain = step(device, "none", "none")
-    for found, exact in zip(step(device, offload, compression), plain, strict=True):
-        if compression == "bits":
-            assert torch.equal(found, exact)
-        else:
-            assert F.cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.99
-            assert not torch.equal(found, exact) or exact.dim() == 1
+    pairs = [*zip(step(device, offload, compression), step(device, "none", "none"), strict=True)]
+    # The batch, ReLU's signs and GELU's input stay exact, so only the last two weights have other gradients.
+    changed = [found.shape for found, exact in pairs if not torch.equal(found, exact)]
+    assert changed == ([] if compression == "bits" else [(256, 256), (8, 256)])
+    assert all(F.cosine_similarity(*map(torch.flatten, pair), dim=0) > 0.99 for pair in pairs)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
