@@ -7,18 +7,18 @@ cannot see which operation saves a tensor, so a `TorchFunctionMode` watches the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from itertools import product
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 Parts = tuple[torch.Tensor, ...]
-BlockFormat = Literal["int8", "fp8"]
 
 # Eight booleans are eight bytes 0 or 1, so one 64-bit word: a multiplication gathers their bits in its top
 # byte, and another spreads a byte over a word again (little-endian, like all machines that run torch).
@@ -27,23 +27,40 @@ _SPREAD = 0x0101010101010101
 # Byte i of the word keeps bit i; negative, because the word is signed.
 _SELECT = 0x8040201008040201 - 2**64
 
-# "int8" and "fp8" store one byte per value, and two fp32 numbers per block: offset and scale. The offset is 0
-# unless the values are closer to each other than to 0; then it is their midpoint, which keeps their digits.
-# The largest distance d from the offset becomes the largest finite code, ±126 or ±416. Other codes are Inf
-# and NaN, because a loss scaler must still see an overflow. A value other than 0 gets at least the smallest
-# code, so it keeps its sign. Error: with int8 at most d / 252, or d / 126 for values below d / 126; with fp8
-# at most 1/16 of the value or d / 200,000, whichever is larger.
+# Values that share an offset and a scale.
 BLOCK = 256
-# Values converted at a time, so that temporaries stay small compared with the result.
-_CHUNK = 1024 * BLOCK
-_FP8 = torch.float8_e4m3fn
-BLOCK_FORMATS: dict[str, BlockFormat] = {"int8": "int8", "fp8": "fp8"}
-_LARGEST = {"int8": 126.0, "fp8": 416.0}
-_SMALLEST = {"int8": 1.0, "fp8": 2.0**-9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """One byte per value, and two fp32 numbers per block: offset and scale.
+
+    The offset is 0 unless the values are closer to each other than to 0; then it is their midpoint, which
+    keeps their digits. The largest distance d from the offset becomes the code `largest`. A value that
+    differs from the offset gets at least the code `smallest`, so it keeps its sign. Error: with int8 at most
+    d / 252, or d / 126 for values below d / 126; with fp8 at most 1/16 of the value or d / 200,000, whichever
+    is larger. NaN or Inf makes all values of its block NaN or Inf: a loss scaler must still see an overflow.
+
+    Attributes:
+        shrink: Distance by which values move to 0 before `smallest` moves them away from 0. With int8 the sum
+            is half a code, because the cast truncates.
+    """
+
+    dtype: torch.dtype
+    largest: float
+    smallest: float
+    shrink: float
+
+
+BLOCK_FORMATS = {
+    "int8": BlockFormat(dtype=torch.int8, largest=126.0, smallest=1.0, shrink=0.5),
+    "fp8": BlockFormat(dtype=torch.float8_e4m3fn, largest=416.0, smallest=2.0**-9, shrink=2.0**-9),
+}
 
 
 def pack_bits(values: torch.Tensor) -> torch.Tensor:
-    """Packs booleans (n,) into bytes (ceil(n / 8),); the first value is the lowest bit of the first byte."""
+    """Packs n booleans into bytes (ceil(n / 8),); the first value is the lowest bit of the first byte."""
+    values = values.view(-1)
     padding = -values.numel() % 8
     if padding:
         values = torch.cat([values, values.new_zeros(padding)])
@@ -65,91 +82,67 @@ class Blocks:
     width: int = 1
     rows: int = BLOCK
 
-    def chunks(self, rows: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
-        """Yields chunks of about `_CHUNK` values: slices of the rows, of the columns, and of the blocks."""
-        count = len(rows)
-        columns = max(1, min(self.width, _CHUNK // self.rows))
-        step = max(1, _CHUNK // self.rows // columns) * self.rows
-        for start in range(0, count, step):
-            stop, block = min(start + step, count), start // self.rows
-            for first in range(0, self.width, columns):
-                blocks = slice(block, block + -(-(stop - start) // self.rows))
-                yield slice(start, stop), slice(first, first + columns), blocks
+
+def on_cpu(tensor: torch.Tensor) -> bool:
+    """Returns whether to take small chunks, and operations whose CPU kernels use vector instructions."""
+    return tensor.device.type == "cpu"
 
 
-def quantize(
-    values: torch.Tensor, block_format: BlockFormat, blocks: Blocks
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Converts values (n,); n must be a multiple of `blocks.width`.
+def quantize(values: torch.Tensor, block_format: BlockFormat, blocks: Blocks) -> Parts:
+    """Converts contiguous values; their number must be a multiple of `blocks.width`.
 
-    Returns codes, bytes (n,), and the middle and the scale of each block, fp32 (2 * number of blocks,).
+    Returns the codes (blocks, rows, width), padded with copies of the last row, and the offsets and scales,
+    each (blocks, 1, width) in fp32.
     """
-    rows = values.view(-1, blocks.width)
-    codes = torch.empty(rows.shape, dtype=torch.uint8, device=values.device)
-    scales = torch.empty(2, -(-len(rows) // blocks.rows), blocks.width, device=values.device)
-    for part, columns, of_part in blocks.chunks(rows):
-        chunk = rows[part, columns].float()
-        count = len(chunk)
-        # Repeats a row, which changes no minimum and no maximum.
-        chunk = torch.cat([chunk, chunk[-1:].expand(-count % blocks.rows, -1)])
-        chunk = chunk.view(-1, blocks.rows, chunk.shape[1])
-        lowest = chunk.nan_to_num(nan=torch.inf, neginf=torch.inf).amin(1).nan_to_num_(posinf=0.0)
-        highest = chunk.nan_to_num(nan=-torch.inf, posinf=-torch.inf).amax(1).nan_to_num_(neginf=0.0)
-        middle = lowest / 2 + highest / 2
-        is_far = middle.abs() > highest - lowest
-        middle.masked_fill_(~is_far, 0)
-        distance = torch.maximum(highest - middle, middle - lowest)
-        # A block of equal values would divide by zero.
-        scale = distance.div_(_LARGEST[block_format]).clamp_min_(torch.finfo(torch.float32).tiny)
-        scaled = (chunk - middle[:, None]).div_(scale[:, None])
-        smallest = torch.full_like(scaled, _SMALLEST[block_format]).copysign_(scaled)
-        is_lifted = (scaled.abs() < smallest.abs()) & (chunk != 0) & ~is_far[:, None]
-        scaled = torch.where(is_lifted, smallest, scaled)
-        codes[part, columns] = _encode(scaled, block_format).view(-1, chunk.shape[2])[:count]
-        scales[0, of_part, columns], scales[1, of_part, columns] = middle, scale
-    return codes.view(-1), scales.view(-1)
+    if padding := -values.numel() // blocks.width % blocks.rows:
+        values = values.view(-1, blocks.width)
+        values = torch.cat([values, values[-1:].expand(padding, -1)])
+    values = values.view(-1, blocks.rows, blocks.width)
+    # A chunk fits into the cache of a CPU. A GPU starts kernels slowly, so nearly all tensors are one chunk.
+    most = 1024 * BLOCK if on_cpu(values) else 2**26
+    if values.numel() <= most:
+        return _encode(values, block_format)
+    codes = torch.empty(values.shape, dtype=block_format.dtype, device=values.device)
+    offsets, scales = torch.empty(2, len(values), 1, blocks.width, device=values.device)
+    columns = max(1, min(blocks.width, most // blocks.rows))
+    step = max(1, most // blocks.rows // columns)
+    for i, j in product(range(0, len(values), step), range(0, blocks.width, columns)):
+        chunk = slice(i, i + step), slice(None), slice(j, j + columns)
+        codes[chunk], offsets[chunk], scales[chunk] = _encode(values[chunk], block_format)
+    return codes, offsets, scales
+
+
+def _encode(values: torch.Tensor, block_format: BlockFormat) -> Parts:
+    values = values.float()
+    if on_cpu(values):
+        lowest, highest = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    else:
+        lowest, highest = torch.aminmax(values, dim=1, keepdim=True)
+    offsets = torch.lerp(lowest, highest, 0.5)
+    offsets.masked_fill_(offsets.abs() <= highest - lowest, 0)
+    centered = values - offsets
+    if on_cpu(values):
+        distance = torch.maximum(highest - offsets, offsets - lowest)
+    else:
+        distance = torch.linalg.vector_norm(centered, torch.inf, 1, keepdim=True)
+    # A block of equal values would divide by zero.
+    scales = distance.div_(block_format.largest).clamp_min_(torch.finfo(torch.float32).tiny)
+    codes = F.softshrink(centered / scales, block_format.shrink)
+    codes.add_(centered.sign_(), alpha=block_format.smallest)
+    return codes.to(block_format.dtype), offsets, scales
 
 
 def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    block_format: BlockFormat,
-    dtype: torch.dtype,
-    blocks: Blocks,
+    codes: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Undoes `quantize` except for the rounding; returns (n,)."""
-    table = _table(block_format, codes.device)
-    codes, scales = codes.view(-1, blocks.width), scales.view(2, -1, blocks.width)
-    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for part, columns, of_part in blocks.chunks(codes):
-        chunk = table[codes[part, columns].to(torch.int32)]
-        middle, scale = scales[:, of_part, columns].repeat_interleave(blocks.rows, 1)[:, : len(chunk)]
-        values[part, columns] = chunk.mul_(scale).add_(middle)
-    return values.view(-1)
-
-
-def _encode(scaled: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
-    if block_format == "fp8":
-        # 448, the code after 416, means Inf and no finite value. NaN stays NaN.
-        return scaled.clamp_(-448, 448).to(_FP8).view(torch.uint8)
-    # Code 0 is NaN, 1 and 255 are -Inf and +Inf, 128 is zero.
-    return scaled.round_().nan_to_num_(nan=-128.0, posinf=127.0, neginf=-127.0).add_(128).to(torch.uint8)
-
-
-def _table(block_format: BlockFormat, device: torch.device) -> torch.Tensor:
-    """Returns the values of the 256 codes, relative to the scale."""
-    codes = torch.arange(256, device=device, dtype=torch.uint8)
-    if block_format == "fp8":
-        values, beyond = codes.view(_FP8).float(), 448.0
-    else:
-        values, beyond = codes.float() - 128, 127.0
-        values = values.masked_fill(values < -beyond, torch.nan)
-    return torch.where(values.abs() == beyond, values * torch.inf, values)
+    """Undoes `quantize` except for the rounding and the padding; computes in fp32."""
+    values = codes.to(dtype)  # exact
+    return torch.addcmul(offsets, values, scales, out=values)
 
 
 @dataclass(frozen=True)
 class TensorCodec:
-    """Encodes a vector as several parts; decodes it from the parts, the number of values and the dtype."""
+    """Encodes contiguous memory as several parts; decodes it from the parts, number of values and dtype."""
 
     encode: Callable[[torch.Tensor], Parts]
     decode: Callable[[Parts, int, torch.dtype], torch.Tensor]
@@ -180,7 +173,7 @@ def in_blocks(block_format: BlockFormat, blocks: Blocks) -> TensorCodec:
     """Returns the codec of `quantize`."""
     return TensorCodec(
         lambda values: quantize(values, block_format, blocks),
-        lambda parts, count, dtype: dequantize(parts[0], parts[1], block_format, dtype, blocks),
+        lambda parts, count, dtype: dequantize(*parts, dtype),
     )
 
 

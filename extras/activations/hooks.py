@@ -86,7 +86,7 @@ def flatten_values(tensor: torch.Tensor) -> Flat:
     key = (tensor.storage_offset(), tensor.shape, tensor.stride())
     if density(tensor) != "dense":
         tensor = tensor.contiguous()
-    values = tensor.as_strided((tensor.numel(),), (1,))
+    values = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
     return Flat(values=values, key=key, geometry=(tuple(tensor.shape), tensor.stride(), 0))
 
 
@@ -270,18 +270,24 @@ def find_blocks(shape: tuple[int, ...], strides: tuple[int, ...], channels: int)
             return Blocks(rows=rows)
         # Small images, such as 2 x 2: each pixel of each channel has one scale for up to 256 images.
         width, outer = sizes[-1][0], sizes[-1][1]
-        return Blocks(width=width) if shape[0] == outer >= FEW_VALUES and strides[0] == width else None
+        of_images = shape[0] == outer >= FEW_VALUES and strides[0] == width
+        return Blocks(width=width, rows=_even(outer)) if of_images else None
     width = shape[channels]
     rows = math.prod(shape) // width
     if len(shape) > 3:
         rows = _divisor(sizes[1][1])
         return Blocks(width=width, rows=rows) if rows >= FEW_VALUES else None
-    return Blocks(width=width) if rows >= FEW_VALUES else None
+    return Blocks(width=width, rows=_even(rows)) if rows >= FEW_VALUES else None
 
 
 def _divisor(count: int) -> int:
     """Returns the largest divisor that is at most `BLOCK`."""
     return next(size for size in range(min(count, BLOCK), 0, -1) if count % size == 0)
+
+
+def _even(count: int) -> int:
+    """Returns the rows of blocks of about equal size."""
+    return -(-count // -(-count // BLOCK))
 
 
 def _address(tensor: torch.Tensor) -> int:
