@@ -115,9 +115,7 @@ class _SideStream(Copies):
             values.record_stream(current)
 
 
-@cache  # so that the buffers last from step to step
-def _side_stream(device: torch.device) -> Copies:
-    return _SideStream(device)
+_side_stream = cache(_SideStream)  # so that the buffers last from step to step
 
 
 class HostStore(Store):
