@@ -132,10 +132,9 @@ def _encode(values: torch.Tensor, block_format: BlockFormat) -> Parts:
     return codes.to(block_format.dtype), offsets, scales
 
 
-def dequantize(
-    codes: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Undoes `quantize` except for the rounding and the padding; computes in fp32."""
+    codes, offsets, scales = parts
     values = codes.to(dtype)  # exact
     return torch.addcmul(offsets, values, scales, out=values)
 
@@ -173,7 +172,7 @@ def in_blocks(block_format: BlockFormat, blocks: Blocks) -> TensorCodec:
     """Returns the codec of `quantize`."""
     return TensorCodec(
         lambda values: quantize(values, block_format, blocks),
-        lambda parts, count, dtype: dequantize(*parts, dtype),
+        lambda parts, count, dtype: dequantize(parts, dtype),
     )
 
 

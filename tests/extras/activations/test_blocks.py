@@ -22,7 +22,7 @@ def there_and_back(values: torch.Tensor, block_format: str, width: int = 1) -> t
     parts = compression.quantize(values, BLOCK_FORMATS[block_format], blocks)
     num_blocks = -(-values.numel() // width // BLOCK)
     assert [part.nbytes for part in parts] == [num_blocks * width * size for size in (BLOCK, 4, 4)]
-    return compression.dequantize(*parts, values.dtype).flatten()[: values.numel()]
+    return compression.dequantize(parts, values.dtype).flatten()[: values.numel()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
