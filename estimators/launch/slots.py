@@ -97,7 +97,7 @@ def check_slots(
         advice = "lower numWorkers or add executor cores" + (" and GPUs" if task_cpus else "")
         if is_promised:
             advice = (
-                f"the conf promises {expected}, and the cluster did not give them within "
+                f"the conf promises {expected} slots, but the cluster did not provide them within "
                 f"{deadline - begun:.0f} s; lower numWorkers, or free resources of the cluster or its queue"
             )
         raise ValueError(

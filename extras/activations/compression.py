@@ -84,7 +84,7 @@ class Blocks:
 
 
 def on_cpu(tensor: torch.Tensor) -> bool:
-    """Returns whether to take small chunks, and operations whose CPU kernels use vector instructions."""
+    """Returns whether the tensor is on a CPU; `quantize` then uses small chunks and vectorized operations."""
     return tensor.device.type == "cpu"
 
 

@@ -63,13 +63,13 @@ class Store:
 
 
 class Copies:
-    """Copies between device and host, and the free host buffers; here for a CPU, which has no streams."""
+    """Copies tensors between device and host, and keeps free host buffers. This class copies at once."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, size: int) -> torch.Tensor:
-        """Returns a buffer of `size` bytes. Copies that still read it end before later ones begin."""
+        """Returns a buffer of `size` bytes. An earlier copy may still read it, but copies run in order."""
         try:
             return self._free[size].pop()
         except LookupError:

@@ -40,7 +40,7 @@ class Adafactor(DenseOptimizer):
 
 
 def _full(batch: Batch, fresh: float) -> TensorList:
-    """Averages the squares of vectors; `fresh` weighs these gradients."""
+    """Updates the average squared gradients of vectors; `fresh` is the weight of the new gradients."""
     squares = batch.state("variance")
     if squares:
         gradients = TensorList(gradient for gradient in batch.gradients if gradient.dim() < 2)

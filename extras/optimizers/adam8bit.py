@@ -191,7 +191,7 @@ def _join(tensors: TensorList, gaps: list[int], fill: int = 0) -> torch.Tensor:
 
 
 def _split(flat: torch.Tensor, tensors: TensorList, gaps: Iterable[int] = ()) -> None:
-    """Copies the values of a result of `_join` to the tensors."""
+    """Undoes `_join`: copies the values of `flat` into the tensors, without the gaps."""
     gaps = chain(gaps, repeat(0))
     sizes = [size for own, gap in zip(tensors, gaps, strict=False) for size in (own.numel(), gap)]
     parts = zip(flat.split_with_sizes(sizes)[::2], tensors, strict=True)

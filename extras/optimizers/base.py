@@ -18,7 +18,7 @@ from ringspark.estimators.training.optimizers.registry import Parameters
 
 
 class TensorList(list[torch.Tensor]):
-    """Tensors whose methods are torch's: `tensors.mul_(2)` calls `torch._foreach_mul_(tensors, 2)`."""
+    """List of tensors; its method `mul_(2)`, for example, calls `torch._foreach_mul_(tensors, 2)`."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operation = getattr(torch, f"_foreach_{name}")
@@ -31,13 +31,13 @@ class TensorList(list[torch.Tensor]):
 
     def local(self) -> TensorList:
         """Returns this rank's shards of DTensors, and other tensors as they are."""
-        # By the method, because to import the DTensor class takes a second.
+        # Looks for the method, because importing the DTensor class takes a second.
         return TensorList(tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in self)
 
     def reduce(self, reduction: Callable[..., torch.Tensor], *dims: Sequence[int]) -> list[TensorList]:
-        """Reduces each tensor over each of `dims`, which are negative and stay as dimensions of size 1.
+        """Returns one list per entry of `dims`: each tensor, reduced over these dimensions with keepdim=True.
 
-        torch has no such reduction over a list, so this stacks tensors of one shape.
+        Dimensions are negative, because this stacks tensors of equal shape; torch cannot reduce a list.
         """
         places: dict[torch.Size, list[int]] = {}
         for index, tensor in enumerate(self):
@@ -108,7 +108,7 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps over all parameters with a gradient. Raises ValueError for sparse or complex gradients."""
+        """Updates all parameters that have a gradient. Raises ValueError for sparse or complex gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

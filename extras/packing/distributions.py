@@ -28,7 +28,7 @@ def choose_distributions(requirement: Path | None, exclude: Iterable[str]) -> di
     Raises ValueError for an unknown name, and for a version that is not installed.
     """
     installed: dict[str, Distribution] = {}
-    # A build leaves an egg-info folder in a checkout, which Python finds there before what pip installed.
+    # A build leaves an egg-info folder in a checkout. Skip it if pip has installed the same package.
     for found in sorted(distributions(), key=lambda one: one.read_text("RECORD") is None):
         # Python imports the first of two packages with one name.
         installed.setdefault(canonicalize_name(found.name), found)

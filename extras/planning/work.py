@@ -68,7 +68,7 @@ class OperatorRates:
         return work.flops * self.flop + work.num_bytes * self.byte
 
     def fit(self, measured: Mapping[float, tuple[Work, float]]) -> OperatorRates:
-        """Returns rates that explain two measured steps; `measured` has (work, seconds) by number of rows.
+        """Fits the rates to the smallest and largest step; `measured` maps rows to (work, seconds).
 
         The ratio of `flop` and `byte` stays the same, because two steps are too few to separate them.
         """

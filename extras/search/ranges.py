@@ -25,7 +25,7 @@ class _Numbers:
     def draw(self, generator: np.random.Generator) -> Any:
         """Returns a uniformly drawn value."""
         if self.log:
-            # All numbers that round to a whole number draw it, so the lowest has its fair share.
+            # Widen an integer range by 0.5 at both ends, so that rounding does not disfavor the ends.
             half = 0.5 if isinstance(self.low, int) else 0.0
             drawn = math.exp(generator.uniform(math.log(self.low - half), math.log(self.high + half)))
             return min(self.high, max(self.low, round(drawn) if half else drawn))

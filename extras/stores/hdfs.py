@@ -80,7 +80,7 @@ def _split(authority: str) -> tuple[str, str]:
 def check_name_node(authority: str) -> None:
     """Waits until a NameNode of `host:port` or of a name service accepts a connection.
 
-    A NameNode that restarts does so after seconds.
+    A NameNode that restarts accepts connections after some seconds.
 
     Raises ConnectionError after `ANSWER_SECONDS`, or at once if no host is known.
     """
@@ -167,7 +167,7 @@ def _first_line(text: str) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Calls a method of the client again while the NameNode says that it will leave safe mode by itself."""
+    """Calls a method of the client; retries for up to a minute while the NameNode is leaving safe mode."""
     end = time.monotonic() + _SAFE_MODE_SECONDS
     while True:
         try:

@@ -170,7 +170,7 @@ def test_a_container_killed_for_memory_is_named(yarn: Hadoop, tmp_path: Path) ->
 def test_a_queue_without_room_is_named(yarn: Hadoop, tmp_path: Path) -> None:
     sentence = _start(yarn, tmp_path, "/small", "kill", {"timeoutSeconds": 30}, spark_yarn_queue="small")
     assert sentence.startswith("numWorkers (2) must not exceed the 1 task slots of the cluster (yarn)")
-    assert "the conf promises 2, and the cluster did not give them within 30 s; lower numWorkers" in sentence
+    assert "the conf promises 2 slots, but the cluster did not provide them within 30 s; lower" in sentence
 
 
 def test_a_queue_that_takes_its_share_back_costs_no_restart(

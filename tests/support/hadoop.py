@@ -261,7 +261,7 @@ class Hadoop:
         }
 
 
-# Per cent of the memory: promised, and at most. In "small" fit an application master and one executor.
+# Percent of the memory: guaranteed, maximum. "small" has room for two containers of 896 MB.
 _SHARES = {"default": (50, 100), "other": (38, 100), "small": (12, 12)}
 _CAPACITY = "yarn.scheduler.capacity"
 _QUEUES = {

@@ -37,7 +37,7 @@ class CutNetwork:
         whole: The network with all stages and with sharded tensors.
         parts: The network of each rank, with its stages only.
         owners: For each stage, the rank that has it; without a pipeline there is only stage 0.
-        bounds: Number of each stage's first link, and the number of links; () without a pipeline.
+        bounds: Index of the first block of each stage, then the number of blocks; () without a pipeline.
         fakes: Fake process group of each axis that communicates inside the network.
     """
 

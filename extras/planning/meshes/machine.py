@@ -85,7 +85,7 @@ def _seconds(message: Message, size: int, link: Link) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenHardware:
-    """What the user knows of the machine; None if unknown. See the arguments of `plan_parallelism`."""
+    """Numbers that the user gave for the machine, or None. See the arguments of `plan_parallelism`."""
 
     link: Link | None = None
     between: Link | None = None
@@ -102,7 +102,7 @@ class GivenHardware:
         wire: Link,
         cores: int | None = None,
     ) -> Machine:
-        """Returns the machine with the given numbers, and with the arguments instead of unknown numbers.
+        """Returns the machine from the user's numbers; the arguments replace numbers that the user omitted.
 
         If the seconds of steps are given, only the ratio of the rates is used.
         """
