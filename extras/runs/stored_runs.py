@@ -6,6 +6,7 @@ of its model until the model is saved elsewhere.
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,8 @@ from ringspark.extras.runs.listing import LEAST_HOURS, ListedRun, describe_folde
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import SHARD_PATHS, discard
 from ringspark.pipelines.typed_json import parse_object
+
+_logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"(run|shards)-[0-9a-f]{12}")
 
@@ -63,7 +66,12 @@ def remove_runs(root: str, older_than_hours: float, *, finished: bool = False) -
 
 def discard_run(uri: str) -> bool:
     """Removes the folder of a run that the caller knows to be its own; a failure is only logged."""
-    return discard(uri, run_layout.PATHS, run_layout.find_mark(storage.list_names(uri)))
+    try:
+        mark = run_layout.find_mark(storage.list_names(uri))
+    except OSError as error:  # the store fails for a moment
+        _logger.warning("could not remove %s: %s", uri, error)
+        return False
+    return discard(uri, run_layout.PATHS, mark)
 
 
 def _shards_of(run_uri: str) -> str | None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from ringspark.extras.runs.stored_runs import list_runs, remove_runs
+from ringspark.extras.runs.stored_runs import discard_run, list_runs, remove_runs
+from ringspark.pipelines import storage
 
 HOUR = 3600.0
 
@@ -76,3 +77,11 @@ def test_what_a_store_tells_no_time_of_is_never_removed() -> None:
     assert [run.idle_seconds < HOUR for run in list_runs("memory://stored")] == [True, True]
     assert not remove_runs("memory://stored", 1, finished=True)
     files.rm("/stored", recursive=True)
+
+
+def test_store_that_cannot_be_listed_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(uri: str) -> list[str]:
+        raise OSError(f"no answer from {uri}")
+
+    monkeypatch.setattr(storage, "list_names", fail)
+    assert not discard_run("/searches/run-1")
