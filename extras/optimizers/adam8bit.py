@@ -169,11 +169,12 @@ class Adam8bit(DenseOptimizer):
 def _split_chunks(weights: torch.Tensor, gradients: torch.Tensor, batch: Batch, size: int) -> Iterator[Batch]:
     """Yields batches of views with up to `size` values of the only parameter."""
     state = {key: values for key, values in batch.states[0].items() if key != "step"}
+    flat = weights.view(-1), gradients.reshape(-1)  # once: it may copy all gradients
     for start in range(0, weights.numel(), size):
         part = slice(start, min(start + size, weights.numel()))
         blocks = _blocks_of(part)
         views = {key: v[blocks if key.endswith("_scales") else part] for key, v in state.items()}
-        own, change = (TensorList([values.reshape(-1)[part]]) for values in (weights, gradients))
+        own, change = (TensorList([values[part]]) for values in flat)
         yield Batch(batch.step, own, change, [views])
 
 

@@ -391,6 +391,16 @@ def test_8_bit_moments_do_not_depend_on_what_follows_the_parameter_in_its_last_b
 
 
 @pytest.mark.extras
+def test_8_bit_steps_copy_a_transposed_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringspark.extras.optimizers.adam8bit.CHUNK", 1024)
+    (parameter,) = _parameters((64, 80))
+    parameter.grad = torch.ones(80, 64).t()
+    with Launches() as launches:
+        make_optimizer("adam8bit", [parameter], 0.01, 0.0).step()
+    assert launches.functions.count(torch.ops.aten.clone.default) == 1
+
+
+@pytest.mark.extras
 def test_a_transposed_parameter_takes_8_bit_steps_too() -> None:
     (plain,) = _parameters((64, 80))
     transposed = nn.Parameter(plain.detach().clone().T.contiguous().T)
