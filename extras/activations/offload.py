@@ -151,7 +151,8 @@ class _Stored:
         self._like = partial(torch.empty, values.shape, dtype=values.dtype, device=values.device)
         self._host = buffer.view(values.dtype).view(values.shape)
         self._expected = self._version = values._version
-        self._leaving: tuple[Any, torch.Tensor] | None = (copies.start(self._host, values), values)
+        self._leaving: tuple[Any, torch.Tensor] | None = None  # also if the copy cannot start
+        self._leaving = copies.start(self._host, values), values
 
     def leave(self) -> None:
         """Releases the tensor on the device."""

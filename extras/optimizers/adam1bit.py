@@ -36,6 +36,15 @@ class Adam1bit(DenseOptimizer):
                     if not squares.any():
                         state["squares"].zero_()  # as if there had been no gradient: the first one sets them
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the counts `squares` in fp32 on the host; torch does so for `step` alone."""
+        super().load_state_dict(state_dict)
+        old = (number for group in state_dict["param_groups"] for number in group["params"])
+        new = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(old, new, strict=True):
+            if "squares" in state_dict["state"].get(number, {}):
+                self.state[parameter]["squares"] = state_dict["state"][number]["squares"].float().cpu()
+
     def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         squares = torch.zeros((), dtype=torch.float32, device="cpu")
         return super().new_state(parameter) | {"squares": squares}

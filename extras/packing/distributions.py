@@ -28,10 +28,13 @@ def choose_distributions(requirement: Path | None, exclude: Iterable[str]) -> di
     Raises ValueError for an unknown name, and for a version that is not installed.
     """
     installed: dict[str, Distribution] = {}
-    # A build leaves an egg-info folder in a checkout. Skip it if pip has installed the same package.
-    for found in sorted(distributions(), key=lambda one: one.read_text("RECORD") is None):
+    for found in distributions():
         # Python imports the first of two packages with one name.
         installed.setdefault(canonicalize_name(found.name), found)
+    # A build leaves an egg-info folder in a checkout of ringspark, without the list of its files.
+    own = [found for found in distributions(name=OURS) if found.read_text("RECORD") is not None]
+    if own:
+        installed[OURS] = own[0]
     left_out = {canonicalize_name(name) for name in exclude}
     if unknown := sorted(left_out - set(installed)):
         raise ValueError(f"--exclude {unknown[0]}: no such package is installed; see pip list")

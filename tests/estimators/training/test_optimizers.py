@@ -61,6 +61,20 @@ def test_adam1bit_is_adamw_until_its_second_moments_are_kept() -> None:
 
 
 @pytest.mark.extras
+def test_adam1bit_counts_on_after_it_was_loaded() -> None:
+    """torch casts a loaded state to bf16, which has no 401."""
+    weights = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = make_optimizer("adam1bit", [weights], 0.01, 0.0)
+    weights.grad = torch.ones_like(weights)
+    optimizer.step()
+    for key in ("step", "squares"):
+        optimizer.state[weights][key].fill_(401.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.state[weights]["squares"] == optimizer.state[weights]["step"] == 402
+
+
+@pytest.mark.extras
 def test_adam1bit_moves_a_weight_without_a_gradient_till_then_by_no_leap() -> None:
     """The frozen second moment is 0, and the first gradient may be compression noise."""
     weights, dead = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(1))
