@@ -17,6 +17,7 @@ import torch
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, plan_memory
+from ringspark.models import ModelSpec
 
 # A folder that the driver and all workers reach.
 FOLDER = "/dbfs/tmp/ringspark-memory" if os.path.isdir("/dbfs/tmp") else tempfile.mkdtemp(prefix="memory-")
