@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
@@ -123,7 +122,8 @@ def _show_settings(facts: RunFacts, everything: bool) -> None:
             value = getattr(facts.config, setting.field)
             if everything or value != setting.default:
                 text = _cell(value)
-                print(f"  {name} = {text if everything else shorten(text, _WIDTH, placeholder=' ...')}")
+                is_cut = len(text) > _WIDTH and not everything
+                print(f"  {name} = {text[:_WIDTH] + ' ...' if is_cut else text}")
 
 
 def _show_epochs(facts: RunFacts) -> None:

@@ -4,10 +4,13 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import pytest
 
+from ringspark.extras.commands.runs import _show_settings
 from ringspark.extras.runs.stored_runs import discard_run, list_runs, remove_runs
 from ringspark.pipelines import storage
 
@@ -85,3 +88,13 @@ def test_store_that_cannot_be_listed_ends_no_search(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(storage, "list_names", fail)
     assert not discard_run("/searches/run-1")
+
+
+def test_a_long_setting_is_cut_and_never_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "weight" * 50  # a word without a place to break it
+    facts: Any = SimpleNamespace(config=SimpleNamespace(weight_column=name))
+    for everything in (False, True):
+        _show_settings(facts, everything)
+    _, cut, _, whole = capsys.readouterr().out.splitlines()
+    assert cut == f"  weightCol = {name[:100]} ..."
+    assert whole == f"  weightCol = {name}"
