@@ -56,7 +56,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
     sharding = config.sync.sharding
     peaks_of = LEAVING if reduces_during_backward(config) else sharding
     # All rows of the step stay in memory until its end.
-    waiting = rank.batch * (len({step.micro for step in steps}) - 1)
+    rows = rank.step_rows or rank.batch * len({step.micro for step in steps})
     held, ended, on_their_way, sent, most = 0, 0, 0, 0, 0
     highest = Peak(parts={})
     begun: set[int] = set()
@@ -75,9 +75,8 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
         extra = held + ended + on_their_way + min(sent, SENDS_IN_FLIGHT) * rank.arriving[stage]
         peak = one.peaks[peaks_of]
         most = max(most, peak.most_activations + extra)
-        if peak.total + extra + waiting > highest.total:
-            activations, batch = peak.parts["activations"] + extra, peak.parts["batch"] + waiting
-            highest = peak.with_parts(activations=activations, batch=batch)
+        peak = peak.with_parts(activations=peak.parts["activations"] + extra, batch=rows)
+        highest = max(highest, peak, key=lambda found: found.total)
         if kind is PassType.FORWARD:
             held += forward_kept
         if kind in (PassType.BACKWARD, PassType.INPUT):
@@ -87,7 +86,7 @@ def peak_of_steps(rank: RankBytes, steps: Steps, config: TrainConfig) -> Peak:
             begun.add(stage)
     update = rank.update.peaks[sharding]
     in_passes = highest.with_parts(optimizer_state=update.parts.get("optimizer_state", 0))
-    update = update.with_parts(batch=update.parts["batch"] + waiting)
+    update = update.with_parts(batch=rows)
     if reduces_in_buckets(config):
         update = update.with_parts(gradients=0)
     peak = max(in_passes, update, key=lambda found: found.total)

@@ -120,6 +120,25 @@ class MeasuredRanks:
             self._ranks[whole] = self._updates[key] = ranks
         return Replica(network=network, ranks=self._ranks[whole])
 
+    def measure_step(self, config: TrainConfig, num_micro: int) -> Replica:
+        """Measures a step of all rows in `num_micro` micro-batches, of which the first may have a row more.
+
+        Raises:
+            Exception: As `measure`.
+        """
+        largest, num_larger = -(-self.num_rows // num_micro), self.num_rows % num_micro
+        replica = later = self.measure(config, largest)
+        if not num_larger:
+            return replica
+        # A single larger micro-batch is the first, which finds no gradients. A pipeline runs several at once.
+        if num_larger == 1 and config.axes["pipeline"] == 1:
+            later = self.measure(config, largest - 1)
+        ranks = [
+            replace(one, passes=other.passes, step_rows=-(-one.batch * self.num_rows // largest))
+            for one, other in zip(replica.ranks, later.ranks, strict=True)
+        ]
+        return replace(replica, ranks=ranks)
+
     def work(self, rows: int) -> Work:
         """Returns the work of a step of `rows` rows on one worker."""
         (rank,) = self.measure(on_one_worker(self.config), rows).ranks

@@ -73,8 +73,7 @@ class Planner:
                 "planned; plan it with sharding='none', which needs more memory"
             )
         num_micro = min(config.gradient_accumulation, self._rows)
-        # The largest micro-batch counts.
-        fullest = self._measured.measure(config, -(-self._rows // num_micro)).find_fullest(config, num_micro)
+        fullest = self._measured.measure_step(config, num_micro).find_fullest(config, num_micro)
         peak = fullest.peak
         share = shares(config.sync.sharding, shard_group_size(config))
         most: dict[str, Any] = {p: int(n * share.get(p, 1.0)) for p, n in fullest.rank.parts.items()}

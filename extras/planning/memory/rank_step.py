@@ -60,6 +60,7 @@ class RankBytes:
         passes: Passes of any later micro-batch, in which gradients are added up; `first` if there is none.
         update: The optimizer's step.
         batch: Bytes of the rows of one micro-batch.
+        step_rows: Bytes of the rows of a step, if its micro-batches are unequal; else None.
         arriving: Bytes that each stage receives from another rank in the forward pass of a micro-batch.
         returning: Bytes of gradients that each stage receives from another rank in the backward pass of a
             micro-batch.
@@ -74,6 +75,7 @@ class RankBytes:
     batch: int
     arriving: Mapping[int, int]
     returning: Mapping[int, int]
+    step_rows: int | None = None
 
 
 def measure_ranks(

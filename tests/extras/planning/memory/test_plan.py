@@ -224,3 +224,16 @@ def test_the_chart_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'ringspark\[examples\]'"):
         plan_memory(DEEP, BATCH).save_chart(str(tmp_path / "plan.png"))
+
+
+def test_rows_that_do_not_divide_into_micro_batches_count_once() -> None:
+    network = ModelSpec("mlp", {"in_features": 64, "hidden": [256, 256], "out_features": 1})
+
+    def plan(rows: int) -> MemoryPlan:
+        batch = (((rows, 64), "float32"), ((rows,), "float32"))
+        return plan_memory(network, batch, gradientAccumulation=4)
+
+    fewer, uneven, more = plan(8), plan(9), plan(12)
+    assert uneven.batch == 9 * 65 * 4
+    # Only the first micro-batch has three rows, and it finds no gradients.
+    assert uneven.peak - fewer.peak < (more.peak - fewer.peak) / 4
