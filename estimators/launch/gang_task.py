@@ -30,8 +30,8 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
 from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.host_allocator import keep_freed_memory
-from ringspark.estimators.launch.meeting import Offer, await_roster, check_offers, gather_offers, own_executor
 from ringspark.estimators.launch.rank_output import RankOutput
+from ringspark.estimators.launch.roster import Offer, await_roster, check_offers, gather_offers, own_executor
 from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
 from ringspark.models.process_state import print_any_text
@@ -198,13 +198,13 @@ class GangTask:
             status.phase = "choosing the devices"
             device = self._device([offer.claim for offer in roster], context)
             status.phase = f"connecting by {self.collective}"
-            meeting = RendezvousInfo(
+            info = RendezvousInfo(
                 address=address,
                 secret=self.secret,
                 timeout_seconds=self.pulse.timeout_seconds,
                 use_gpu=self.use_gpu,
             )
-            collective = kind.connect(at, meeting)
+            collective = kind.connect(at, info)
             return work_and_leave(collective, self.work, device, status, report)
         finally:
             if rendezvous is not None:

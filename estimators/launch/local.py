@@ -81,7 +81,7 @@ def run_spawned(
     kind = collective_class(collective)
     secret = secrets.token_bytes(32)
     rendezvous = kind.open_rendezvous(members[0], secret)
-    meeting = RendezvousInfo(address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds)
+    info = RendezvousInfo(address=rendezvous.address, secret=secret, timeout_seconds=timeout_seconds)
     # The fork server has imported the libraries, which takes seconds. A fork of it takes almost no time.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -91,7 +91,7 @@ def run_spawned(
     os.mkdir(storage.join(folder.name, run_layout.HEARTBEAT))
     processes = [
         context.Process(
-            target=_run_rank, args=(queue, member, collective, meeting, pickled, dict(os.environ), pulse)
+            target=_run_rank, args=(queue, member, collective, info, pickled, dict(os.environ), pulse)
         )
         for member in members
     ]
@@ -152,7 +152,7 @@ def _run_rank(
     queue: Any,
     member: Member,
     collective: str,
-    meeting: RendezvousInfo,
+    info: RendezvousInfo,
     pickled: bytes,
     environment: dict[str, str],
     pulse: Pulse,
@@ -170,7 +170,7 @@ def _run_rank(
     status = Status("connecting")
     try:
         with print_any_text(), RankOutput(pulse, member.rank, member.host):
-            connected = collective_class(collective).connect(member, meeting)
+            connected = collective_class(collective).connect(member, info)
             result = work_and_leave(connected, lambda *rank: cloudpickle.loads(pickled)(*rank), "cpu", status)
         queue.put((member.rank, result, None))
     except Exception as error:

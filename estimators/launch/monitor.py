@@ -14,7 +14,7 @@ from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.hang_detector import HangDetector
 from ringspark.estimators.launch.heartbeat import Beat, Pulse, interval_seconds, read_beats
-from ringspark.estimators.launch.meeting import Meeting, look_seconds
+from ringspark.estimators.launch.roster import RosterBuilder, look_seconds
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
 
@@ -40,7 +40,7 @@ class Monitor:
     """A context manager that cancels the job in its block if a rank hangs or the cluster has no slots.
 
     `verdict` is the failure for which it cancelled the job, otherwise None, and `was_hung` whether a rank
-    hung. If the workers are ordinary tasks, `meeting` collects their offers, and `find_shortage` returns why
+    hung. If the workers are ordinary tasks, `builder` collects their offers, and `find_shortage` returns why
     they must stop waiting for each other. `on_training` is called at every poll while all ranks train.
     """
 
@@ -50,11 +50,11 @@ class Monitor:
         num_workers: int,
         job: SparkJob,
         count_slots: Callable[[], int | None],
-        meeting: Meeting | None = None,
-        find_shortage: Callable[[Meeting], str | None] = lambda _: None,
+        builder: RosterBuilder | None = None,
+        find_shortage: Callable[[RosterBuilder], str | None] = lambda _: None,
         on_training: Callable[[], None] = lambda: None,
     ) -> None:
-        self._meeting, self._find_shortage, self._on_training = meeting, find_shortage, on_training
+        self._builder, self._find_shortage, self._on_training = builder, find_shortage, on_training
         self._pulse = pulse
         self._num_workers = num_workers
         self._job = job
@@ -92,7 +92,7 @@ class Monitor:
         poll = POLL_SECONDS if storage.is_local(self._pulse.run_uri) else max(POLL_SECONDS, interval / 2)
         pause = 0.0
         while not self._done.wait(
-            max(pause, look_seconds(self._pulse.run_uri) if self._is_meeting else poll)
+            max(pause, look_seconds(self._pulse.run_uri) if self._is_gathering else poll)
         ):
             begun = time.process_time()  # a remote store is read by other threads
             # The store or Spark may fail to answer, and that must not end a training.
@@ -101,9 +101,9 @@ class Monitor:
             if self.verdict is not None:
                 # Repeated, because a cancel may get lost on its way to Spark.
                 while not self._done.is_set():
-                    if self._meeting is not None:
+                    if self._builder is not None:
                         with suppress(Exception):
-                            self._meeting.dismiss()
+                            self._builder.dismiss()
                     self._job.cancel()
                     self._done.wait(_CANCEL_AGAIN_SECONDS)
                 return
@@ -111,8 +111,8 @@ class Monitor:
             pause = pause_after(time.process_time() - begun, interval)
 
     @property
-    def _is_meeting(self) -> bool:
-        return self._meeting is not None and self._meeting.roster is None
+    def _is_gathering(self) -> bool:
+        return self._builder is not None and self._builder.roster is None
 
     def _read_beats(self) -> None:
         pulse = self._pulse
@@ -120,13 +120,13 @@ class Monitor:
         self._hang_detector.update(beats, time.monotonic())
 
     def _find_failure(self) -> Failure | None:
-        if self._meeting is not None:
-            was_meeting = self._is_meeting
-            self._meeting.look()
-            shortage = self._find_shortage(self._meeting) if was_meeting else None
+        if self._builder is not None:
+            was_gathering = self._is_gathering
+            self._builder.look()
+            shortage = self._find_shortage(self._builder) if was_gathering else None
             if shortage is not None:
                 return Failure.lost(0, "unknown", "starting", shortage, NO_ROOM)
-            if self._is_meeting:
+            if self._is_gathering:
                 return None
         self._read_beats()
         now = time.monotonic()
@@ -149,8 +149,8 @@ class Monitor:
             message = f"the worker {hung.reason} (timeoutSeconds={self._pulse.timeout_seconds:g})"
             self.was_hung = True
             return Failure.lost(hung.rank, host, phase, message)
-        if self._meeting is not None:
-            return self._find_replaced(self._meeting)
+        if self._builder is not None:
+            return self._find_replaced(self._builder)
         if not self._hang_detector.is_idle(now):
             self._full_at = now
             return None
@@ -162,7 +162,7 @@ class Monitor:
             return Failure.lost(0, "unknown", "starting", message, NO_ROOM)
         return None
 
-    def _find_replaced(self, meeting: Meeting) -> Failure | None:
+    def _find_replaced(self, builder: RosterBuilder) -> Failure | None:
         """Returns the failure of a rank whose task has a newer attempt; None if the rank may still live.
 
         The newer attempt may be a speculative copy. So the rank is lost only if it is silent, if any rank has
@@ -173,11 +173,11 @@ class Monitor:
         if len(by_task) < self._num_workers or not all(beat.ended for beat in self.beats):
             self._ended_at = now
         is_over = now - self._ended_at >= min(_LAST_ROW_SECONDS, self._pulse.timeout_seconds)
-        for task in (offer.task for offer in meeting.find_replaced()):
+        for task in (offer.task for offer in builder.find_replaced()):
             beat = by_task.get(task)
             if beat is None:
                 # The first heartbeat comes at once.
-                if now - meeting.changed_at >= interval_seconds(self._pulse.timeout_seconds):
+                if now - builder.changed_at >= interval_seconds(self._pulse.timeout_seconds):
                     return Failure.lost(task, "unknown", "starting", message)
                 continue
             has_failed = any(each.failure is not None for each in self.beats)

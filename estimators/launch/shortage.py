@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
 from ringspark.estimators.failures import Failure
-from ringspark.estimators.launch.meeting import Meeting
+from ringspark.estimators.launch.roster import RosterBuilder
 from ringspark.pipelines.spark_paths import is_remote
 
 # Wait for each new executor, in seconds, before a gang that lost workers continues with fewer workers.
@@ -69,15 +69,15 @@ class Shortage:
     def _draw(self) -> None:
         self._patience = (2 * self._idle + 10.0) * random.uniform(1.0, 2.0)
 
-    def find(self, meeting: Meeting, config: Sizes, launch: int) -> str | None:
+    def find(self, builder: RosterBuilder, config: Sizes, launch: int) -> str | None:
         """Returns why the tasks must stop waiting; None while they may wait."""
-        if meeting.roster is not None:
+        if builder.roster is not None:
             self._since, self._said = None, False
             return None
         now = time.monotonic()
         self._since = self._since or now
-        found, wanted = len(meeting.offers), config.num_workers
-        idle = now - meeting.changed_at
+        found, wanted = len(builder.offers), config.num_workers
+        idle = now - builder.changed_at
         if idle >= _SAY_SECONDS and not self._said:
             self._said = True
             _logger.warning(

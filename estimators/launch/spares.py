@@ -15,7 +15,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.launch.devices import Claim
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.heartbeat import Pulse
-from ringspark.estimators.launch.meeting import Meeting, Offer, await_roster
+from ringspark.estimators.launch.roster import Offer, RosterBuilder, await_roster
 from ringspark.estimators.launch.spark_job import SparkJob
 from ringspark.pipelines import storage
 from ringspark.pipelines.job_names import name_jobs
@@ -50,24 +50,24 @@ class Spares:
 
     def __init__(self, stage: GangStage, pulse: Pulse, num_tasks: int) -> None:
         self._stage, self._job = stage, SparkJob(stage.spark)
-        self._meeting = Meeting(pulse=pulse, num_tasks=num_tasks, name="spare")
+        self._builder = RosterBuilder(pulse=pulse, num_tasks=num_tasks, name="spare")
         thread_class = threading.Thread if is_remote(stage.spark) else InheritableThread
         self._thread = thread_class(target=self._run, name="ringspark-spares", daemon=True)
         self._is_started = False
 
     @property
     def num_tasks(self) -> int:
-        return self._meeting.num_tasks
+        return self._builder.num_tasks
 
     def count(self) -> int:
         """Returns how many slots are held for more workers."""
-        if not self._meeting.num_tasks:
+        if not self._builder.num_tasks:
             return 0
         if not self._is_started:
             self._is_started = True
             self._thread.start()
-        self._meeting.look()
-        return len(self._meeting.offers)
+        self._builder.look()
+        return len(self._builder.offers)
 
     def __enter__(self) -> Spares:
         return self
@@ -77,7 +77,7 @@ class Spares:
             return
         # The store may not answer; the tasks end with the next launch too.
         with suppress(Exception):
-            self._meeting.dismiss()
+            self._builder.dismiss()
         self._thread.join(_END_SECONDS)
         while self._thread.is_alive():
             self._job.cancel()
@@ -86,6 +86,6 @@ class Spares:
     def _run(self) -> None:
         # Without spares, the training only stays smaller.
         with suppress(Exception):
-            task = SpareTask(pulse=self._meeting.pulse)
-            with name_jobs(self._stage.spark, f"hold {self._meeting.num_tasks} slots for more workers"):
-                self._stage.run(task, self._meeting.num_tasks, self._job, is_barrier=False)
+            task = SpareTask(pulse=self._builder.pulse)
+            with name_jobs(self._stage.spark, f"hold {self._builder.num_tasks} slots for more workers"):
+                self._stage.run(task, self._builder.num_tasks, self._job, is_barrier=False)

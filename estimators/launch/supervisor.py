@@ -29,10 +29,10 @@ from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import GangTask, Work
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
-from ringspark.estimators.launch.meeting import Meeting
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
+from ringspark.estimators.launch.roster import RosterBuilder
 from ringspark.estimators.launch.shortage import Shortage, Sizes
 from ringspark.estimators.launch.spares import Spares
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
@@ -222,7 +222,7 @@ class Supervisor(Generic[C]):
             is_barrier=self._is_barrier,
         )
         job = SparkJob(self.spark)
-        meeting = None if self._is_barrier else Meeting(pulse=pulse, num_tasks=config.num_workers)
+        builder = None if self._is_barrier else RosterBuilder(pulse=pulse, num_tasks=config.num_workers)
         more = self._target - config.num_workers if config.can_grow and self._stage.can_grow else 0
         with Spares(self._stage, pulse, more - more % config.workers_per_replica) as spares:
             monitor = Monitor(
@@ -230,7 +230,7 @@ class Supervisor(Generic[C]):
                 config.num_workers,
                 job,
                 self._stage.slots,
-                meeting,
+                builder,
                 partial(self._shortage.find, config=config, launch=launch),
                 partial(self._on_training, spares),
             )
@@ -247,9 +247,9 @@ class Supervisor(Generic[C]):
                 cause, self._was_hung = self._find_cause(error, monitor), monitor.was_hung
                 if isinstance(cause, (WorkerError, TrainingCancelledError)):
                     job.wait_until_ended(END_SECONDS)
-                if meeting is not None:
-                    self._came = len(meeting.offers)
-                    self._lost_executors = {offer.executor for offer in meeting.find_replaced()}
+                if builder is not None:
+                    self._came = len(builder.offers)
+                    self._lost_executors = {offer.executor for offer in builder.find_replaced()}
                 raise cause from None
             except BaseException:
                 # After Ctrl-C the folder may be removed next, and then no rank may write into it.

@@ -16,7 +16,7 @@ from ringspark.estimators.failures import TrainingCancelledError
 from ringspark.estimators.launch import slots
 from ringspark.estimators.launch.gang import GangStage
 from ringspark.estimators.launch.gang_task import ARROW_SCHEMA
-from ringspark.estimators.launch.meeting import own_executor
+from ringspark.estimators.launch.roster import own_executor
 from ringspark.estimators.launch.spark_job import SparkJob, was_cancelled
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.pipelines.job_names import name_jobs

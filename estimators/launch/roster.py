@@ -122,7 +122,7 @@ def _read_roster(pulse: Pulse, name: str) -> tuple[Offer, ...] | None:
 
 
 @dataclass(kw_only=True)
-class Meeting:
+class RosterBuilder:
     """Collects the offers of one launch on the driver, and writes the roster.
 
     `name` is "task" for the workers, and "spare" for tasks that only hold slots for the next launch.

@@ -20,9 +20,9 @@ from ringspark.estimators.launch import monitor as monitor_module
 from ringspark.estimators.launch import shortage, taken
 from ringspark.estimators.launch.devices import Claim
 from ringspark.estimators.launch.heartbeat import Beat, Pulse
-from ringspark.estimators.launch.meeting import Meeting, Offer, Roster, await_roster
 from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
+from ringspark.estimators.launch.roster import Offer, Roster, RosterBuilder, await_roster
 from ringspark.estimators.launch.shortage import Shortage, seconds_of
 
 
@@ -37,26 +37,26 @@ def _offer(task: int, attempt: int = 0) -> Offer:
 
 def test_the_ranks_are_the_newest_attempts_and_older_ones_wait_until_the_end(tmp_path: Path) -> None:
     pulse = _pulse(tmp_path)
-    meeting = Meeting(pulse=pulse, num_tasks=2)
+    builder = RosterBuilder(pulse=pulse, num_tasks=2)
     with ThreadPoolExecutor(4) as pool:
         lost = pool.submit(await_roster, pulse, _offer(0))
         time.sleep(0.2)
-        meeting.look()
-        assert meeting.roster is None
+        builder.look()
+        assert builder.roster is None
         others = [pool.submit(await_roster, pulse, _offer(task, 1 - task)) for task in (0, 1)]
-        while meeting.roster is None:
-            meeting.look()
+        while builder.roster is None:
+            builder.look()
         expected = (_offer(0, 1), _offer(1))
         assert [other.result(5) for other in others] == [expected, expected]
-        assert meeting.find_replaced() == []
+        assert builder.find_replaced() == []
         # A copy that Spark starts later is no rank either.
         copy = pool.submit(await_roster, pulse, _offer(1, 1))
-        while not meeting.find_replaced():
-            meeting.look()
-        assert [offer.task for offer in meeting.find_replaced()] == [1]
+        while not builder.find_replaced():
+            builder.look()
+        assert [offer.task for offer in builder.find_replaced()] == [1]
         assert not lost.done()
         assert not copy.done()
-        meeting.dismiss()
+        builder.dismiss()
         assert (lost.result(5), copy.result(5)) == ((), ())
 
 
@@ -74,12 +74,12 @@ def _config(workers: int = 4, replica: int = 1) -> Any:
     return SimpleNamespace(num_workers=workers, workers_per_replica=replica, timeout_seconds=600.0)
 
 
-def _found(tasks: int, silent: float, tmp_path: Path) -> Meeting:
-    """Returns a meeting whose last offer came `silent` seconds ago."""
-    meeting = Meeting(pulse=Pulse(run_uri=str(tmp_path), token="t"), num_tasks=4)
-    meeting._found = {str(task): _offer(task) for task in range(tasks)}
-    meeting.changed_at = time.monotonic() - silent
-    return meeting
+def _found(tasks: int, silent: float, tmp_path: Path) -> RosterBuilder:
+    """Returns a builder whose last offer came `silent` seconds ago."""
+    builder = RosterBuilder(pulse=Pulse(run_uri=str(tmp_path), token="t"), num_tasks=4)
+    builder._found = {str(task): _offer(task) for task in range(tasks)}
+    builder.changed_at = time.monotonic() - silent
+    return builder
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,20 @@ def test_a_launch_long_after_the_first_has_the_whole_patience(tmp_path: Path) ->
 def test_a_lost_row_of_a_rank_that_has_ended_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting = _found(4, 0.0, tmp_path)
-    meeting.roster = Roster(offers=tuple(meeting.offers))
-    monitor = Monitor(meeting.pulse, 4, Any, lambda: 4, meeting)
+    builder = _found(4, 0.0, tmp_path)
+    builder.roster = Roster(offers=tuple(builder.offers))
+    monitor = Monitor(builder.pulse, 4, Any, lambda: 4, builder)
     beats = [
         Beat(token="t", rank=k, host="h", task=k, pid=k, launch=0, phase="p", ticks=1, beats=1, ended=k < 3)
         for k in range(4)
     ]
     monitor._hang_detector.update(beats, time.monotonic())
-    meeting._found["again"] = _offer(2, 1)
+    builder._found["again"] = _offer(2, 1)
     monkeypatch.setattr(monitor_module, "_LAST_ROW_SECONDS", 0.01)
-    assert monitor._find_replaced(meeting) is None  # rank 3 still works
+    assert monitor._find_replaced(builder) is None  # rank 3 still works
     monitor._hang_detector.update([replace(beats[3], ended=True)], time.monotonic())
     time.sleep(0.05)
-    failure = monitor._find_replaced(meeting)
+    failure = monitor._find_replaced(builder)
     assert failure is not None
     assert (failure.rank, failure.type) == (2, LOST)
 
