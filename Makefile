@@ -9,6 +9,8 @@ FLOOR_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages
 # What each Python has to pass with the wheel of this checkout and its own torch, see requirements/python-*.txt.
 PYTHON_TESTS := tests/estimators/test_conformance.py tests/estimators/test_stages.py tests/models/test_spec.py \
 	tests/estimators/collectives/test_collectives.py tests/estimators/training/test_worker.py
+# The longest file comes first.
+PLACES_TESTS := $(patsubst %,tests/places/test_%.py,yarn stores hdfs kubernetes)
 ARGS ?=
 # The set-up leaves it to Python to compile a module at its first import. Without files each process would compile.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,7 +66,7 @@ test-frameworks: setup-frameworks ## Run the scripts of five frameworks by rings
 
 # Real servers on loopback; what a machine lacks is skipped with its reason, or with RINGSPARK_REQUIRE_PLACES=1 fails.
 test-places: setup $(AZURITE) ## Run the tests of stores and cluster managers: S3, GCS, ABFS, HDFS, YARN, Kubernetes
-	@$(VENV_PYTHON) -m pytest -m places tests/places $(ARGS)
+	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m places $(PLACES_TESTS) $(ARGS)
 
 $(AZURITE):
 	@command -v npm >/dev/null || { echo "npm is missing, so no test runs with ABFS: apt-get install npm"; exit 0; }; \

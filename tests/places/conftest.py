@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import places
 import pytest
+from command_line import run_ringspark
 from hadoop import Hadoop
 
 
@@ -81,3 +82,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
         yield hadoop
     finally:
         hadoop.close()
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The archive that `ringspark pack` writes of this environment."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "requirements.txt").write_text("hdfs-native\n")
+    done = run_ringspark("pack", "--requirement", "requirements.txt", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "environment.tar.gz"

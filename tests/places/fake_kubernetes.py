@@ -1,7 +1,7 @@
 """An API server of Kubernetes for Spark: it starts each executor pod as a process on loopback.
 
 It knows pods and configmaps, by name and by label, as Spark's scheduler asks for them. `pending_seconds`
-delays pods; `room` limits how many get a node.
+delays pods; `room` limits how many get a node; the image of `is_bare` pods has no Python packages.
 """
 
 import json
@@ -27,8 +27,10 @@ _PATH = re.compile(r"/api/v1/namespaces/[^/]+/(?P<kind>\w+)(?:/(?P<name>[^/]+))?
 class FakeKubernetes:
     """The server and its pods. `room` is the number of pods that have a node; the others stay pending."""
 
-    def __init__(self, folder: Path, room: int = 100, pending_seconds: float = 0.0) -> None:
-        self.folder, self.room, self.pending_seconds = folder, room, pending_seconds
+    def __init__(
+        self, folder: Path, room: int = 100, pending_seconds: float = 0.0, *, is_bare: bool = False
+    ) -> None:
+        self.folder, self.room, self.pending_seconds, self.is_bare = folder, room, pending_seconds, is_bare
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._born: dict[str, float] = {}
@@ -123,11 +125,11 @@ class FakeKubernetes:
         }.items():
             command += [option, values[key]]
         command += ["--hostname", "127.0.0.1", "--podName", name]
-        local = {
-            "SPARK_LOCAL_IP": "127.0.0.1",
-            "SPARK_LOCAL_DIRS": str(work),
-            "PYSPARK_PYTHON": sys.executable,
-        }
+        local = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOCAL_DIRS": str(work)}
+        if self.is_bare:
+            local |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": ""}
+        else:
+            local["PYSPARK_PYTHON"] = sys.executable
         with (work / "log").open("wb") as log:
             return subprocess.Popen(
                 command, cwd=work, stdout=log, stderr=log, env=os.environ | values | local

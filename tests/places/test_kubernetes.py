@@ -43,7 +43,8 @@ rows = spark.range(200).selectExpr("array(id / 200, id % 7 / 7) AS features", "d
 stage = TorchRegressor(
     model=ModelSpec("mlp", {"in_features": 2, "hidden": [8], "out_features": 1}), numWorkers=2, epochs=3,
     batchSize=20, storageUri=storage, showProgress=False, reader="arrow", seed=3, maxRestarts=1,
-    checkpointEverySteps=5, timeoutSeconds=90, callbacks=[Waits(f"{storage}.mark")] if kills else [],
+    checkpointEverySteps=5, timeoutSeconds=float(spark.conf.get("spark.test.seconds", "90")),
+    callbacks=[Waits(f"{storage}.mark")] if kills else [],
 )
 try:
     model = stage.fit(rows)
@@ -75,12 +76,14 @@ _DYNAMIC = {
 
 
 @contextmanager
-def _started(master: str, folder: Path, kills: bool = False, **conf: str) -> Iterator[subprocess.Popen[str]]:
-    environment = os.environ | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+def _started(
+    master: str, folder: Path, kills: bool = False, python: str = sys.executable, **conf: str
+) -> Iterator[subprocess.Popen[str]]:
+    variables = {"PYSPARK_PYTHON": python, "SPARK_LOCAL_IP": "127.0.0.1"}
     arguments = [master, str(folder / "storage"), "kills" if kills else "", json.dumps(_CONF | conf)]
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *arguments],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         yield process
@@ -126,11 +129,21 @@ def test_a_fit_waits_for_late_pods(tmp_path: Path, calm: Any, conf: dict[str, st
 def test_pods_that_never_come_are_named(tmp_path: Path) -> None:
     with (
         FakeKubernetes(tmp_path / "pods", room=1) as cluster,
-        _started(cluster.master, tmp_path) as process,
+        _started(cluster.master, tmp_path, **{"spark.test.seconds": "30"}) as process,
     ):
         assert _answer(process).startswith(
             "numWorkers (2) must not exceed the 1 task slots of the cluster (k8s"
         )
+
+
+def test_a_packed_environment_trains_on_bare_pods(tmp_path: Path, packed: Path, calm: Any) -> None:
+    """In client mode."""
+    conf, python = {"spark.archives": f"{packed}#environment"}, "./environment/bin/python"
+    with (
+        FakeKubernetes(tmp_path / "pods", is_bare=True) as cluster,
+        _started(cluster.master, tmp_path, python=python, **conf) as process,
+    ):
+        assert _answer(process) == calm
 
 
 def test_the_check_of_a_cluster_trains_on_pods(tmp_path: Path) -> None:
