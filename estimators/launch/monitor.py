@@ -165,8 +165,8 @@ class Monitor:
     def _find_replaced(self, builder: RosterBuilder) -> Failure | None:
         """Returns the failure of a rank whose task has a newer attempt; None if the rank may still live.
 
-        The newer attempt may be a speculative copy. So the rank is lost only if it is silent, if any rank has
-        reported a failure, or if all ranks have ended and a row is missing.
+        If the newer attempt may be a speculative copy, the rank is lost only if it is silent, or if any rank
+        has reported a failure. A rank that has ended is lost if all have ended and its row is missing.
         """
         now, message = time.monotonic(), "its process died, and Spark started its task again"
         by_task = {beat.task: beat for beat in self.beats}
@@ -177,11 +177,13 @@ class Monitor:
             beat = by_task.get(task)
             if beat is None:
                 # The first heartbeat comes at once.
-                if now - builder.changed_at >= interval_seconds(self._pulse.timeout_seconds):
+                interval = interval_seconds(self._pulse.timeout_seconds)
+                if not builder.may_copy or now - builder.changed_at >= interval:
                     return Failure.lost(task, "unknown", "starting", message)
                 continue
             has_failed = any(each.failure is not None for each in self.beats)
-            is_gone = not beat.ended and (has_failed or self._hang_detector.is_silent(beat.rank))
+            is_silent = not builder.may_copy or self._hang_detector.is_silent(beat.rank)
+            is_gone = not beat.ended and (has_failed or is_silent)
             if is_gone or is_over:
                 return Failure.lost(beat.rank, beat.host, beat.phase, message)
         return None

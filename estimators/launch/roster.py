@@ -125,12 +125,14 @@ def _read_roster(pulse: Pulse, name: str) -> tuple[Offer, ...] | None:
 class RosterBuilder:
     """Collects the offers of one launch on the driver, and writes the roster.
 
-    `name` is "task" for the workers, and "spare" for tasks that only hold slots for the next launch.
+    `name` is "task" for the workers, and "spare" for tasks that only hold slots for the next launch. With
+    `may_copy`, Spark may start a copy of a task that still runs (speculation).
     """
 
     pulse: Pulse
     num_tasks: int
     name: str = "task"
+    may_copy: bool = True
     roster: Roster | None = None
     changed_at: float = field(default_factory=time.monotonic)
     _found: dict[str, Offer] = field(default_factory=dict)

@@ -222,7 +222,10 @@ class Supervisor(Generic[C]):
             is_barrier=self._is_barrier,
         )
         job = SparkJob(self.spark)
-        builder = None if self._is_barrier else RosterBuilder(pulse=pulse, num_tasks=config.num_workers)
+        builder = None
+        if not self._is_barrier:
+            may_copy = spark_conf(self.spark).get("spark.speculation", "").lower() == "true"
+            builder = RosterBuilder(pulse=pulse, num_tasks=config.num_workers, may_copy=may_copy)
         more = self._target - config.num_workers if config.can_grow and self._stage.can_grow else 0
         with Spares(self._stage, pulse, more - more % config.workers_per_replica) as spares:
             monitor = Monitor(
@@ -249,7 +252,11 @@ class Supervisor(Generic[C]):
                     job.wait_until_ended(END_SECONDS)
                 if builder is not None:
                     self._came = len(builder.offers)
-                    self._lost_executors = {offer.executor for offer in builder.find_replaced()}
+                    replaced = builder.find_replaced()
+                    self._lost_executors = {offer.executor for offer in replaced}
+                    # Without a roster, the tasks never became workers.
+                    is_gang = builder.roster is not None and builder.roster.offers
+                    self._shortage.survivors = self._came - len(replaced) if is_gang else 0
                 raise cause from None
             except BaseException:
                 # After Ctrl-C the folder may be removed next, and then no rank may write into it.

@@ -83,21 +83,30 @@ def _found(tasks: int, silent: float, tmp_path: Path) -> RosterBuilder:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "launch", "least", "replica", "silent", "ends"),
+    ("tasks", "launch", "least", "replica", "survivors", "silent", "ends"),
     [
-        (3, 1, 2, 1, 4.0, False),  # another executor may come soon
-        (3, 1, 2, 1, 6.0, True),  # continues with 3
-        (3, 1, 2, 2, 6.0, True),  # continues with 2
-        (1, 1, 2, 1, 6.0, False),
-        (3, 1, 4, 1, 6.0, False),  # needs all 4
-        (3, 0, 2, 1, 6.0, False),  # the first launch has numWorkers
-        (3, 0, 4, 1, 500.0, True),  # gives way
+        (3, 1, 2, 1, 0, 4.0, False),  # another executor may come soon
+        (3, 1, 2, 1, 0, 6.0, True),  # continues with 3
+        (3, 1, 2, 2, 0, 6.0, True),  # continues with 2
+        (1, 1, 2, 1, 0, 6.0, False),
+        (3, 1, 4, 1, 0, 6.0, False),  # needs all 4
+        (3, 0, 2, 1, 0, 6.0, False),  # the first launch has numWorkers
+        (3, 0, 4, 1, 0, 500.0, True),  # gives way
+        (3, 1, 2, 1, 3, 1.5, True),  # all that were not lost have come back
+        (2, 1, 2, 1, 3, 1.5, False),  # another one will come back
     ],
 )
 def test_a_gang_continues_with_fewer_only_after_a_loss(
-    tmp_path: Path, tasks: int, launch: int, least: int, replica: int, silent: float, ends: bool
+    tmp_path: Path,
+    tasks: int,
+    launch: int,
+    least: int,
+    replica: int,
+    survivors: int,
+    silent: float,
+    ends: bool,
 ) -> None:
-    waits = Shortage(SimpleNamespace(), {}, least)
+    waits = Shortage(SimpleNamespace(), {}, least, survivors=survivors)
     found = waits.find(_found(tasks, silent, tmp_path), _config(replica=replica), launch)
     assert (found is not None) is ends
 
@@ -129,6 +138,20 @@ def test_a_lost_row_of_a_rank_that_has_ended_is_noticed(
     failure = monitor._find_replaced(builder)
     assert failure is not None
     assert (failure.rank, failure.type) == (2, LOST)
+
+
+@pytest.mark.parametrize("may_copy", [False, True])
+def test_a_new_attempt_is_a_loss_at_once_without_speculation(tmp_path: Path, may_copy: bool) -> None:
+    builder = _found(2, 0.0, tmp_path)
+    builder.roster, builder.may_copy = Roster(offers=tuple(builder.offers)), may_copy
+    monitor = Monitor(builder.pulse, 2, Any, lambda: 2, builder)
+    beats = [
+        Beat(token="t", rank=k, host="h", task=k, pid=k, launch=0, phase="p", ticks=1, beats=1)
+        for k in range(2)
+    ]
+    monitor._hang_detector.update(beats, time.monotonic())
+    builder._found["again"] = _offer(1, 1)
+    assert (monitor._find_replaced(builder) is None) is may_copy
 
 
 def test_a_gang_that_gives_way_tries_again_and_ends_in_one_sentence(
