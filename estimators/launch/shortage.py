@@ -19,8 +19,6 @@ from ringspark.pipelines.spark_paths import is_remote
 # Wait for each new executor, in seconds, before a gang that lost workers continues with fewer workers: once
 # those that Spark did not replace have come back, and before. To grow again costs about a second.
 _SURVIVED_SECONDS, _FEWER_SECONDS = 1.0, 5.0
-# The same wait, if the gang has ended in order to grow.
-_GROWN_SECONDS = 30.0
 # Time without a new worker, in seconds, after which a warning says what the gang waits for.
 _SAY_SECONDS = 5.0
 
@@ -47,8 +45,8 @@ C = TypeVar("C", bound=Sizes)
 class Shortage:
     """Decides how long the tasks of a gang wait for each other.
 
-    `least` is the smallest number of workers after a loss. `has_grown`: whether the last launch ended because
-    there were slots for more workers; `survivors`: how many of its workers were not lost.
+    `least` is the smallest number of workers after a loss. `survivors`: how many workers of
+    the last launch were not lost; 0 if it ended for another reason.
 
     Two gangs that each hold some of the slots would wait for each other forever. So a gang that gets no more
     executors ends its tasks, and starts them again after a random pause. Other work can use the executors in
@@ -58,7 +56,6 @@ class Shortage:
     spark: SparkSession
     conf: Mapping[str, str]
     least: int
-    has_grown: bool = False
     survivors: int = 0
     _since: float | None = None
     _said: bool = False
@@ -74,7 +71,7 @@ class Shortage:
     def find(self, builder: RosterBuilder, config: Sizes, launch: int) -> str | None:
         """Returns why the tasks must stop waiting; None while they may wait."""
         if builder.roster is not None:
-            self._since, self._said = None, False
+            self._since, self._said, self.survivors = None, False, 0
             return None
         now = time.monotonic()
         self._since = self._since or now
@@ -89,10 +86,7 @@ class Shortage:
                 config.timeout_seconds,
             )
         can_shrink = launch > 0 and self._fitting(config, found) is not None
-        # There were slots for all workers a moment ago.
-        fewer = _GROWN_SECONDS if self.has_grown else _FEWER_SECONDS
-        if not self.has_grown and 0 < self.survivors <= found:
-            fewer = _SURVIVED_SECONDS
+        fewer = _SURVIVED_SECONDS if 0 < self.survivors <= found else _FEWER_SECONDS
         # After a pause too, each task has time to start and to import its libraries.
         is_over = now - self._since >= config.timeout_seconds and idle >= START_SECONDS
         if is_over or idle >= (fewer if can_shrink else self._patience):

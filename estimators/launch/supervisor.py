@@ -139,8 +139,7 @@ class Supervisor(Generic[C]):
         cause, size = error.first, self.config.num_workers
         before, self._size_before = self._size_before, None
         grows = all(each.type == RegroupError.__name__ or each.from_peer for each in error.failures)
-        self._shortage.has_grown = grows and cause.type == RegroupError.__name__
-        if self._shortage.has_grown:
+        if grows and cause.type == RegroupError.__name__:
             self._size_before = size
             self.config = self.config.with_workers(min(size + self._more, self._target))
             _logger.warning("the training continues with %d workers", self.config.num_workers)
