@@ -72,6 +72,7 @@ class Shortage:
         """Returns why the tasks must stop waiting; None while they may wait."""
         if builder.roster is not None:
             self._since, self._said, self.survivors = None, False, 0
+            self._draw()
             return None
         now = time.monotonic()
         self._since = self._since or now
@@ -118,7 +119,7 @@ class Shortage:
             pause,
         )
         time.sleep(pause)
-        self._draw()
+        self._patience *= 2  # executors that start slowly must come at some time
         return config
 
     def _fitting(self, config: Sizes, found: int) -> int | None:

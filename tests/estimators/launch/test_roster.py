@@ -160,12 +160,15 @@ def test_a_gang_that_gives_way_tries_again_and_ends_in_one_sentence(
     pauses: list[float] = []
     monkeypatch.setattr(shortage.time, "sleep", pauses.append)
     monkeypatch.setattr(shortage, "is_remote", lambda _: True)
+    monkeypatch.setattr(shortage.random, "uniform", lambda least, most: least)
     waits = Shortage(SimpleNamespace(), {"spark.dynamicAllocation.executorIdleTimeout": "5s"}, 4)
     config, cause = _config(), Failure.lost(0, "unknown", "starting", "3 of 4", NO_ROOM)
     assert waits.find(_found(3, 500.0, tmp_path), config, 0)
     assert waits.solve(cause, config, 3, 0) is config
     # Longer than an idle executor lives, so that others can get it.
     assert 10.0 <= pauses[0] <= 30.0
+    # It waits longer than the 20 seconds before.
+    assert waits.find(_found(3, 39.0, tmp_path), config, 0) is None
     waits._since = time.monotonic() - 700.0
     with pytest.raises(RuntimeError, match=r"started 3 of the 4 workers within 600 s; lower numWorkers"):
         waits.solve(cause, config, 3, 0)
