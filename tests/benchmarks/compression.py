@@ -24,10 +24,10 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from encoded_flights import NETWORK, feature_sizes
 from links import link_refusal, shaped_hosts, wire_bytes
 from small_training import train_gang
 
-import recipes
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.compression import Compression
 from ringspark.estimators.options.sync import AllReduce
@@ -73,11 +73,9 @@ def flights_config(options: Namespace, **changes: Any) -> TrainConfig:
     """Returns a training of embeddings and an MLP on the encoded flights by 2 workers."""
     from pyspark.ml import PipelineModel
 
-    import flights
-
-    root, recipe = harness.flights_root(options), replace(recipes.NETWORK, epochs=options.epochs, **changes)
+    root, recipe = harness.flights_root(options), replace(NETWORK, epochs=options.epochs, **changes)
     with cli.spark("ringspark bench flights", harness.MASTER):
-        sizes = flights.feature_sizes(PipelineModel.load(str(root / "features")))
+        sizes = feature_sizes(PipelineModel.load(str(root / "features")))
     return TrainConfig(
         shards_uri=str(root / "shards"),
         run_uri="",

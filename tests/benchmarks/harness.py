@@ -73,12 +73,23 @@ def parse(description: str | None, **sizes: Size) -> argparse.Namespace:
 
 
 def flights_root(options: argparse.Namespace) -> Path:
-    """Returns the results of examples/flights/etl.py below `--root`. Runs the job if they are missing."""
+    """Returns the results of examples/flights/etl.py below `--root`, with encoded shards; makes missing ones.
+
+    A later run of the job would leave old shards there, so they must be newer than its results.
+    """
+    import encoded_flights
+
+    from ringspark.jobs import cli
+
     root = Path(options.root).resolve()
     # The manifest is written last, so its presence means that all files are complete.
-    if not all((root / file).exists() for file in ("train", "test", "shards/manifest.json")):
-        few = ["--shards", *(["--fraction", TINY_FRACTION] if options.tiny else [])]
+    files = [root / name for name in ("train", "test", "shards/manifest.json")]
+    times = [file.stat().st_mtime if file.exists() else 0.0 for file in files]
+    if not 0 < min(times) <= max(times) <= times[-1]:
+        few = ["--fraction", TINY_FRACTION] if options.tiny else []
         subprocess.run([sys.executable, str(FLIGHTS / "etl.py"), "--output", str(root), *few], check=True)
+        with cli.spark("ringspark bench flights", MASTER) as spark:
+            encoded_flights.write(spark, root)
     return root
 
 

@@ -1,4 +1,4 @@
-"""The encoded rows of examples/flights/etl.py as plain Parquet for all contestants."""
+"""The encoded rows of encoded_flights.py as plain Parquet for all contestants."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from encoded_flights import feature_sizes
 
-import flights
-import score
-from ringspark.pipelines import ShardManifest
+from ringspark.pipelines import ShardManifest, open_reader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,9 +27,13 @@ def write(spark: SparkSession, root: Path, folder: Path) -> None:
     test = features.transform(spark.read.parquet(str(root / "test"))).select("categorical", numeric, "label")
     test.write.mode("overwrite").parquet(str(folder / "test.parquet"))
     # The training rows exist only as shards, which need the package's reader.
-    train = score.read_split(ShardManifest.load(str(root / "shards")), "train")
-    columns = {name: pa.array(list(train[name])) for name in ("categorical", "numeric", "label")}
+    manifest = ShardManifest.load(str(root / "shards")).select("train")
+    batches = list(open_reader(manifest, engine="arrow", shuffle=False, batch_size=16_384).batches(0))
+    columns = {
+        name: pa.array([row for batch in batches for row in batch[name]])
+        for name in ("categorical", "numeric", "label")
+    }
     pq.write_table(pa.table(columns), folder / "train.parquet", row_group_size=1 << 16)
-    cardinalities, num_numeric = flights.feature_sizes(features)
+    cardinalities, num_numeric = feature_sizes(features)
     sizes = {"cardinalities": cardinalities, "num_numeric": num_numeric}
     (folder / "sizes.json").write_text(json.dumps(sizes))

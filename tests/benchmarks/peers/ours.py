@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import contest
 import harness
 import torch
+from encoded_flights import NETWORK
 
-import recipes
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.jobs import cli
 from ringspark.pipelines import open_reader, write_shards
@@ -51,18 +51,18 @@ def network(entry: contest.Entry) -> contest.Figures:
 
 
 def flights(entry: contest.Entry) -> contest.Figures:
-    """Trains three networks with the recipe of examples/flights/recipes.py."""
+    """Trains three networks with the recipe of encoded_flights.py."""
     collective, reader = entry.variant.split("+")
     sizes = json.loads(Path(entry.flights, "sizes.json").read_text())
     estimator = TorchClassifier(
-        model=recipes.NETWORK.spec(3, sizes["cardinalities"], sizes["num_numeric"]),
+        model=NETWORK.spec(3, sizes["cardinalities"], sizes["num_numeric"]),
         loss="bce_with_logits_per_member",
         inputCols=["categorical", "numeric"],
         optimizer="adamw",
         lrSchedule="one_cycle",
-        epochs=recipes.NETWORK.epochs,
-        learningRate=recipes.NETWORK.learning_rate,
-        weightDecay=recipes.NETWORK.weight_decay,
+        epochs=NETWORK.epochs,
+        learningRate=NETWORK.learning_rate,
+        weightDecay=NETWORK.weight_decay,
         numWorkers=harness.NUM_WORKERS,
         collective=collective,
         reader=reader,

@@ -8,10 +8,10 @@ from typing import Any
 import contest
 import numpy as np
 import pyarrow.parquet as pq
+from encoded_flights import NETWORK
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import OneHotEncoder
 
-import recipes
 import score
 
 
@@ -23,14 +23,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Perceptron:
-    """MLPClassifier over one-hot categories, with the layers, rate and batch size of recipes.py."""
+    """MLPClassifier over one-hot categories, with the layers, rate and batch size of our network."""
 
     def __init__(self) -> None:
         self._encoder = OneHotEncoder(
             handle_unknown="ignore", max_categories=contest.MAX_CATEGORIES, dtype=np.float32
         )
         self._network = MLPClassifier(
-            recipes.NETWORK.hidden, batch_size=contest.BATCH_SIZE, early_stopping=True, random_state=0
+            NETWORK.hidden, batch_size=contest.BATCH_SIZE, early_stopping=True, random_state=0
         )
 
     def fit(self, rows: dict[str, Any]) -> Perceptron:
@@ -53,7 +53,7 @@ def contestant(entry: contest.Entry) -> contest.Figures:
 
     def fit() -> Any:
         if entry.variant == "boosting":
-            return score.train_boosting(recipes.BOOSTING, train, seed=0)
+            return score.train_boosting(train, seed=0)
         return Perceptron().fit(train)
 
     def predict(model: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Spark's MultilayerPerceptronClassifier on the flights, with the hidden layers of recipes.py."""
+"""Spark's MultilayerPerceptronClassifier on the flights, with the hidden layers of encoded_flights.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import contest
 import harness
+from encoded_flights import NETWORK
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import MultilayerPerceptronClassifier
 from pyspark.ml.feature import OneHotEncoder, VectorAssembler
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
-from recipes import NETWORK
 from ringspark.jobs import cli
 
 if TYPE_CHECKING:

@@ -34,13 +34,13 @@ def flights(entry: contest.Entry) -> contest.Figures:
         features_col="features",
         label_col="label",
         num_workers=harness.NUM_WORKERS,
-        n_estimators=BOOSTING.max_iter,
-        learning_rate=BOOSTING.learning_rate,
+        n_estimators=BOOSTING["max_iter"],
+        learning_rate=BOOSTING["learning_rate"],
         grow_policy="lossguide",
-        max_leaves=BOOSTING.max_leaf_nodes,
+        max_leaves=BOOSTING["max_leaf_nodes"],
         max_depth=0,
-        reg_lambda=BOOSTING.l2_regularization,
-        colsample_bynode=BOOSTING.max_features,
+        reg_lambda=BOOSTING["l2_regularization"],
+        colsample_bynode=BOOSTING["max_features"],
         random_state=0,
     )
 

@@ -67,5 +67,5 @@ def with_unfinished_run(place: Place) -> str:
 
 
 def with_results(place: Place) -> str:
-    place.prepared("shards", lambda folder: (folder / "shards").mkdir())
+    place.prepared("", lambda folder: (folder / "train").mkdir())
     return str(place.root / "given")
