@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.notebook_table import align_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+    from ringspark.estimators.training.history import EpochRecord
+
 CALIBRATION_BINS = 15
-
-
-class Epoch(TypedDict):
-    """One epoch of a training's history; a private training has no training loss."""
-
-    epoch: int
-    train_loss: float | None
-    validation_loss: float | None
-    learning_rate: float
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,54 +41,19 @@ class Scored:
             raise ValueError(f"{self.name}: the labels must hold both classes, 0 and 1, got {found}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """ROC AUC and average precision (higher is better), and log loss (lower is better)."""
-
-    roc_auc: float
-    average_precision: float
-    log_loss: float
-
-
-def measure(scored: Scored) -> Metrics:
+def format_table(models: Sequence[Scored]) -> str:
+    """Returns ROC AUC and average precision (higher is better), and log loss (lower is better)."""
     from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
-    return Metrics(
-        roc_auc=float(roc_auc_score(scored.labels, scored.probabilities)),
-        average_precision=float(average_precision_score(scored.labels, scored.probabilities)),
-        log_loss=float(log_loss(scored.labels, scored.probabilities)),
-    )
+    measures = (roc_auc_score, average_precision_score, log_loss)
+    rows = [
+        (each.name, *(f"{measure(each.labels, each.probabilities):.4f}" for measure in measures))
+        for each in models
+    ]
+    return align_table(("model", "ROC AUC", "average precision", "log loss"), rows, num_left=1)
 
 
-def format_table(models: Sequence[Scored]) -> str:
-    width = max(len("model"), *(len(scored.name) for scored in models))
-    lines = [f"{'model':<{width}}  {'ROC AUC':>8}  {'average precision':>17}  {'log loss':>8}"]
-    for scored in models:
-        metrics = measure(scored)
-        lines.append(
-            f"{scored.name:<{width}}  {metrics.roc_auc:>8.4f}  "
-            f"{metrics.average_precision:>17.4f}  {metrics.log_loss:>8.4f}"
-        )
-    return "\n".join(lines)
-
-
-def read_history(uri: str) -> list[Epoch]:
-    """Reads a training's history, a JSON list of epochs, or raises ValueError."""
-    try:
-        history: Any = json.loads(storage.read_bytes(uri))
-        kept: list[Epoch] = [
-            {key: entry[key] for key in Epoch.__annotations__}  # type: ignore[misc]
-            for entry in history
-        ]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{uri} must be a training history, a JSON list of objects with "
-            f"{', '.join(Epoch.__annotations__)}: {error!r}"
-        ) from error
-    return kept
-
-
-def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
+def draw_report(models: Sequence[Scored], history: Sequence[EpochRecord]) -> Figure:
     # Unlike pyplot, the class leaves no window, backend or figure in this process.
     from matplotlib.figure import Figure
 
@@ -111,65 +67,66 @@ def draw_report(models: Sequence[Scored], history: Sequence[Epoch]) -> Figure:
     return figure
 
 
-def save_report(uri: str, models: Sequence[Scored], history: Sequence[Epoch]) -> None:
+def save_report(uri: str, models: Sequence[Scored], history: Sequence[EpochRecord]) -> None:
     image = io.BytesIO()
     draw_report(models, history).savefig(image, format="png", dpi=110)
     storage.write_atomic(uri, image.getvalue())
 
 
-def _draw_history(axes: Axes, history: Sequence[Epoch]) -> None:
+def _draw_history(axes: Axes, history: Sequence[EpochRecord]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set(title="Learning curve", xlabel="epoch", ylabel="mean loss")
     if not history:
         axes.text(0.5, 0.5, "no history", ha="center", va="center", transform=axes.transAxes, color="gray")
         return
-    epochs = [entry["epoch"] for entry in history]
-    trained = {e["epoch"]: e["train_loss"] for e in history if e["train_loss"] is not None}
-    if trained:
-        axes.plot(list(trained), list(trained.values()), "o-", color=COLORS[0], label="training")
-    held_out = {e["epoch"]: e["validation_loss"] for e in history if e["validation_loss"] is not None}
-    if held_out:
-        axes.plot(list(held_out), list(held_out.values()), "s-", color=COLORS[1], label="validation")
-    axes.set_xticks(epochs if len(epochs) <= 12 else np.linspace(epochs[0], epochs[-1], 7).round())
+    for name, style in (("train", "o-"), ("validation", "s-")):
+        losses = {entry.epoch: getattr(entry, f"{name}_loss") for entry in history}
+        # A private training has no training loss, and some epochs may have no validation.
+        known = {epoch: loss for epoch, loss in losses.items() if loss is not None}
+        if known:
+            axes.plot(list(known), list(known.values()), style, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
 
 
 def _draw_roc(axes: Axes, models: Sequence[Scored]) -> None:
-    from sklearn.metrics import roc_curve
+    from sklearn.metrics import RocCurveDisplay
 
-    for scored, color in zip(models, COLORS, strict=False):
-        false_positive, true_positive, _ = roc_curve(scored.labels, scored.probabilities)
-        label = f"{scored.name}, AUC {measure(scored).roc_auc:.4f}"
-        axes.plot(false_positive, true_positive, color=color, label=label)
+    for scored in models:
+        RocCurveDisplay.from_predictions(scored.labels, scored.probabilities, name=scored.name, ax=axes)
     axes.plot([0, 1], [0, 1], ":", color="gray", label="chance")
     axes.set(title="ROC, test rows", xlabel="false positive rate", ylabel="true positive rate")
-    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
 
 
 def _draw_calibration(axes: Axes, models: Sequence[Scored]) -> None:
-    from sklearn.calibration import calibration_curve
+    from sklearn.calibration import CalibrationDisplay
 
     highest = 0.0
-    for scored, color in zip(models, COLORS, strict=False):
+    for scored in models:
         # Bins with equal numbers of rows; bins of equal width would have few rows at the right.
-        share, predicted = calibration_curve(
-            scored.labels, scored.probabilities, n_bins=CALIBRATION_BINS, strategy="quantile"
+        shown = CalibrationDisplay.from_predictions(
+            scored.labels,
+            scored.probabilities,
+            n_bins=CALIBRATION_BINS,
+            strategy="quantile",
+            name=scored.name,
+            ax=axes,
         )
-        axes.plot(predicted, share, "o-", markersize=4, color=color, label=scored.name)
-        highest = max(highest, float(share.max()), float(predicted.max()))
+        highest = max(highest, *shown.prob_true, *shown.prob_pred)
     limit = min(1.0, highest * 1.08)
-    axes.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
-    axes.set(title="Calibration, test rows", ylabel="share of class 1", xlim=(0, 1), ylim=(0, limit))
+    axes.set(title="Calibration, test rows", xlabel="", ylabel="share of class 1")
+    axes.set(xlim=(0, 1), ylim=(0, limit))
     axes.tick_params(labelbottom=False)
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def _draw_histogram(axes: Axes, models: Sequence[Scored]) -> None:
     bins = np.linspace(0, 1, 51).tolist()
-    for scored, color in zip(models, COLORS, strict=False):
-        axes.hist(scored.probabilities, bins=bins, histtype="step", color=color)
+    for scored in models:
+        axes.hist(scored.probabilities, bins=bins, histtype="step")
     axes.set(xlabel="predicted probability of class 1", ylabel="rows")
     axes.grid(alpha=0.3)

@@ -3,7 +3,7 @@
     python examples/flights/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/score.py --data s3a://bucket/flights
 
-Reads `model`, `train`, `test` and `history.json` below `--data`. Writes `predictions` (Parquet) and
+Reads `model`, `train` and `test` below `--data`. Writes `predictions` (Parquet) and
 `report.png`. The baseline is trained on the same columns.
 """
 
@@ -48,7 +48,6 @@ def build_parser() -> cli.JobParser:
     parser.add_argument("--test", metavar="URI", help="rows to predict; default: DATA/test")
     parser.add_argument("--output", metavar="URI", help="Parquet folder; default: DATA/predictions")
     parser.add_argument("--report", metavar="URI", help="PNG file; default: DATA/report.png")
-    parser.add_argument("--history", metavar="URI", help="epochs of the training; default: DATA/history.json")
     parser.add_argument(
         "--baseline",
         action=argparse.BooleanOptionalAction,
@@ -73,13 +72,12 @@ def run(args: argparse.Namespace) -> None:
                 raise ValueError(
                     f"no {name} at {where[name]}; run examples/flights/{job}.py first, or give --{name}"
                 )
-        inputs = [name for name in ("model", "test", "train", "history") if storage.exists(where[name])]
+        inputs = [name for name in ("model", "test", "train") if storage.exists(where[name])]
         for name, result in itertools.product(inputs, ("output", "report")):
             check_apart(spark, where[result], where[name], f"the {name}")
         check_apart(spark, where["report"], where["output"], "the predictions")
         if storage.exists(where["output"]):
             remove_output(where["output"], "score", check_removal)
-        history = report.read_history(where["history"]) if storage.exists(where["history"]) else []
         model = TorchClassificationModel.load(where["model"])
         test = spark.read.parquet(where["test"])
         started = time.perf_counter()
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     if tables:
         models.append(_score_boosting(*_encode(*tables), args.seed))
     print(report.format_table(models))
-    report.save_report(where["report"], models, history)
+    report.save_report(where["report"], models, model.summary.epochs if model.hasSummary else [])
     print(f"score: predictions in {where['output']}, report in {where['report']}")
 
 
@@ -118,7 +116,6 @@ def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, st
             ("test", args.test, "test"),
             ("output", args.output, "predictions"),
             ("report", args.report, "report.png"),
-            ("history", args.history, "history.json"),
         )
     }
 

@@ -3,18 +3,16 @@
     python examples/flights/train.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/train.py --data s3a://bucket/flights
 
-Reads `train` below `--data`. Writes `model`, a Spark ML model, and `history.json`.
+Reads `train` below `--data`. Writes `model`, a Spark ML model.
 After a failure, `--resume` continues from the last checkpoint, and `--no-resume` starts again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import recipes
@@ -136,8 +134,6 @@ def run(args: argparse.Namespace) -> None:
         output = resolve(spark, args.output) if args.output else storage.join(data, "model")
         model.write().overwrite().save(output)
         summary = model.summary
-        history = [asdict(record) for record in summary.epochs]
-        storage.write_atomic(storage.join(data, "history.json"), json.dumps(history, indent=1).encode())
     print(f"train: model saved to {output}")
     cli.print_rate("train", summary.rows, summary.seconds)
 
