@@ -14,11 +14,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import (
-    DecimalType,
-    StructField,
-    StructType,
-)
+from pyspark.sql.types import DecimalType, StructField, StructType
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field

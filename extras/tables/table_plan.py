@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame
 
 from ringspark.extras.tables.table_statistics import (
     FOLDS,
@@ -28,10 +30,6 @@ from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.kinds.table_row import CALENDAR, NULL_WORD, TableColumn, TableRow, zone_name
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.typed_json import parse_object, record
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
-    from pyspark.sql import DataFrame
 
 BINS = 32
 
@@ -103,7 +101,8 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     zone = str(frame.sparkSession.conf.get("spark.sql.session.timeZone"))
     refused: dict[str, tuple[str, str]] = {}
     leaves = list(find_leaves(frame, names, refused))
-    rows, rows_held, measures = measure(frame, leaves, held, target)
+    # Without leaves, the error below names the refused columns.
+    rows, rows_held, measures = measure(frame, leaves, held, target) if leaves else (1, 1, [])
     if not rows or not rows_held:
         raise ValueError(
             f"the table has {rows + rows_held} rows, {rows} to train on and {rows_held} held out; "

@@ -10,9 +10,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+from pyspark.sql.types import DataType
 
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.kinds.table_row import (
@@ -25,11 +29,6 @@ from ringspark.pipelines.kinds.table_row import (
     try_cast,
 )
 from ringspark.pipelines.rows import NumpyArray
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
-    from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
 
 MAX_ITEMS = 1_024
 MAX_VALUES = 20_000
@@ -166,65 +165,49 @@ def find_leaves(
     frame: DataFrame, names: Iterable[str], refused: dict[str, tuple[str, str]]
 ) -> Iterator[Leaf]:
     """Yields every `Leaf` of the columns; adds unusable columns to `refused` as name -> (type, reason)."""
-    from pyspark.sql import functions as F
+
+    def leaves_of(
+        name: str, path: tuple[str, ...], data_type: DataType, value: SparkColumn
+    ) -> Iterator[Leaf]:
+        simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
+        if is_number(simple):
+            yield Leaf(name, simple, double_of(value, family), path, source=_exact(value, simple))
+        elif simple == "boolean" or family in ("string", "varchar", "char"):
+            source = None if simple == "boolean" else value
+            yield Leaf(name, simple, value.cast("string"), path, family="words", source=source)
+        elif family in ("date", "timestamp", "timestamp_ntz"):
+            yield Leaf(name, simple, local_seconds(value, simple), path, family="calendar")
+        elif family == "struct":
+            for inner in data_type.fields:  # type: ignore[attr-defined]
+                yield from leaves_of(name, (*path, inner.name), inner.dataType, value.getField(inner.name))
+        elif simple == "vector" or (family == "array" and _is_countable(data_type.elementType)):  # type: ignore[attr-defined]
+            yield from items_of(name, path, simple, value)
+        else:
+            refused[".".join((name, *path))] = simple, "a network for tables cannot take this type"
+
+    def items_of(name: str, path: tuple[str, ...], simple: str, array: SparkColumn) -> Iterator[Leaf]:
+        if simple == "vector":
+            array = items_of_vector(array)
+        # The size of a null array is -1 or null, by Spark's settings.
+        size = F.when(array.isNotNull(), F.size(array))
+        low, high = frame.agg(F.min(size), F.max(size)).head() or (None, None)
+        if not high or low != high or high > MAX_ITEMS:
+            reason = (
+                f"rows hold {low} to {high} numbers; all rows must hold equally many, at most {MAX_ITEMS}"
+            )
+            refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
+            return
+        kind = simple.removeprefix("array<").removesuffix(">")
+        for item in range(high):
+            value = F.get(array, F.lit(item))
+            yield Leaf(name, simple, value.cast("double"), path, item, high, source=_exact(value, kind))
 
     for name in names:
-        yield from _leaves_of(frame, name, (), frame.schema[name].dataType, F.col(quote(name)), refused)
-
-
-def _leaves_of(
-    frame: DataFrame,
-    name: str,
-    path: tuple[str, ...],
-    data_type: DataType,
-    value: SparkColumn,
-    refused: dict[str, tuple[str, str]],
-) -> Iterator[Leaf]:
-    simple, family = data_type.simpleString(), data_type.typeName().split("(")[0].split(" ")[0]
-    if is_number(simple):
-        yield Leaf(name, simple, double_of(value, family), path, source=_exact(value, simple))
-    elif simple == "boolean" or family in ("string", "varchar", "char"):
-        source = None if simple == "boolean" else value
-        yield Leaf(name, simple, value.cast("string"), path, family="words", source=source)
-    elif family in ("date", "timestamp", "timestamp_ntz"):
-        yield Leaf(name, simple, local_seconds(value, simple), path, family="calendar")
-    elif family == "struct":
-        for inner in data_type.fields:  # type: ignore[attr-defined]
-            part = value.getField(inner.name)
-            yield from _leaves_of(frame, name, (*path, inner.name), inner.dataType, part, refused)
-    elif simple == "vector" or (family == "array" and _is_countable(data_type.elementType)):  # type: ignore[attr-defined]
-        yield from _items_of(frame, name, path, simple, value, refused)
-    else:
-        refused[".".join((name, *path))] = simple, "a network for tables cannot take this type"
+        yield from leaves_of(name, (), frame.schema[name].dataType, F.col(quote(name)))
 
 
 def _is_countable(data_type: DataType) -> bool:
     return is_number(simple := data_type.simpleString()) or simple == "boolean"
-
-
-def _items_of(
-    frame: DataFrame,
-    name: str,
-    path: tuple[str, ...],
-    simple: str,
-    array: SparkColumn,
-    refused: dict[str, tuple[str, str]],
-) -> Iterator[Leaf]:
-    from pyspark.sql import functions as F
-
-    if simple == "vector":
-        array = items_of_vector(array)
-    # The size of a null array is -1 or null, by Spark's settings.
-    size = F.when(array.isNotNull(), F.size(array))
-    low, high = frame.agg(F.min(size), F.max(size)).head() or (None, None)
-    if not high or low != high or high > MAX_ITEMS:
-        reason = f"rows hold {low} to {high} numbers; all rows must hold equally many, at most {MAX_ITEMS}"
-        refused[".".join((name, *path))] = simple, reason if high else "every row lacks a value"
-        return
-    kind = simple.removeprefix("array<").removesuffix(">")
-    for item in range(high):
-        value = F.get(array, F.lit(item))
-        yield Leaf(name, simple, value.cast("double"), path, item, high, source=_exact(value, kind))
 
 
 def _exact(value: SparkColumn, simple: str) -> SparkColumn | None:
@@ -243,13 +226,7 @@ def measure(
         held: Whether a row is held out.
         target: The label as a number of mean 0 and variance 1.
     """
-    from pyspark.sql import functions as F
-
     measures = [Measure() for _ in leaves]
-    if not leaves:
-        counts = frame.agg(F.count(F.when(~held, F.lit(1))), F.count(F.when(held, F.lit(1)))).head()
-        assert counts is not None
-        return counts[0], counts[1], measures
     rows = rows_held = 0
     for start in range(0, len(leaves), _COLUMNS_PER_JOB):
         # Pairs of leaf and value: with an aggregate per column, the plan of a wide table takes minutes.
@@ -273,8 +250,6 @@ def measure(
 
 
 def _statistics() -> list[SparkColumn]:
-    from pyspark.sql import functions as F
-
     held, finite, word = F.col("held"), F.col("pair.number"), F.col("pair.word")
     number = F.when(~held, finite)
     shares = [*QUANTILES, *TAILS, *(1 - share for share in TAILS)]
@@ -313,8 +288,6 @@ def measure_again(
 
     Measures them again. Runs jobs only if there are such leaves. `zone` is the clock of times without a zone.
     """
-    from pyspark.sql import functions as F
-
     found: dict[int, Leaf] = {}
     exact: dict[int, SparkColumn] = {}
     for index, (leaf, measured) in enumerate(zip(leaves, measures, strict=True)):
@@ -358,21 +331,13 @@ def _lacks_digits(leaf: Leaf, measured: Measure) -> bool:
 
 
 def _number(leaf: Leaf) -> SparkColumn:
-    from pyspark.sql import functions as F
-
-    return F.lit(None).cast("double") if leaf.family == "words" else _finite(leaf)
+    if leaf.family == "words":
+        return F.lit(None).cast("double")
+    return F.when(~F.isnan(leaf.value) & (F.abs(leaf.value) < F.lit(math.inf)), leaf.value)
 
 
 def _word(leaf: Leaf) -> SparkColumn:
-    from pyspark.sql import functions as F
-
     return leaf.value if leaf.family == "words" else F.lit(None).cast("string")
-
-
-def _finite(leaf: Leaf) -> SparkColumn:
-    from pyspark.sql import functions as F
-
-    return F.when(~F.isnan(leaf.value) & (F.abs(leaf.value) < F.lit(math.inf)), leaf.value)
 
 
 def count_values(
@@ -392,11 +357,8 @@ def count_values(
         held: Whether a row is held out.
         target: The label as a number of mean 0 and variance 1.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F
-
     wanted = {
-        index: (leaf.value if leaf.family == "words" else _finite(leaf)).cast("string")
+        index: (leaf.value if leaf.family == "words" else _number(leaf)).cast("string")
         for index, (leaf, measured) in enumerate(zip(leaves, measures, strict=True))
         if leaf.family != "calendar" and measured.count and not is_unique(measured)
     }
