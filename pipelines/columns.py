@@ -17,8 +17,8 @@ from ringspark.pipelines.kinds import Array, Kind, Scalar, Struct, Vector, kind_
 from ringspark.pipelines.kinds.array import element_dtype
 from ringspark.pipelines.kinds.image import is_spark_image
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.kinds.scalar import quote as quote
 from ringspark.pipelines.kinds.vector import is_vector
-from ringspark.pipelines.quoting import quote as quote
 from ringspark.pipelines.typed_json import record
 
 if TYPE_CHECKING:

@@ -20,24 +20,18 @@ def null_rows(values: Any) -> npt.NDArray[np.bool_] | None:
         found = values.is_null().to_numpy(zero_copy_only=False)
     if not is_list(values.type):
         return found
-    # flatten() leaves out the elements of null rows; their lists count as empty.
     inside = null_rows(values.flatten())
     if inside is None:
         return found
-    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
-    ends = np.cumsum(lengths)
-    counts = np.concatenate([[0], np.cumsum(inside)])
-    holds: npt.NDArray[np.bool_] = counts[ends] > counts[ends - lengths]
+    counts = np.concatenate([[0], np.cumsum(inside)])[_offsets(values)]
+    holds: npt.NDArray[np.bool_] = counts[1:] > counts[:-1]
     return holds if found is None else found | holds
 
 
 def fill_nulls(values: Any) -> Any:
     """Replaces nulls by zeros, empty strings or empty lists; the type stays the same."""
     if is_list(values.type):
-        leaf = values.flatten()
-        lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return pa.ListArray.from_arrays(pa.array(offsets), fill_nulls(leaf))
+        return pa.ListArray.from_arrays(pa.array(_offsets(values), pa.int32()), fill_nulls(values.flatten()))
     if not values.null_count:
         return values
     if pa.types.is_struct(values.type):
@@ -53,9 +47,6 @@ def fill_nulls(values: Any) -> Any:
         zero = b""
     elif pa.types.is_fixed_size_binary(values.type):
         zero = bytes(values.type.byte_width)
-    elif pa.types.is_temporal(values.type):
-        number = pa.int32() if pa.types.is_date32(values.type) else pa.int64()
-        return pc.fill_null(values.view(number), 0).view(values.type)
     return pc.fill_null(values, pa.scalar(zero, values.type))
 
 
@@ -67,9 +58,8 @@ def map_leaf(values: Any, change: Callable[[Any], Any]) -> Any:
     changed = map_leaf(leaf, change)
     if changed is leaf:
         return values
-    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    return pa.ListArray.from_arrays(offsets, changed, mask=values.is_null() if values.null_count else None)
+    mask = values.is_null() if values.null_count else None
+    return pa.ListArray.from_arrays(pa.array(_offsets(values), pa.int32()), changed, mask=mask)
 
 
 def hide_nan(values: Any) -> Any:
@@ -88,6 +78,12 @@ def nan_to_null(leaf: Any) -> Any:
     if not pa.types.is_floating(leaf.type) or not pc.any(pc.is_nan(leaf)).as_py():
         return leaf
     return pc.if_else(pc.is_nan(leaf), pa.scalar(None, leaf.type), leaf)
+
+
+def _offsets(values: Any) -> npt.NDArray[np.int64]:
+    """Returns the bounds of each list in `flatten()`, which leaves out the elements of null rows."""
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _names(values: Any) -> list[str]:

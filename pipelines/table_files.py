@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow.parquet as pq
@@ -98,6 +99,11 @@ class TableFile:
             for step in (size if size and rows >= 2 * size else max(1, rows),)
             for start in range(0, max(1, rows), step)
         )
+
+
+def in_place(module: str) -> Any:
+    """Imports a module of `ringspark.extras` that reads external tables in place, at its first use."""
+    return import_module(f"ringspark.extras.external_tables.in_place.{module}")
 
 
 def describe_file(uri: str) -> str:

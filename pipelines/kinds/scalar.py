@@ -119,6 +119,11 @@ class Scalar(Kind):
         return self.dtype
 
 
+def quote(name: str) -> str:
+    """Quotes a column name for Spark, which would read a dot in it as access to a struct field."""
+    return "`" + name.replace("`", "``") + "`"
+
+
 def number_of(source: SparkColumn, type_name: str) -> SparkColumn:
     """Returns a Spark expression for the number that `Scalar` stores; `type_name` is the Spark type."""
     from pyspark.sql import functions as F

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta, timezone
+from datetime import datetime
 from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -20,12 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, numbers
-from ringspark.pipelines.kinds.scalar import number_of
+from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, decode_fixed, numbers
+from ringspark.pipelines.kinds.scalar import number_of, quote
 from ringspark.pipelines.kinds.strings import value_set
 from ringspark.pipelines.kinds.table_values import doubles_of, is_text, items_of, seconds_of, words_of
 from ringspark.pipelines.kinds.values import at_path
-from ringspark.pipelines.quoting import quote
 from ringspark.pipelines.rows import NumpyArray, Rows
 from ringspark.pipelines.spark_errors import MARK
 
@@ -313,16 +312,7 @@ class TableRow(Kind):
 
     def decode(self, columns: Sequence[Any]) -> Rows:
         (column,) = columns
-        if column.null_count or column.type != self.stored("")[""]:
-            raise ValueError(
-                f"should hold {self._dtype.itemsize} bytes per row, but the data is {column.type}"
-            )
-        size = self._dtype.itemsize
-        raw = np.frombuffer(column.buffers()[1] or b"", np.uint8)[column.offset * size :][
-            : len(column) * size
-        ]
-        rows: Rows = raw.view(self._dtype)
-        return rows
+        return decode_fixed(column, "uint8", (self._dtype.itemsize,)).view(self._dtype).reshape(-1)
 
     def finish(self, name: str, rows: Any) -> dict[str, NumpyArray]:
         return {
@@ -496,13 +486,8 @@ def zone_name(zone: str) -> str:
 
 
 def _clock_of(zone: str) -> Any:
-    offset = _OFFSET.fullmatch(zone)
-    if offset is None:
-        return zone_name(zone)
-    sign, *parts = offset.groups("0")
-    hours, minutes, seconds = map(int, parts)
-    distance = timedelta(hours=hours, minutes=minutes, seconds=seconds)
-    return timezone(-distance if sign == "-" else distance)
+    name = zone_name(zone)
+    return datetime.strptime(name, "%z").tzinfo if name.startswith(("+", "-")) else name
 
 
 def _calendar(part: str, seconds: NumpyArray) -> NumpyArray:

@@ -7,16 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
-from ringspark.pipelines.in_place import in_place
 from ringspark.pipelines.manifest import row_group_problem
 from ringspark.pipelines.readers.base import ShardReader
-from ringspark.pipelines.readers.prefetch import closed_check
-from ringspark.pipelines.readers.range_file import RangeFile, Tails
-from ringspark.pipelines.table_files import FILE, changed_problem
+from ringspark.pipelines.readers.range_file import Tails, open_ranges
+from ringspark.pipelines.table_files import FILE, changed_problem, in_place
 
 # The streams of a shuffled epoch alternate between many files, and opening a file takes about a millisecond.
 _OPEN_FILES = 64
@@ -78,18 +75,12 @@ class ArrowReader(ShardReader):
         """Returns a row group's Parquet file, a page reader (cache: `kept`), and a stack to close both."""
         (uri, _), (shard_file, _) = self.locate(index), self._located[index]
         self._check_unchanged([uri])
-        is_local = storage.is_local(uri)
         with ExitStack() as stack:
-            source: Any = (
-                pa.OSFile(uri)
-                if is_local
-                else RangeFile(uri, shard_file.num_bytes, self._tails, closed_check())
-            )
-            # In a store, one request fetches all adjacent columns of a row group.
-            stack.enter_context(source)
+            source = stack.enter_context(open_ranges(uri, shard_file.num_bytes, self._tails))
             file = pq.ParquetFile(
                 source,
-                pre_buffer=not is_local,
+                # In a store, one request fetches all adjacent columns of a row group.
+                pre_buffer=not storage.is_local(uri),
                 coerce_int96_timestamp_unit="us",
                 # The same text in most rows takes longer to copy than to read a row that it names.
                 read_dictionary=None if self.manifest.file_columns is None else [FILE],

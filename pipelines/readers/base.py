@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -25,7 +26,6 @@ import pyarrow as pa
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
-from ringspark.pipelines.in_place import in_place
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import (
@@ -40,11 +40,11 @@ from ringspark.pipelines.readers.blocks import (
     unpack,
 )
 from ringspark.pipelines.readers.cache import RowGroupCache
-from ringspark.pipelines.readers.prefetch import closed_check, prefetch, prefetch_bundles
-from ringspark.pipelines.readers.range_file import RangeFile, Tails
+from ringspark.pipelines.readers.prefetch import prefetch, prefetch_bundles
+from ringspark.pipelines.readers.range_file import Tails, open_ranges
 from ringspark.pipelines.readers.retry import Retries
 from ringspark.pipelines.rows import cut
-from ringspark.pipelines.table_files import FILE, ROW, TABLE_REMEDY, Window
+from ringspark.pipelines.table_files import FILE, ROW, TABLE_REMEDY, Window, in_place
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -251,15 +251,8 @@ class ShardReader(ABC):
         """Returns a context with the reader of referenced rows, or with None if the shards hold the rows."""
         if not self.manifest.file_columns:
             return nullcontext()
-        tails = Tails()
-
-        def open_file(uri: str, num_bytes: int) -> Any:
-            return (
-                pa.OSFile(uri) if storage.is_local(uri) else RangeFile(uri, num_bytes, tails, closed_check())
-            )
-
         kind = in_place("referenced_rows").ReferencedRows
-        return closing(kind(self.columns, self.manifest.file_columns, open_file))
+        return closing(kind(self.columns, self.manifest.file_columns, partial(open_ranges, tails=Tails())))
 
     def _check_file(self, index: int) -> None:
         file, _ = self._located[index]

@@ -11,14 +11,14 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 # Names that Petastorm imports from the removed modules. The engine does not use their code.
@@ -50,12 +50,17 @@ def petastorm_importable() -> Iterator[None]:
             sys.modules["petastorm.unischema"].np = _NumPy("numpy")  # type: ignore[attr-defined]
 
 
-class Files(ABC):
-    """File system that the engine passes to Petastorm."""
+class Files:
+    """File system that the engine passes to Petastorm: `openers` by path, or local files.
 
-    @abstractmethod
+    Arrow opens local files, because Petastorm never closes a file, and Python would warn of that.
+    """
+
+    def __init__(self, openers: Mapping[str, Callable[[], Any]] | None = None) -> None:
+        self.openers = openers
+
     def open(self, path: str) -> Any:
-        """Opens a file for `pq.ParquetFile`."""
+        return self.openers[path]() if self.openers else pa.OSFile(path)
 
 
 class DatasetPiece:

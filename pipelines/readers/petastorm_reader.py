@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.pipelines import storage
@@ -66,11 +65,9 @@ class PetastormReader(ShardReader):
     def opened_files(self) -> Files:
         uri = self.manifest.uri
         if storage.is_local(uri):
-            return _LocalFiles()
-        is_closed = closed_check()
-
-        folder = storage.filesystem(uri)[1]
-        return _RemoteFiles(
+            return Files()
+        is_closed, folder = closed_check(), storage.filesystem(uri)[1]
+        return Files(
             {
                 storage.join(folder, file.path): partial(
                     RangeFile, storage.join(uri, file.path), file.num_bytes, self._tails, is_closed
@@ -123,21 +120,6 @@ class _OrderedReader(Reader):  # type: ignore[misc]
         return [index_of[wanted] for wanted in self._wanted], None
 
 
-class _LocalFiles(Files):
-    """Opens files with Arrow. Petastorm never closes files, and Python would warn of that."""
-
-    def open(self, path: str) -> Any:
-        return pa.OSFile(path)
-
-
-class _RemoteFiles(Files):
-    def __init__(self, openers: Mapping[str, Callable[[], RangeFile]]) -> None:
-        self._openers = openers
-
-    def open(self, path: str) -> RangeFile:
-        return self._openers[path]()
-
-
 class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
     """Publishes each row group's Arrow table unchanged."""
 
@@ -159,7 +141,7 @@ class _TableWorker(ArrowReaderWorker):  # type: ignore[misc]
             self.publish_func(error)
 
     def _read_with_shuffle_row_drop(self, piece: Any, pq_file: Any, column_names: Any, *args: Any) -> Any:
-        if isinstance(self._filesystem, _RemoteFiles):
+        if self._filesystem.openers:
             # Petastorm's own file would send one request per column to the store.
             source = self._filesystem.open(piece.path)
             pq_file = pq.ParquetFile(source, metadata=pq_file.metadata, pre_buffer=True)

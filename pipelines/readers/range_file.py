@@ -14,8 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
+import pyarrow as pa
+
 from ringspark.pipelines import storage
-from ringspark.pipelines.readers.prefetch import Closed
+from ringspark.pipelines.readers.prefetch import Closed, closed_check
 
 READ_SECONDS = 180.0
 """Timeout for one range, in seconds. The client's own retries could take half an hour."""
@@ -126,3 +128,8 @@ class RangeFile(io.RawIOBase):
                 future.cancel()
                 raise TimeoutError(f"no answer within {READ_SECONDS:g} s")
         return bytes(future.result())
+
+
+def open_ranges(uri: str, num_bytes: int, tails: Tails) -> Any:
+    """Opens a file for Arrow in the thread that reads it: a `RangeFile`, or Arrow's own file on a disk."""
+    return pa.OSFile(uri) if storage.is_local(uri) else RangeFile(uri, num_bytes, tails, closed_check())
