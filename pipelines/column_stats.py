@@ -86,49 +86,39 @@ def _pick(choose: Any, left: Any, right: Any) -> Any:
     return choose(left, right)
 
 
-class StatsCollector:
-    def __init__(self, *, is_scalar: bool) -> None:
-        self._is_scalar = is_scalar
-        self.result = ColumnStats()
-
-    def add(self, rows: int, numbers: NumpyArray) -> None:
-        counts, finite = _measure(numbers)
-        if self._is_scalar and finite.dtype.kind == "f":
-            counts["fractional"] = int(np.count_nonzero(finite != np.rint(finite)))
-        self.result = self.result.merge(ColumnStats(rows=rows, values=len(numbers), **counts))
+def measure(rows: int, numbers: NumpyArray, *, is_scalar: bool) -> ColumnStats:
+    """Returns the statistics of some rows of a column; `numbers` are their elements, (elements,)."""
+    stats = ColumnStats(rows=rows)
+    for start in range(0, len(numbers), _BLOCK):
+        stats = stats.merge(_measure_block(numbers[start : start + _BLOCK], is_scalar))
+    return stats
 
 
-def _measure(numbers: NumpyArray) -> tuple[dict[str, Any], NumpyArray]:
-    if len(numbers) == 0:
-        return {}, numbers
+def _measure_block(numbers: NumpyArray, is_scalar: bool) -> ColumnStats:
+    is_float = numbers.dtype.kind == "f"
+    counts = {"values": len(numbers)}
     low, high = numbers.min(), numbers.max()
-    counts: dict[str, Any] = {}
-    if numbers.dtype.kind == "f" and not (math.isfinite(low) and math.isfinite(high)):
+    if is_float and not (math.isfinite(low) and math.isfinite(high)):
         # A NaN makes both NaN. This is rare, so elements are examined only then.
-        counts = {"nans": int(np.isnan(numbers).sum()), "infs": int(np.isinf(numbers).sum())}
+        counts |= {"nans": int(np.isnan(numbers).sum()), "infs": int(np.isinf(numbers).sum())}
         numbers = numbers[np.isfinite(numbers)]
         if len(numbers) == 0:
-            return counts, numbers
+            return ColumnStats(**counts)
         low, high = numbers.min(), numbers.max()
-    exact = float if numbers.dtype.kind == "f" else int
-    mean, deviations = _moments(numbers, max(abs(float(low)), abs(float(high))))
-    moments = {"minimum": exact(low), "maximum": exact(high), "mean": mean, "deviations": deviations}
-    return counts | moments, numbers
-
-
-def _moments(numbers: NumpyArray, largest: float) -> tuple[float, float | None]:
-    count, mean, deviations = 0, 0.0, 0.0
+    if is_scalar and is_float:
+        counts["fractional"] = int(np.count_nonzero(numbers != np.rint(numbers)))
     # Squares of larger numbers, or sums of them, are infinite.
-    unit = 2.0**600 if largest > 1e140 else 1.0
-    for start in range(0, len(numbers), _BLOCK):
-        block = numbers[start : start + _BLOCK].astype(np.float64)
-        if unit > 1:
-            block /= unit
-        block_mean = float(block.mean())
-        block -= block_mean
-        share = len(block) / (count + len(block))
-        gap = block_mean - mean
-        deviations += float(block @ block) + gap * gap * count * share
-        mean += gap * share
-        count += len(block)
-    return mean * unit, _known(deviations * unit * unit)
+    unit = 2.0**600 if max(abs(float(low)), abs(float(high))) > 1e140 else 1.0
+    scaled = numbers.astype(np.float64)
+    if unit > 1:
+        scaled /= unit
+    mean = float(scaled.mean())
+    scaled -= mean
+    exact = float if is_float else int
+    return ColumnStats(
+        **counts,
+        minimum=exact(low),
+        maximum=exact(high),
+        mean=mean * unit,
+        deviations=_known(float(scaled @ scaled) * unit * unit),
+    )

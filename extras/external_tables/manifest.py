@@ -22,7 +22,7 @@ from ringspark.extras.external_tables.footers import Footer, read_footers
 from ringspark.extras.external_tables.in_place.conversion import decode_column
 from ringspark.extras.external_tables.in_place.listing import Listing, escape_glob
 from ringspark.pipelines import storage
-from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
+from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.columns import Column, columns_from_spark, quote
 from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds import (
@@ -319,9 +319,7 @@ class _FolderColumn:
         assert isinstance(numbers, np.ndarray)
         stats = {split: ColumnStats() for split in SPLITS}
         for index, number in enumerate(rows):
-            collector = StatsCollector(is_scalar=isinstance(column.kind, Scalar))
-            collector.add(1, numbers[index : index + 1])
-            one = collector.result
+            one = measure(1, numbers[index : index + 1], is_scalar=isinstance(column.kind, Scalar))
             if one.nans or one.infs:
                 raise ValueError(
                     f"partition column {column.name!r} is NaN or infinite in a folder; give it a finite value"

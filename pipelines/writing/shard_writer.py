@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ringspark.pipelines.column_stats import StatsCollector
+from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.columns import MASK, Column
 from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
@@ -171,13 +171,8 @@ class PartitionWriter:
             if handling == "keep"
         }
         self._writers = {split: plan.new_writer(self._number, split) for split in SPLITS}
-        self._stats = {
-            split: [
-                StatsCollector(is_scalar=isinstance(column.kind, Scalar)) for column in plan.stored_columns
-            ]
-            for split in SPLITS
-        }
-        self._indicator = StatsCollector(is_scalar=True)
+        self._stats = {split: [ColumnStats()] * len(plan.stored_columns) for split in SPLITS}
+        self._indicator = ColumnStats()
         self._indicator_nulls = 0
         self._rows = 0
         self._skipped = 0
@@ -230,11 +225,8 @@ class PartitionWriter:
             "files": [vars(file) for file in files],
             "task": self._number,
             "value_bytes": {split: self._writers[split].value_bytes for split in SPLITS},
-            "stats": {
-                split: [vars(collector.result) for collector in collectors]
-                for split, collectors in self._stats.items()
-            },
-            "indicator": vars(self._indicator.result),
+            "stats": {split: list(map(vars, stats)) for split, stats in self._stats.items()},
+            "indicator": vars(self._indicator),
             "indicator_nulls": self._indicator_nulls,
             "rows": self._rows,
             "skipped": self._skipped,
@@ -267,7 +259,8 @@ class PartitionWriter:
             # The driver raises an error for null indicators; until then their rows count as training rows.
             indicator = columns.pop()
             self._indicator_nulls += indicator.null_count
-            self._indicator.add(len(indicator), numbers(indicator.drop_null()))
+            found = measure(len(indicator), numbers(indicator.drop_null()), is_scalar=True)
+            self._indicator = self._indicator.merge(found)
             chosen = indicator.cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
         nulls = [null_rows(values) for values in columns]
         dropped = self._read(columns, places)
@@ -322,15 +315,16 @@ class PartitionWriter:
     def _write(self, split: Split, arrays: list[list[Any]]) -> None:
         if not len(arrays[0][0]):
             return
-        for index, (column, collector) in enumerate(
-            zip(self._plan.stored_columns, self._stats[split], strict=True)
-        ):
+        stats = self._stats[split]
+        for index, column in enumerate(self._plan.stored_columns):
             stored = measured = arrays[index]
             if (mask := self._masks.get(index)) is not None and pc.any(arrays[mask][0]).as_py():
                 # The fill value of a null is not a value of the column.
                 present = pc.invert(arrays[mask][0])
                 measured = [array.filter(present) for array in stored]
-            collector.add(len(stored[0]), column.kind.measure(measured))
+            is_scalar = isinstance(column.kind, Scalar)
+            found = measure(len(stored[0]), column.kind.measure(measured), is_scalar=is_scalar)
+            stats[index] = stats[index].merge(found)
         with self._report_difference():
             if not self._refused:
                 self._writers[split].add([array for group in arrays for array in group])

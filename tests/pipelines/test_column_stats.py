@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines.column_stats import ColumnStats, StatsCollector
+from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.typed_json import record
 
 lists = st.lists(st.floats(width=32), max_size=30)
 
 
 def _stats(*parts: Any, scalar: bool = True) -> ColumnStats:
-    collector = StatsCollector(is_scalar=scalar)
+    stats = ColumnStats()
     for part in parts:
-        collector.add(len(part), np.asarray(part))
-    return collector.result
+        stats = stats.merge(measure(len(part), np.asarray(part), is_scalar=scalar))
+    return stats
 
 
 @given(parts=st.lists(lists, max_size=4))
@@ -70,9 +70,7 @@ def test_no_rows_have_no_range() -> None:
 
 
 def test_rows_of_arrays_are_counted_apart_from_their_elements() -> None:
-    collector = StatsCollector(is_scalar=False)
-    collector.add(2, np.arange(6))
-    stats = collector.result
+    stats = measure(2, np.arange(6), is_scalar=False)
     assert (stats.rows, stats.values, stats.mean) == (2, 6, 2.5)
 
 
