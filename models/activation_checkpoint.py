@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -85,13 +86,6 @@ def compile_segments(net: nn.Module, mode: str | None) -> bool:
     return bool(recomputed)
 
 
-def segment_bounds(num_blocks: int, num_segments: int) -> list[tuple[int, int]]:
-    """Returns (start, stop) of segments of nearly equal length; the longer segments come first."""
-    size, extra = divmod(num_blocks, num_segments)
-    starts = [i * size + min(i, extra) for i in range(num_segments + 1)]
-    return list(itertools.pairwise(starts))
-
-
 def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
     setting = f"gradientCheckpointing={policy!r}"
     if isinstance(policy, bool) or (isinstance(policy, str) and policy not in ("all", "sqrt")):
@@ -114,9 +108,10 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
             f"{setting} needs a network with a forward pass, but {path} has no forward; give the network "
             "that runs its blocks"
         )
-    *recomputed, _ = segment_bounds(len(chain), num_segments)
+    # Segments of nearly equal length; the longer ones come first.
+    *recomputed, _ = np.array_split(np.arange(len(chain)), num_segments)
     places: dict[nn.Module, list[int | None]] = {}
-    segments = [i for i, (start, stop) in enumerate(recomputed) for _ in range(start, stop)]
+    segments = [i for i, blocks in enumerate(recomputed) for _ in blocks]
     for block, segment in itertools.zip_longest(chain, segments):
         for module in _callables(block):
             places.setdefault(module, []).append(segment)

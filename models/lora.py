@@ -141,15 +141,10 @@ def adapter_product(
 ) -> torch.Tensor:
     """Returns the adapter's output; a sharded layer communicates `between` its two matrices."""
     seen = F.dropout(x, layer._lora_dropout, layer.training)
-    return F.linear(between(F.linear(seen, layer.lora_A)), layer.lora_B) * _scale(layer)
+    return F.linear(between(F.linear(seen, layer.lora_A)), layer.lora_B) * layer._lora_scale
 
 
-def _scale(layer: Any) -> float:
-    scale: float = layer._lora_scale
-    return scale
-
-
-def find_adapters(module: nn.Module) -> dict[str, nn.Module]:
+def find_adapters(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in module.named_modules(remove_duplicate=False) if has_adapter(layer)}
 
 
@@ -169,7 +164,7 @@ def merged_state(module: nn.Module) -> State:
         with torch.no_grad():
             cut = getattr(layer, "own_block", lambda whole: whole)
             product = _product(state.pop(second), state.pop(first), state[weight], cut)
-            state[weight] = state[weight] + product * _scale(layer)
+            state[weight] = state[weight] + product * layer._lora_scale
     return state
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds import Kind, Scalar
-from ringspark.pipelines.kinds.base import Encoded
+from ringspark.pipelines.kinds import Scalar
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.table_files import FILE, ROW, FileColumn, describe_file
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
@@ -28,17 +26,10 @@ class RowReferences(Protocol):
         """Returns a writer of rows; the last of its `columns` are `REFERENCES`."""
 
 
-@dataclass(frozen=True)
-class _FileKind(Kind):
+class _FileKind(Scalar):
     """Column type of `FILE` while references are written; no batch has such a column."""
 
-    tag: ClassVar[str] = "file"
-
-    def adopt(self, name: str, data_type: Any) -> _FileKind:
-        return self
-
-    def read_values(self, values: Any, source: str = "", zone: str = "UTC") -> Any:
-        return values
+    row_bytes = 1
 
     def stored(self, name: str) -> dict[str, Any]:
         return {name: pa.string()}
@@ -50,21 +41,8 @@ class _FileKind(Kind):
             pa.string()
         ), {}
 
-    def encode(self, values: Any, valid: Any = None) -> Encoded:
-        return Encoded([values])
-
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         return np.zeros(0)
-
-    def decode(self, columns: Sequence[Any]) -> Any:
-        raise AssertionError("references are resolved before columns are decoded")
-
-    def arrays(self, name: str) -> dict[str, Any]:
-        return {}
-
-    @property
-    def row_bytes(self) -> int:
-        return 1
 
 
 REFERENCE_SQL = ("_metadata.file_path", "_metadata.row_index")

@@ -221,15 +221,13 @@ def _without_references(manifest: ShardManifest, file_columns: dict[str, FileCol
 def _handling(
     asked: HandleInvalid | Mapping[str, HandleInvalid], columns: Sequence[Column]
 ) -> tuple[HandleInvalid, ...]:
-    if not isinstance(asked, str):
-        unknown = set(asked) - {column.name for column in columns}
-        if unknown:
-            raise ValueError(f"handle_invalid names {sorted(unknown)[0]!r}, not a column to write; remove it")
-    given = {
-        column.name: asked if isinstance(asked, str) else asked.get(column.name, "error")
-        for column in columns
-    }
+    names = [column.name for column in columns]
+    given = dict.fromkeys(names, "error") | (
+        dict.fromkeys(names, asked) if isinstance(asked, str) else dict(asked)
+    )
     for name, value in given.items():
+        if name not in names:
+            raise ValueError(f"handle_invalid names {name!r}, not a column to write; remove it")
         if value not in get_args(HandleInvalid):
             raise ValueError(
                 f"handle_invalid for column {name!r} must be one of {', '.join(get_args(HandleInvalid))}, "
