@@ -1,4 +1,4 @@
-"""Runs etl, train and score in one Spark session.
+"""Runs etl, `ringspark train` and score in one Spark session.
 
 python examples/flights/demo.py --root artifacts/flights
 """
@@ -8,29 +8,36 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import etl
 import recipes
 import score
-import train
-from ringspark.jobs import cli
+from ringspark.jobs import cli, command, train_job
+
+JOB = Path(__file__).with_name("train.yaml")
+# Keys of the job and their folders below `--root`.
+FOLDERS = {"data.parquet": "train", "params.runUri": "runs/current", "save.model": "model"}
 
 
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=recipes.DEFAULT_ROOT, metavar="URI", help="folder for everything")
-    train.add_settings(parser, train.FOR_DEMO)
+    train_job.add_changes(parser)
     cli.add_master(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
-    given = [text for name in train.FOR_DEMO for text in (train.option_name(name), str(getattr(args, name)))]
+    changes = [*(f"{key}={args.root}/{folder}" for key, folder in FOLDERS.items()), *args.set]
+    options = [f"--set={change}" for change in changes]
+    train = command.build_parser().parse_args(["train", str(JOB), *options])
+    train_job.make_estimator(*train_job.read_job(train.file, train.set))  # refuses wrong settings at once
     # One session: starting Spark and compiling its code again would take as long as a job.
     with cli.spark("ringspark demo", args.master, is_short=True):
         etl.run(etl.build_parser().parse_args(["--output", args.root]))
-        train.run(train.build_parser().parse_args(["--data", args.root, *given]))
+        train_job.run(train)
         score.run(score.build_parser().parse_args(["--data", args.root]))
     print(f"demo: done in {time.perf_counter() - started:.0f} s")
 

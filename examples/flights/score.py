@@ -31,9 +31,8 @@ from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
     from pandas import DataFrame as PandasFrame
+    from pyspark.ml import PipelineModel
     from pyspark.sql import DataFrame, SparkSession
-
-    from ringspark.estimators import TorchModel
 
 Encoded = dict[str, npt.NDArray[Any]]
 KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
@@ -42,7 +41,7 @@ KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("score", "Predict the test rows with the saved model and report how well.")
     parser.add_argument(
-        "--data", default=recipes.DEFAULT_ROOT, metavar="URI", help="output folder of etl and train"
+        "--data", default=recipes.DEFAULT_ROOT, metavar="URI", help="output folder of etl and the training"
     )
     parser.add_argument("--model", metavar="URI", help="saved model; default: DATA/model")
     parser.add_argument("--test", metavar="URI", help="rows to predict; default: DATA/test")
@@ -64,21 +63,20 @@ def run(args: argparse.Namespace) -> None:
     if missing:
         raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
     with cli.spark("ringspark score", args.master) as spark:
-        from ringspark.estimators import TorchClassificationModel
+        from pyspark.ml import PipelineModel
 
         where = _resolve_uris(args, spark)
-        for name, job in (("model", "train"), ("test", "etl")):
+        jobs = {"model": "ringspark train examples/flights/train.yaml", "test": "examples/flights/etl.py"}
+        for name, job in jobs.items():
             if not storage.exists(where[name]):
-                raise ValueError(
-                    f"no {name} at {where[name]}; run examples/flights/{job}.py first, or give --{name}"
-                )
+                raise ValueError(f"no {name} at {where[name]}; run {job} first, or give --{name}")
         inputs = [name for name in ("model", "test", "train") if storage.exists(where[name])]
         for name, result in itertools.product(inputs, ("output", "report")):
             check_apart(spark, where[result], where[name], f"the {name}")
         check_apart(spark, where["report"], where["output"], "the predictions")
         if storage.exists(where["output"]):
             remove_output(where["output"], "score", check_removal)
-        model = TorchClassificationModel.load(where["model"])
+        model = PipelineModel.load(where["model"])
         test = spark.read.parquet(where["test"])
         started = time.perf_counter()
         remove_output(where["output"], "score")
@@ -102,7 +100,8 @@ def run(args: argparse.Namespace) -> None:
     if tables:
         models.append(_score_boosting(*_encode(*tables), args.seed))
     print(report.format_table(models))
-    report.save_report(where["report"], models, model.summary.epochs if model.hasSummary else [])
+    network: Any = model.stages[-1]
+    report.save_report(where["report"], models, network.summary.epochs if network.hasSummary else [])
     print(f"score: predictions in {where['output']}, report in {where['report']}")
 
 
@@ -120,7 +119,7 @@ def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, st
     }
 
 
-def _predict(model: TorchModel, test: DataFrame) -> DataFrame:
+def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql import functions as F
 

@@ -1,6 +1,6 @@
 """The flights demo over `--repeats` seeds: the network against gradient boosting, with mean and deviation.
 
-Each seed trains with flights/train.py. flights/score.py evaluates it on the test months, which chose neither
+Each seed trains by flights/train.yaml. flights/score.py evaluates it on the test months, which chose neither
 recipe. The benchmark reads the table that score prints. `--root` is the folder of the
 results of examples/flights/etl.py, which runs once if they are missing. Models and reports go to a temporary
 folder that links to its data, so the folder is not changed otherwise.
@@ -18,7 +18,7 @@ from statistics import mean, stdev
 
 import harness
 
-import recipes
+import demo
 
 ETL_RESULTS = ("train", "test")
 METRICS = ("ROC AUC", "average precision", "log loss")
@@ -27,16 +27,15 @@ ROW = re.compile(r"^(\S.*?) {2,}([\d.]+) {2,}([\d.]+) {2,}([\d.]+)$", re.MULTILI
 Scores = dict[str, tuple[float, ...]]
 
 
-def run_job(name: str, *options: str) -> str:
+def run_job(*command: str) -> str:
     """Runs one job in a new process. Returns its standard output.
 
     Raises:
         SystemExit: The job failed; with its messages.
     """
-    command = [sys.executable, str(harness.FLIGHTS / f"{name}.py"), *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{name} ended with code {done.returncode}\n{done.stdout}")
+        raise SystemExit(f"{' '.join(command)} ended with code {done.returncode}\n{done.stdout}")
     return done.stdout
 
 
@@ -57,13 +56,17 @@ def score_seed(root: Path, seed: int, options: Namespace) -> Scores:
     with tempfile.TemporaryDirectory() as folder:
         for name in ETL_RESULTS:
             (Path(folder) / name).symlink_to(root / name)
-        run_job("train", "--data", folder, "--seed", str(seed), "--epochs", str(options.epochs))
-        return read_scores(run_job("score", "--data", folder, "--seed", str(seed)))
+        changes = {key: f"{folder}/{name}" for key, name in demo.FOLDERS.items()}
+        changes |= {"params.seed": str(seed), "params.epochs": str(options.epochs)}
+        given = [f"--set={key}={value}" for key, value in changes.items()]
+        run_job("-m", "ringspark.jobs.command", "train", str(demo.JOB), *given)
+        score = str(harness.FLIGHTS / "score.py")
+        return read_scores(run_job(score, "--data", folder, "--seed", str(seed)))
 
 
 def main() -> None:
     """Runs the seeds one after another, then prints their mean and deviation."""
-    options = harness.parse(__doc__, repeats=(5, 1), epochs=(recipes.EPOCHS, 1))
+    options = harness.parse(__doc__, repeats=(5, 1), epochs=(2, 1))
     root = harness.flights_root(options)
     scores = []
     for seed in range(options.repeats):

@@ -11,18 +11,19 @@ import pytest
 import demo
 import etl
 import score
-import train
 from ringspark.jobs import cli
+from ringspark.jobs.train_job import read_job
 
 ROOT = Path(__file__).parent.parent.parent
-JOBS = {"etl": etl, "train": train, "score": score, "demo": demo}
+JOBS = {"etl": etl, "score": score, "demo": demo}
 
 
 def test_a_job_is_a_script() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "flights" / "train.py"), "--num-workers", "0"]
+    command = [sys.executable, str(ROOT / "examples" / "flights" / "etl.py"), "--fraction", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "train: error: argument --num-workers: must be at least 1, got 0; see --help\n"
+    message = "argument --fraction: must be above 0 and at most 1, got '2'; see --help"
+    assert done.stderr == f"etl: error: {message}\n"
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -33,12 +34,18 @@ def test_help_names_every_option_with_its_default(job: str) -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(("job", "message"), [(train, "no rows at"), (score, "no model at")])
-def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(job, message, mounts, capsys):
+def test_a_folder_without_data_is_one_line_that_says_where_spark_looked(mounts, capsys):
     for data in ("/data/flights", f"viewfs://{mounts.name}/data/flights"):
-        assert cli.main(job.build_parser(), job.run, ["--data", data]) == 1
+        assert cli.main(score.build_parser(), score.run, ["--data", data]) == 1
         told = capsys.readouterr().err
-        assert told.startswith(job.build_parser().prog + ": error: ")
-        assert message in told
+        assert told.startswith("score: error: no model at")
         assert f"{mounts}/flights/" in told
         assert told.count("\n") == 1
+
+
+@pytest.mark.spark
+def test_the_job_trains_on_the_columns_that_the_etl_writes() -> None:
+    import flights
+
+    _, job = read_job(str(demo.JOB))
+    assert job.params["inputCols"] == [*flights.CATEGORICAL, *flights.NUMERIC]

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from standalone import SPARK, spark_environment, standalone_cluster
 
+import demo
 import flights
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,11 +39,11 @@ def _check_the_jobs(master: str, tmp_path: Path) -> None:
     (package,) = dist.glob("*.zip")
     root = tmp_path / "flights"
 
-    def submit(job: str, *options: str) -> str:
+    def submit(job: Path, *options: str) -> str:
         command = [str(SPARK / "spark-submit"), "--master", master, "--py-files", str(package)]
         command += ["--conf", "spark.executor.memory=1g", "--conf", "spark.ui.enabled=false"]
         command += ["--conf", "spark.sql.shuffle.partitions=2"]  # 200 tasks take minutes
-        command += [str(ROOT / "examples" / "flights" / f"{job}.py"), *options]
+        command += [str(job), *options]
         # A user does not run inside a checkout.
         done = subprocess.run(
             command, env=spark_environment(), cwd=tmp_path, capture_output=True, text=True, check=False
@@ -50,10 +51,12 @@ def _check_the_jobs(master: str, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{job}: {done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return done.stdout
 
-    assert "rows/s" in submit("etl", "--output", str(root), "--raw", str(_thinned(tmp_path / "raw")))
-    trained = submit("train", "--data", str(root), "--epochs", "2")
+    etl, score = (demo.JOB.with_name(name) for name in ("etl.py", "score.py"))
+    assert "rows/s" in submit(etl, "--output", str(root), "--raw", str(_thinned(tmp_path / "raw")))
+    places = [f"--set={key}={root}/{name}" for key, name in demo.FOLDERS.items()]
+    trained = submit(ROOT / "jobs" / "command.py", "train", str(demo.JOB), *places)
     assert "epoch 2: loss 0." in trained
-    scored = submit("score", "--data", str(root))
+    scored = submit(score, "--data", str(root))
     for word in ("ROC AUC", "average precision", "log loss", "gradient boosting", "rows/s"):
         assert word in scored
     assert (root / "report.png").read_bytes().startswith(b"\x89PNG")

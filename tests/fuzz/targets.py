@@ -15,7 +15,6 @@ from registries import has_extras
 
 import etl
 import score
-import train
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
 from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.parallel.shard_spec import CheckpointShards, ShardSpec, join_shards
@@ -120,7 +119,6 @@ def targets(folder: Path) -> dict[str, Target]:
                 good=json.dumps(options).encode(), parse=_command(job), errors=(SystemExit, ValueError)
             )
             for job, options in (
-                (train, ["--data", "d", "--epochs", "2", "--batch-size", "64"]),
                 (etl, ["--output", "d"]),
                 (score, ["--data", "d"]),
             )

@@ -15,7 +15,7 @@ NAMES = [
     "manifest", "manifest of a table", "thrift",
     "checkpoint.json", "training.json", "training.json of parts", "config.json", "model spec",
     "history.json", "progress.json", "run.json", "heartbeat", "safetensors",
-    "train.py", "etl.py", "score.py",
+    "etl.py", "score.py",
     "TorchRegressor ringspark.json", "TorchRegressor metadata/part-00000",
     "TorchRegressionModel ringspark.json", "TorchRegressionModel metadata/part-00000",
 ]  # fmt: skip

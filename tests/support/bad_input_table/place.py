@@ -18,7 +18,6 @@ from torch import nn
 import demo
 import etl
 import score
-import train
 from ringspark.estimators import TorchClassificationModel, TorchClassifier
 from ringspark.estimators.options.checked import WrongTypeError
 from ringspark.jobs import cli, command
@@ -27,7 +26,7 @@ from ringspark.pipelines import write_shards
 
 SPEC = ModelSpec("linear", {"in_features": 2, "out_features": 1})
 DEEP = ModelSpec("mlp", {"in_features": 2, "hidden": [2], "out_features": 1})
-JOBS = {"demo": demo, "etl": etl, "score": score, "train": train}
+JOBS = {"demo": demo, "etl": etl, "score": score}
 NUMBERS = ["broken", "endless", "many", "half", "negative", "zero"]
 
 
