@@ -13,7 +13,6 @@ Nothing here imports Spark, torch or pydantic, so that `--help` of a job stays f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_origin
 
@@ -106,17 +105,6 @@ class Setting:
         if self.convert is not None:
             value = self.convert(value)
         return value if self.hint is Any else check(self.hint, value, self.name, self.remedy)
-
-    def from_text(self, text: str) -> Any:
-        """Parses a command-line option; raises ValueError with a message without the option's name."""
-        value: Any = text
-        for kind in {int, float}.intersection(self.kinds):
-            with suppress(ValueError):
-                value = kind(text)
-        try:
-            return self.check(value)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix(f"{self.name} ")) from None
 
 
 def setting(default: Any, words: str, **more: Any) -> Any:
