@@ -1,16 +1,15 @@
-"""Predicts the test rows with the saved model, and compares the network with gradient boosting.
+"""Predicts the test rows by `ringspark score`, and compares the network with gradient boosting.
 
     python examples/flights/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/score.py --data s3a://bucket/flights
 
-Reads `model`, `train` and `test` below `--data`. Writes `predictions` (Parquet) and
-`report.png`. The baseline is trained on the same columns.
+Reads `model`, `train` and `test` below `--data`. Writes `predictions` (Parquet) and `report.png`.
+The baseline is trained on the same columns.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from importlib.util import find_spec
@@ -22,20 +21,16 @@ import numpy.typing as npt
 import recipes
 import report
 from flights import CATEGORICAL, NUMERIC
-from ringspark.jobs import cli
-from ringspark.jobs.outputs import new_output, remove_output
-from ringspark.jobs.row_source import check_apart
+from ringspark.jobs import cli, command
 from ringspark.pipelines import storage
-from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
     from pandas import DataFrame as PandasFrame
-    from pyspark.ml import PipelineModel
-    from pyspark.sql import DataFrame, SparkSession
 
 Encoded = dict[str, npt.NDArray[Any]]
-KEYS = ("time_hour", "carrier", "flight", "origin", "dest")
+# Columns of the predictions.
+COLUMNS = "time_hour,carrier,flight,origin,dest,label,prediction,probability"
 
 
 def build_parser() -> cli.JobParser:
@@ -43,10 +38,6 @@ def build_parser() -> cli.JobParser:
     parser.add_argument(
         "--data", default=recipes.DEFAULT_ROOT, metavar="URI", help="output folder of etl and the training"
     )
-    parser.add_argument("--model", metavar="URI", help="saved model; default: DATA/model")
-    parser.add_argument("--test", metavar="URI", help="rows to predict; default: DATA/test")
-    parser.add_argument("--output", metavar="URI", help="Parquet folder; default: DATA/predictions")
-    parser.add_argument("--report", metavar="URI", help="PNG file; default: DATA/report.png")
     parser.add_argument(
         "--baseline",
         action=argparse.BooleanOptionalAction,
@@ -64,27 +55,21 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
     with cli.spark("ringspark score", args.master) as spark:
         from pyspark.ml import PipelineModel
+        from pyspark.ml.functions import vector_to_array
+        from pyspark.sql import functions as F
 
-        where = _resolve_uris(args, spark)
+        root = resolve(spark, args.data)
         jobs = {"model": "ringspark train examples/flights/train.yaml", "test": "examples/flights/etl.py"}
         for name, job in jobs.items():
-            if not storage.exists(where[name]):
-                raise ValueError(f"no {name} at {where[name]}; run {job} first, or give --{name}")
-        inputs = [name for name in ("model", "test", "train") if storage.exists(where[name])]
-        for name, result in itertools.product(inputs, ("output", "report")):
-            check_apart(spark, where[result], where[name], f"the {name}")
-        check_apart(spark, where["report"], where["output"], "the predictions")
-        if storage.exists(where["output"]):
-            remove_output(where["output"], "score", check_removal)
-        model = PipelineModel.load(where["model"])
-        test = spark.read.parquet(where["test"])
-        started = time.perf_counter()
-        remove_output(where["output"], "score")
-        with new_output(where["output"], "score"):
-            _predict(model, test).write.parquet(where["output"])
-        seconds = time.perf_counter() - started
+            if not storage.exists(storage.join(root, name)):
+                raise ValueError(f"no {name} at {storage.join(root, name)}; run {job} first, or give --data")
+        model, test, output = (storage.join(root, name) for name in ("model", "test", "predictions"))
+        score = ["score", model, "--parquet", test, "--output", output, "--overwrite", "--columns", COLUMNS]
+        given = command.build_parser().parse_args(score)
+        given.command_run(given)
         # Read the written predictions; the DataFrame would predict again.
-        written = spark.read.parquet(where["output"]).select("label", "probability").toPandas()
+        probability = vector_to_array(F.col("probability"))[1].alias("probability")
+        written = spark.read.parquet(output).select("label", probability).toPandas()
         models = [
             report.Scored(
                 name="network",
@@ -94,37 +79,15 @@ def run(args: argparse.Namespace) -> None:
         ]
         tables = []
         if args.baseline:
-            train = spark.read.parquet(where["train"])
-            tables = [frame.select(*CATEGORICAL, *NUMERIC, "label").toPandas() for frame in (train, test)]
-    cli.print_rate("score", len(written), seconds)
+            frames = [spark.read.parquet(storage.join(root, name)) for name in ("train", "test")]
+            tables = [frame.select(*CATEGORICAL, *NUMERIC, "label").toPandas() for frame in frames]
+        network: Any = PipelineModel.load(model).stages[-1]
     if tables:
         models.append(_score_boosting(*_encode(*tables), args.seed))
     print(report.format_table(models))
-    network: Any = model.stages[-1]
-    report.save_report(where["report"], models, network.summary.epochs if network.hasSummary else [])
-    print(f"score: predictions in {where['output']}, report in {where['report']}")
-
-
-def _resolve_uris(args: argparse.Namespace, spark: SparkSession) -> dict[str, str]:
-    root = resolve(spark, args.data)
-    return {
-        name: resolve(spark, given) if given else storage.join(root, default)
-        for name, given, default in (
-            ("train", None, "train"),
-            ("model", args.model, "model"),
-            ("test", args.test, "test"),
-            ("output", args.output, "predictions"),
-            ("report", args.report, "report.png"),
-        )
-    }
-
-
-def _predict(model: PipelineModel, test: DataFrame) -> DataFrame:
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.sql import functions as F
-
-    probability = vector_to_array(F.col("probability"))[1].cast("double").alias("probability")
-    return model.transform(test).select(*KEYS, "label", "prediction", probability)
+    page = storage.join(root, "report.png")
+    report.save_report(page, models, network.summary.epochs if network.hasSummary else [])
+    print(f"score: report in {page}")
 
 
 def _encode(train: PandasFrame, test: PandasFrame) -> tuple[Encoded, Encoded]:
