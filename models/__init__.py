@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ringspark.extras.experts.layer import MixtureOfExperts as MixtureOfExperts
     from ringspark.extras.networks.recurrent import Recurrent as Recurrent
     from ringspark.extras.networks.resnet import ResNet as ResNet
+    from ringspark.extras.tables.tabular import TabularEnsemble as TabularEnsemble
     from ringspark.extras.tables.tabular import TabularNet as TabularNet
-    from ringspark.extras.tables.tabular_ensemble import TabularEnsemble as TabularEnsemble
     from ringspark.models.activation_checkpoint import (
         apply_activation_checkpoint as apply_activation_checkpoint,
     )
     from ringspark.models.chain import Link as Link
-    from ringspark.models.linear import Linear as Linear
     from ringspark.models.mlp import MLP as MLP
+    from ringspark.models.mlp import Linear as Linear
     from ringspark.models.registry import MODELS as MODELS
     from ringspark.models.reports import CountingLayer as CountingLayer
     from ringspark.models.reports import add_counts as add_counts

@@ -1,4 +1,4 @@
-"""Multi-layer perceptron: the dense blocks in `trunk`, followed by a linear head."""
+"""Linear regression, and a multi-layer perceptron: dense blocks in `trunk`, followed by a linear head."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -20,6 +20,23 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm1d,
     "layer": nn.LayerNorm,
 }
+
+
+class Linear(nn.Module):
+    """One affine map: (batch, in_features) -> (batch, out_features), the baseline for every other network.
+
+    With a squared loss it is linear regression. With cross entropy on the outputs as logits, it is logistic
+    regression.
+    """
+
+    def __init__(self, in_features: int, out_features: int = 1) -> None:
+        super().__init__()
+        check_sizes(in_features=in_features, out_features=out_features)
+        self.linear = nn.Linear(in_features, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
 
 
 class DenseBlock(nn.Module):

@@ -13,12 +13,11 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ringspark.extras.tables.table_network import TableNetwork
 from ringspark.models.chain import Link
 from ringspark.models.checks import check_dropout, check_sizes
 
 # Embeddings of rare categories start small, so that they do not drown the numbers in noise.
-RARE_FROM, _RARE_STD, _STD = 40, 0.05, 0.3
+RARE_FROM, RARE_STD, STD = 40, 0.05, 0.3
 
 
 class NumberBins(nn.Module):
@@ -83,12 +82,63 @@ class NumberEmbedding(nn.Module):
         return torch.cat([torch.relu(embedded).flatten(1), ranks], 1)
 
 
-def check_table(edges: Sequence[Sequence[float]], cardinalities: Sequence[int], averages: str) -> None:
-    """Raises ValueError if there is no input column, or if `averages` is unknown."""
-    if not edges and not cardinalities:
-        raise ValueError("edges and cardinalities are both empty; give a number or a category")
-    if averages not in ("values", "probabilities"):
-        raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+class TableNetwork(nn.Module):
+    """Base class of the networks for tables: unknown ids, scaling of the label, and calibrated logits.
+
+    Args:
+        edges, cardinalities, unknown: See `TabM`.
+        center, scale: Mean and standard deviation of the label of a regression.
+        averages: "values" or "probabilities": the outputs of the members to average.
+    """
+
+    effects: nn.ModuleList
+
+    def __init__(
+        self,
+        edges: Sequence[Sequence[float]],
+        cardinalities: Sequence[int],
+        unknown: float,
+        center: float,
+        scale: float,
+        averages: str,
+    ) -> None:
+        super().__init__()
+        check_dropout("unknown", unknown)
+        if not edges and not cardinalities:
+            raise ValueError("edges and cardinalities are both empty; give a number or a category")
+        if averages not in ("values", "probabilities"):
+            raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+        self.center, self.scale, self.averages, self.unknown = center, scale, averages, unknown
+        # Names with many values also shift the output on their own, like a random effect of statistics.
+        self.effect_columns = [column for column, n in enumerate(cardinalities) if n > RARE_FROM]
+        if averages == "probabilities":
+            # The metric "temperature" sets it in the saved network.
+            self.calibrates = True
+            self.register_buffer("temperature", torch.ones(()))
+
+    def hide_some(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns (batch, K) ids; in training, some are 0."""
+        if self.training and self.unknown:
+            ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
+        return ids
+
+    def add_effects(self, outputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for column, table in zip(self.effect_columns, self.effects, strict=True):
+            outputs = outputs + table(ids[:, column])
+        return outputs
+
+    def to_label(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns center + scale * outputs in fp32 or wider. 16 bits would lose a small scale."""
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        if self.training and self.scale != 1 and outputs.requires_grad:
+            # As for a standardized label. Adam's epsilon would swallow a tiny gradient.
+            outputs.register_hook(lambda gradient: gradient / self.scale**2)  # type: ignore[no-untyped-call]
+        return self.center + self.scale * outputs
+
+    def to_logits(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Returns calibrated logits of the mean probabilities."""
+        assert isinstance(self.temperature, torch.Tensor)
+        return probabilities.clamp_min(1e-12).log() / self.temperature
 
 
 class MemberBlock(nn.Module):
@@ -148,20 +198,15 @@ class TabM(TableNetwork):
         scale: float = 1.0,
         averages: str = "values",
     ) -> None:
-        super().__init__(center, scale, averages)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages)
         check_sizes(out_features=out_features, members=members, width=width, depth=depth)
         check_sizes(number_width=number_width, category_width=category_width)
         check_dropout("dropout", dropout)
-        check_dropout("unknown", unknown)
-        check_table(edges, cardinalities, averages)
-        self.unknown = unknown
         self.numbers = NumberEmbedding(edges, number_width)
         self.embeddings = nn.ModuleList(nn.Embedding(n, min(n, category_width)) for n in cardinalities)
-        # Names with many values also shift the output on their own, like a random effect of statistics.
         self.effects = nn.ModuleList(nn.Embedding(n, out_features) for n in cardinalities if n > RARE_FROM)
-        self.has_effect = [n > RARE_FROM for n in cardinalities]
         for n, table in zip(cardinalities, self.embeddings, strict=True):
-            nn.init.normal_(table.weight, std=_RARE_STD if n > RARE_FROM else _STD)  # type: ignore[arg-type]
+            nn.init.normal_(table.weight, std=RARE_STD if n > RARE_FROM else STD)  # type: ignore[arg-type]
         for table in self.effects:
             nn.init.zeros_(table.weight)  # type: ignore[arg-type]
         in_dim = len(edges) * (number_width + 1) + sum(min(n, category_width) for n in cardinalities)
@@ -192,15 +237,11 @@ class TabM(TableNetwork):
 
     def _embed(self, numbers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the first block's input (batch, 1, in_dim), and what the head adds (batch, 1, outputs)."""
-        if self.training and self.unknown:
-            ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
+        ids = self.hide_some(ids)
         vectors = [self.numbers(numbers)] if numbers.shape[1] else []
         vectors += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
         effect = torch.zeros(len(ids), self.heads.shape[1], dtype=self.heads.dtype, device=ids.device)
-        columns = [column for column, has in enumerate(self.has_effect) if has]
-        for column, table in zip(columns, self.effects, strict=True):
-            effect = effect + table(ids[:, column])
-        return torch.cat(vectors, 1)[:, None], effect[:, None]
+        return torch.cat(vectors, 1)[:, None], self.add_effects(effect, ids)[:, None]
 
     def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
         outputs = torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect

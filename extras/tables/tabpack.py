@@ -14,16 +14,13 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ringspark.extras.tables.table_network import TableNetwork
-from ringspark.extras.tables.tabm import RARE_FROM, NumberBins, check_table
+from ringspark.extras.tables.tabm import RARE_FROM, RARE_STD, STD, NumberBins, TableNetwork
 from ringspark.models.checks import check_dropout, check_sizes
 
 # A member with much dropout underfits clean labels, one with little overfits noisy ones; a slow one suits few
 # rows.
 DROPOUTS = (0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
 RATES = (1.0, 0.3, 1.0, 0.3, 1.0, 1.0, 0.5, 1.0)
-
-_RARE_STD, _STD = 0.05, 0.3
 
 
 class Packed(nn.Module):
@@ -152,25 +149,21 @@ class TabPack(TableNetwork):
         scale: float = 1.0,
         averages: str = "values",
     ) -> None:
-        super().__init__(center, scale, averages)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages)
         check_sizes(out_features=out_features, width=width, depth=depth, members=len(rates))
         check_sizes(number_width=number_width, category_width=category_width)
-        for dropout in (*dropouts, unknown):
-            check_dropout("dropouts and unknown", dropout)
+        for dropout in dropouts:
+            check_dropout("dropouts", dropout)
         if len(dropouts) != len(rates) or min(rates) <= 0:
             raise ValueError("dropouts and rates must have one number per member, and rates must be above 0")
-        check_table(edges, cardinalities, averages)
-        self.unknown = unknown
         shares = torch.tensor(rates)
         self.bins = NumberBins(edges)
         # Tables without a column of this type have no weights for it.
         self.numbers = PackedNumbers(shares, len(edges), self.bins.features, number_width) if edges else None
-        self.has_effect = [n > RARE_FROM for n in cardinalities]
         self.embeddings = nn.ModuleList(
-            PackedTable(shares, n, min(n, category_width), _RARE_STD if n > RARE_FROM else _STD)
+            PackedTable(shares, n, min(n, category_width), RARE_STD if n > RARE_FROM else STD)
             for n in cardinalities
         )
-        # Names with many values also shift the output on their own, like a random effect of statistics.
         self.effects = nn.ModuleList(
             PackedTable(shares, n, out_features, 0.0) for n in cardinalities if n > RARE_FROM
         )
@@ -239,8 +232,7 @@ class TabPack(TableNetwork):
 
     def _outputs(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Returns the members' outputs, (members, batch, out_features), before scaling and averaging."""
-        if self.training and self.unknown:
-            ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
+        ids = self.hide_some(ids)
         members = len(self.shares)  # type: ignore[arg-type]
         parts = []
         if self.numbers is not None:
@@ -248,10 +240,7 @@ class TabPack(TableNetwork):
             parts += [self.numbers(features), ranks.expand(members, -1, -1)]
         parts += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
         out: torch.Tensor = self.head(self.hidden(torch.cat(parts, 2)))
-        columns = [column for column, has in enumerate(self.has_effect) if has]
-        for column, table in zip(columns, self.effects, strict=True):
-            out = out + table(ids[:, column])
-        return out
+        return self.add_effects(out, ids)
 
     def _predictions(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs.softmax(2) if self.averages == "probabilities" else outputs
