@@ -7,11 +7,11 @@ before departure; the weather of the scheduled hour stands for a forecast. The d
 from __future__ import annotations
 
 import shutil
-import zipfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+import fsspec
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F
@@ -85,15 +85,8 @@ def unpack_raw_tables(folder: str | Path) -> Path:
         target = folder / f"{name}.csv"
         # Under another name first, so that a killed run leaves no partial table.
         partial = target.with_suffix(".partial")
-        if path.suffix == ".zip":
-            with (
-                zipfile.ZipFile(path) as archive,
-                archive.open(f"{name}.csv") as source,
-                partial.open("wb") as out,
-            ):
-                shutil.copyfileobj(source, out)
-        else:
-            shutil.copyfile(path, partial)
+        with fsspec.open(str(path), compression="infer") as source, partial.open("wb") as out:
+            shutil.copyfileobj(source, out)
         partial.replace(target)
     return folder
 
