@@ -3,8 +3,8 @@
     python examples/flights/score.py --data artifacts/flights
     spark-submit --py-files dist/ringspark-0.1.0.zip examples/flights/score.py --data s3a://bucket/flights
 
-Reads `model`, `train` and `test` below `--data`. Writes `predictions` (Parquet) and `report.png`.
-The baseline is trained on the same columns.
+Reads `model`, `train` and `test` below `--data`. Writes `predictions` (Parquet) and prints metrics. The
+baseline is trained on the same columns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 import recipes
-import report
 from flights import CATEGORICAL, NUMERIC
 from ringspark.jobs import cli, command
 from ringspark.pipelines import storage
+from ringspark.pipelines.notebook_table import align_table
 from ringspark.pipelines.spark_paths import resolve
 
 if TYPE_CHECKING:
     from pandas import DataFrame as PandasFrame
 
 Encoded = dict[str, npt.NDArray[Any]]
+Scored = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Labels (0 or 1) and a model's probabilities of class 1, each of shape (rows,)."""
 # Columns of the predictions.
 COLUMNS = "time_hour,carrier,flight,origin,dest,label,prediction,probability"
 
@@ -50,11 +53,9 @@ def build_parser() -> cli.JobParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the report needs {' and '.join(missing)}; pip install 'ringspark[examples]'")
+    if find_spec("sklearn") is None:
+        raise ValueError("the metrics need sklearn; pip install 'ringspark[examples]'")
     with cli.spark("ringspark score", args.master) as spark:
-        from pyspark.ml import PipelineModel
         from pyspark.ml.functions import vector_to_array
         from pyspark.sql import functions as F
 
@@ -70,24 +71,26 @@ def run(args: argparse.Namespace) -> None:
         # Read the written predictions; the DataFrame would predict again.
         probability = vector_to_array(F.col("probability"))[1].alias("probability")
         written = spark.read.parquet(output).select("label", probability).toPandas()
-        models = [
-            report.Scored(
-                name="network",
-                labels=written["label"].to_numpy(dtype=np.int64),
-                probabilities=written["probability"].to_numpy(dtype=np.float64),
-            )
-        ]
+        models = {"network": (written["label"].to_numpy(), written["probability"].to_numpy())}
         tables = []
         if args.baseline:
             frames = [spark.read.parquet(storage.join(root, name)) for name in ("train", "test")]
             tables = [frame.select(*CATEGORICAL, *NUMERIC, "label").toPandas() for frame in frames]
-        network: Any = PipelineModel.load(model).stages[-1]
     if tables:
-        models.append(_score_boosting(*_encode(*tables), args.seed))
-    print(report.format_table(models))
-    page = storage.join(root, "report.png")
-    report.save_report(page, models, network.summary.epochs if network.hasSummary else [])
-    print(f"score: report in {page}")
+        models["gradient boosting"] = _score_boosting(*_encode(*tables), args.seed)
+    print(format_table(models))
+
+
+def format_table(models: Mapping[str, Scored]) -> str:
+    """Returns ROC AUC and average precision (higher is better), and log loss (lower is better)."""
+    from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
+
+    for name, (labels, _) in models.items():
+        if (found := np.unique(labels).tolist()) != [0, 1]:
+            raise ValueError(f"{name}: the labels must hold both classes, 0 and 1, got {found}")
+    measures = (roc_auc_score, average_precision_score, log_loss)
+    rows = [(name, *(f"{measure(*scored):.4f}" for measure in measures)) for name, scored in models.items()]
+    return align_table(("model", "ROC AUC", "average precision", "log loss"), rows, num_left=1)
 
 
 def _encode(train: PandasFrame, test: PandasFrame) -> tuple[Encoded, Encoded]:
@@ -123,15 +126,11 @@ def boosting_matrix(rows: Encoded) -> npt.NDArray[np.float32]:
     return np.hstack([rows["categorical"].astype(np.float32), rows["numeric"]])
 
 
-def _score_boosting(train: Encoded, test: Encoded, seed: int) -> Any:
+def _score_boosting(train: Encoded, test: Encoded, seed: int) -> Scored:
     started = time.perf_counter()
     boosting = train_boosting(train, seed)
     print(f"score: gradient boosting trained in {time.perf_counter() - started:.1f} s", flush=True)
-    return report.Scored(
-        name="gradient boosting",
-        labels=test["label"].astype(np.int64),
-        probabilities=boosting.predict_proba(boosting_matrix(test))[:, 1],
-    )
+    return test["label"], boosting.predict_proba(boosting_matrix(test))[:, 1]
 
 
 if __name__ == "__main__":

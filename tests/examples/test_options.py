@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import demo
@@ -49,3 +50,15 @@ def test_the_job_trains_on_the_columns_that_the_etl_writes() -> None:
 
     _, job = read_job(str(demo.JOB))
     assert job.params["inputCols"] == [*flights.CATEGORICAL, *flights.NUMERIC]
+
+
+def test_the_table_of_metrics_has_a_line_for_each_model() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    labels, probabilities = np.array([0, 1, 0, 1, 1]), np.array([0.1, 0.7, 0.6, 0.4, 0.9])
+    models = {"network": (labels, probabilities), "a decision tree": (labels, probabilities / 2)}
+    lines = score.format_table(models).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    measures = (metrics.roc_auc_score, metrics.average_precision_score, metrics.log_loss)
+    assert lines[1].split() == ["network", *(f"{each(labels, probabilities):.4f}" for each in measures)]
+    with pytest.raises(ValueError, match=r"network: the labels must hold both classes, 0 and 1, got \[0\]"):
+        score.format_table({"network": (labels[:1], probabilities[:1])})
