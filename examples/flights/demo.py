@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import etl
-import recipes
 import score
 from ringspark.jobs import cli, command, train_job
 
@@ -22,7 +21,7 @@ FOLDERS = {"data.parquet": "train", "params.runUri": "runs/current", "save.model
 
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
-    parser.add_argument("--root", default=recipes.DEFAULT_ROOT, metavar="URI", help="folder for everything")
+    parser.add_argument("--root", default=etl.DEFAULT_ROOT, metavar="URI", help="folder for everything")
     train_job.add_changes(parser)
     cli.add_master(parser)
     return parser

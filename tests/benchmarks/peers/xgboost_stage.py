@@ -1,6 +1,6 @@
 """xgboost.spark's SparkXGBClassifier.
 
-On the flights it has the boosting recipe of examples/flights/recipes.py, on the mixed table its defaults.
+On the flights it has the boosting recipe of examples/flights/score.py, on the mixed table its defaults.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pyspark.ml.feature import StringIndexer
 from pyspark.sql import functions as F
 from xgboost.spark import SparkXGBClassifier
 
-from recipes import BOOSTING
 from ringspark.jobs import cli
+from score import BOOSTING
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
