@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ringspark.models.adapters import ADAPTERS, LIBRARIES, AdaptedNetwork, find_library
 from ringspark.models.meta_device import build_on_meta
 
 Description: TypeAlias = dict[str, Any]
@@ -46,6 +48,22 @@ def describe(module: nn.Module) -> Description | None:
     except (_NoDescriptionError, TypeError, ValueError, RuntimeError, AttributeError):
         return None
     return description if _is_same(rebuilt, module) else None
+
+
+def describe_network(module: nn.Module) -> Description | None:
+    """Like `describe`, also for a library's network, or an adapted network."""
+    if isinstance(module, AdaptedNetwork):
+        return module.description()
+    library = find_library(module)
+    return describe(module) or (library and library.describe(module))
+
+
+def build_network(description: Mapping[str, Any]) -> nn.Module:
+    packages = ADAPTERS | LIBRARIES
+    for package in packages.keys() & description.keys():
+        network: nn.Module = import_module(packages[package]).build(description)
+        return network
+    return build(description)
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:

@@ -30,16 +30,8 @@ _CLIENTS = {"hdfs": "ringspark.extras.stores.hdfs"}
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
 
 # Characters of a path that clients of a store misread, as a pattern, as an object's version or as a slash.
-_MISREAD = {
-    "hdfs": "*?[:",
-    "gs": "*?[#",
-    "gcs": "*?[#",
-    "abfs": "*?[\\",
-    "abfss": "*?[\\",
-    "az": "*?[\\",
-    "http": "",
-    "https": "",
-}
+_MISREAD = {"hdfs": "*?[:", **dict.fromkeys(("gs", "gcs"), "*?[#"), **dict.fromkeys(("http", "https"), "")}
+_MISREAD |= dict.fromkeys(("abfs", "abfss", "az"), "*?[\\")
 
 # Hadoop's short form of a URI.
 _HOSTLESS = re.compile(r"([a-zA-Z][\w+.-]*:)/(?!/)")

@@ -35,7 +35,7 @@ from ringspark.estimators.stages.saved_networks import PROGRAM, load_network, sa
 from ringspark.estimators.stages.spark_metadata import METADATA, read_metadata, write_metadata
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.models import ModelSpec
-from ringspark.models.descriptions import describe_network
+from ringspark.models.layers import describe_network
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.program import Program
 from ringspark.pipelines import storage

@@ -15,7 +15,7 @@ from torch import nn
 
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.weights import local_file, replacing
-from ringspark.models.descriptions import build_network
+from ringspark.models.layers import build_network
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.process_state import fork_generators
 from ringspark.models.program import Program

@@ -222,9 +222,7 @@ def measure(
 ) -> tuple[int, int, list[Measure]]:
     """Returns the numbers of training rows and of held-out rows, and the statistics of each leaf.
 
-    Args:
-        held: Whether a row is held out.
-        target: The label as a number of mean 0 and variance 1.
+    `held` and `target` are those of `plan_table`.
     """
     measures = [Measure() for _ in leaves]
     rows = rows_held = 0
@@ -350,12 +348,8 @@ def count_values(
 ) -> None:
     """Counts the strings and numbers of each leaf, and stores the frequent ones in `Measure.values`.
 
-    Skips dates and leaves whose values hardly repeat. Of a large table, it counts a random sample.
-
-    Args:
-        rows: Number of rows in the table.
-        held: Whether a row is held out.
-        target: The label as a number of mean 0 and variance 1.
+    Skips dates and leaves whose values hardly repeat. Of a large table, it counts a random sample. `rows` is
+    the number of rows of the table; `held` and `target` are those of `plan_table`.
     """
     wanted = {
         index: (leaf.value if leaf.family == "words" else _number(leaf)).cast("string")

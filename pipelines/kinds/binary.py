@@ -33,12 +33,13 @@ class Decoder(ABC):
     """Converts the bytes of a row to an array with a given shape and dtype."""
 
     @abstractmethod
-    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        """Returns shape and dtype of the array in `data`; `shape` and `dtype` are the expected ones."""
-
-    @abstractmethod
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
-        """Returns the decoded array."""
+        """Returns the decoded array; `shape` and `dtype` are the expected ones."""
+
+    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
+        """Returns shape and dtype of the array in `data`."""
+        array = self.decode(data, shape, dtype)
+        return array.shape, array.dtype.name
 
 
 class RawDecoder(Decoder):
@@ -54,10 +55,6 @@ class RawDecoder(Decoder):
 
 class NpyDecoder(Decoder):
     """Decodes the format of `numpy.save`; refuses pickles."""
-
-    def describe(self, data: bytes, shape: Shape, dtype: str) -> tuple[Shape, str]:
-        array = self.decode(data, shape, dtype)
-        return array.shape, array.dtype.name
 
     def decode(self, data: bytes, shape: Shape, dtype: str) -> NumpyArray:
         read: Any = np.lib.format.read_array  # NumPy has no types for it

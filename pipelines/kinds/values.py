@@ -27,11 +27,8 @@ EXACT_DIGITS = 15
 
 def is_missing(value: Any) -> bool:
     # pandas' NA is no float and equals nothing, and NaT differs from itself.
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or is_nan(value)
-
-
-def is_nan(value: Any) -> bool:
-    return isinstance(value, float | np.floating) and bool(value != value)
+    is_nan = isinstance(value, float | np.floating) and bool(value != value)
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or is_nan
 
 
 def shorten(value: Any) -> str:

@@ -35,7 +35,9 @@ class ArrowReader(ShardReader):
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         names = self.stored_names
-        kept = in_place("row_pages").KeptPages() if self._has_windows(indexes) else None
+        # Of an external table, some rows of a row group are read without the others.
+        has_windows = any(self.window(index) is not None for index in indexes)
+        kept = in_place("row_pages").KeptPages() if has_windows else None
         files: OrderedDict[str, tuple[Any, Any, ExitStack]] = OrderedDict()
         try:
             for number, index in enumerate(indexes):
@@ -66,10 +68,6 @@ class ArrowReader(ShardReader):
         known = [(uri, *self._table_states[uri]) for uri in uris if uri in self._table_states]
         if (problem := changed_problem(known)) is not None:
             raise ValueError(problem)
-
-    def _has_windows(self, indexes: Iterable[int]) -> bool:
-        """Whether some rows of a row group are read without the others, as from an external table."""
-        return any(self.window(index) is not None for index in indexes)
 
     def _open(self, index: int, kept: Any) -> tuple[Any, Any, ExitStack]:
         """Returns a row group's Parquet file, a page reader (cache: `kept`), and a stack to close both."""

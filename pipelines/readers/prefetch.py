@@ -10,9 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from dataclasses import dataclass
-from typing import TypeVar
+from contextlib import closing, nullcontext
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -34,9 +33,8 @@ def closed_check() -> Callable[[], bool] | None:
     return check
 
 
-@dataclass
-class _End:
-    error: BaseException | None = None
+class _End(NamedTuple):
+    error: BaseException | None
 
 
 def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
@@ -71,20 +69,16 @@ def prefetch(source: Iterator[T], depth: int) -> Generator[T, None, None]:
 
     def run() -> None:
         _thread.closed = closed
-        last = _End()
+        last: BaseException | None = None
         try:
-            for item in source:
-                if not put(item):
-                    break
+            # Closed in this thread, because a generator cannot be closed while another thread runs it.
+            with closing(source) if isinstance(source, Generator) else nullcontext():
+                for item in source:
+                    if not put(item):
+                        break
         except BaseException as error:
-            last.error = error
-        try:
-            if isinstance(source, Generator):
-                # Closed in this thread, because a generator cannot be closed while another thread runs it.
-                source.close()
-        except BaseException as error:
-            last.error = error
-        put(last)
+            last = error
+        put(_End(last))
 
     thread = threading.Thread(target=run, name="ringspark-prefetch", daemon=True)
     thread.start()

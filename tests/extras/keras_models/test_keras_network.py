@@ -20,7 +20,7 @@ from ringspark.extras.keras_models import KerasNetwork
 from ringspark.extras.keras_models.library import import_keras
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import adapt_network
-from ringspark.models.descriptions import build_network, describe_network
+from ringspark.models.layers import build_network, describe_network
 from ringspark.models.meta_device import build_on_meta, copy_to_meta, fill
 
 keras = import_keras()
@@ -158,7 +158,7 @@ def test_another_process_builds_it_although_its_environment_names_another_backen
     (tmp_path / "network.json").write_text(json.dumps(describe_network(network)))
     code = """
 import json, os, sys, torch
-from ringspark.models.descriptions import build_network
+from ringspark.models.layers import build_network
 from ringspark.extras.keras_models.library import import_keras
 keras = import_keras()
 assert os.environ["KERAS_BACKEND"] == "jax"
