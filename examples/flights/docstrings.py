@@ -17,19 +17,16 @@ _SKIPPED = {"test", "tests", "site-packages", "dist-packages"}
 _MIN_WORDS = 5
 
 
-def frame(spark: SparkSession, packages: int = 20) -> DataFrame:
-    return spark.createDataFrame(rows(packages), "package string, text string").coalesce(2)
-
-
-def rows(packages: int = 20) -> list[tuple[str, str]]:
-    """Returns (package, docstring) of the `packages` largest packages: a fixed order, no duplicate texts."""
+def frame(spark: SparkSession, packages: int) -> DataFrame:
+    """Returns `package` and `text`: docstrings of the largest packages, in a fixed order."""
     owners: dict[str, str | None] = {}
     for package, text in _docstrings(Path(sysconfig.get_paths()["stdlib"])):
         # A text of two packages has no label.
         owners[text] = package if owners.get(text, package) == package else None
     found = [(package, text) for text, package in owners.items() if package is not None]
     largest = {name for name, _ in Counter(package for package, _ in found).most_common(packages)}
-    return [(package, text) for package, text in found if package in largest]
+    rows = [(package, text) for package, text in found if package in largest]
+    return spark.createDataFrame(rows, "package string, text string").coalesce(2)
 
 
 def _docstrings(root: Path) -> Iterator[tuple[str, str]]:

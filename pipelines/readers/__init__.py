@@ -77,16 +77,8 @@ def open_reader(
     reader_class = _reader_class(engine)
     if cache is not None and cache not in CACHES:
         raise ValueError(f"cache must be None or one of {', '.join(CACHES)}, got {cache!r}")
-    return reader_class(
-        manifest,
-        columns,
-        shard,
-        num_shards,
-        batch_size,
-        seed,
-        shuffle,
-        None if cache is None else CACHES[cache](cache_bytes, cached_row_groups),
-    )
+    kept = None if cache is None else CACHES[cache](cache_bytes, cached_row_groups)
+    return reader_class(manifest, columns, shard, num_shards, batch_size, seed, shuffle, kept)
 
 
 def _reader_class(engine: str) -> type[ShardReader]:

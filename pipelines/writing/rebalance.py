@@ -33,10 +33,7 @@ class RowRange(NamedTuple):
 
 
 def plan_even_files(
-    files: Sequence[ShardFile],
-    num_files: int | None,
-    num_bytes: int,
-    cores: Callable[[], int],
+    files: Sequence[ShardFile], num_files: int | None, num_bytes: int, cores: Callable[[], int]
 ) -> list[list[RowRange]]:
     """Returns the rows of each new file of one split, in order; empty if the files are even already.
 
