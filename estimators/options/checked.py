@@ -97,12 +97,6 @@ def parts_of(hint: Any) -> list[Part]:
     return [Part(hint, ())]
 
 
-def choices_of(hint: Any) -> tuple[Any, ...]:
-    """Returns the choices if the type is a single Literal, else ()."""
-    kinds = [part.kind for part in parts_of(hint)]
-    return get_args(kinds[0]) if len(kinds) == 1 and get_origin(kinds[0]) is Literal else ()
-
-
 def either(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
