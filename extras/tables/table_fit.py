@@ -184,19 +184,15 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:
-    if left_out := [repr(use.column) for use in uses if use.use == "left out"]:
-        warnings.warn(
-            f"left out of the table: {', '.join(left_out[:20])}; model.summary.columns says why",
-            UserWarning,
-            stacklevel=6,
-        )
-    if leaks := [repr(use.column) for use in uses if use.leaks]:
-        warnings.warn(
-            f"predicts the label almost perfectly: {', '.join(leaks[:20])}; drop the column if it is known "
-            "only after the label",
-            UserWarning,
-            stacklevel=6,
-        )
+    left_out = [use.column for use in uses if use.use == "left out"]
+    leaks = [use.column for use in uses if use.leaks]
+    for columns, problem, advice in (
+        (left_out, "left out of the table", "model.summary.columns says why"),
+        (leaks, "predicts the label almost perfectly", "drop the column if it is known only after the label"),
+    ):
+        if columns:
+            shown = ", ".join(map(repr, columns[:20]))
+            warnings.warn(f"{problem}: {shown}; {advice}", UserWarning, stacklevel=6)
 
 
 def initial_plan(model: Any, names: Sequence[str], rows: int, asked: list[str]) -> TablePlan:
