@@ -1,9 +1,7 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspark.pipelines import shuffle
 from ringspark.pipelines.shuffle import permutation
 
 
@@ -26,15 +24,3 @@ def test_every_place_is_equally_likely() -> None:
     # 500 expected, standard deviation 21.
     assert firsts.min() > 400
     assert firsts.max() < 600
-
-
-def test_the_short_way_and_the_long_way_give_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [1, 2, 100, 20_000, 65_536]
-    short = [permutation(length, 4, epoch) for length in lengths for epoch in range(5)]
-    monkeypatch.setattr(shuffle, "_RADIX_LENGTH", 0)
-    long = [permutation(length, 4, epoch) for length in lengths for epoch in range(5)]
-    assert all(np.array_equal(left, right) for left, right in zip(short, long, strict=True))
-
-
-def test_equal_upper_halves_are_noticed() -> None:
-    assert shuffle._order_by_high_bits(np.array([5 << 32, 5 << 32 | 1], dtype=np.uint64)) is None
