@@ -29,9 +29,6 @@ class RaggedRows:
     offsets: npt.NDArray[np.int64]
     parts: tuple[NumpyArray, ...]
 
-    def cut(self, start: int, stop: int) -> RaggedRows:
-        return RaggedRows(self.offsets[start : stop + 1], self.parts)
-
     def compact(self) -> RaggedRows:
         """Returns the same rows with offsets from 0, and without values that belong to no row."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
@@ -59,7 +56,9 @@ def take(rows: Rows, indexes: npt.NDArray[np.int64]) -> Rows:
 
 
 def cut(rows: Rows, start: int, stop: int) -> Rows:
-    return rows.cut(start, stop) if isinstance(rows, RaggedRows) else rows[start:stop]
+    if isinstance(rows, RaggedRows):
+        return RaggedRows(rows.offsets[start : stop + 1], rows.parts)
+    return rows[start:stop]
 
 
 def join(pieces: Sequence[Rows]) -> Rows:

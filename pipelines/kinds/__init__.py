@@ -9,10 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringspark.pipelines.kinds.array import Array as Array
-from ringspark.pipelines.kinds.base import BatchArray as BatchArray
-from ringspark.pipelines.kinds.base import Encoded as Encoded
 from ringspark.pipelines.kinds.base import Kind as Kind
-from ringspark.pipelines.kinds.binary import DECODERS as DECODERS
 from ringspark.pipelines.kinds.binary import Binary as Binary
 from ringspark.pipelines.kinds.image import Image as Image
 from ringspark.pipelines.kinds.ragged import Padded as Padded

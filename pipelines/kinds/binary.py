@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ringspark.pipelines.kinds.base import BatchArray, Encoded, Kind, Shape
 from ringspark.pipelines.kinds.image_decoding import EIGHT_BITS, convert, is_turned, pillow, read_file
@@ -160,7 +161,8 @@ class Binary(Kind):
 
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         # Statistics of the sizes are more useful than statistics of the bytes.
-        return np.diff(_offsets(arrays[0]))
+        lengths: NumpyArray = pc.binary_length(arrays[0]).to_numpy()
+        return lengths
 
     def settle(self, name: str, shapes: tuple[Shape, Shape] | None, nullable: bool) -> Self:
         return replace(self, nullable=nullable)
@@ -169,9 +171,9 @@ class Binary(Kind):
         (column,) = columns
         if column.null_count or column.type != pa.binary():
             raise ValueError(f"should hold bytes without nulls, but the data is {column.type}")
-        buffer = column.buffers()[2]
-        data = np.frombuffer(buffer, np.uint8) if buffer is not None else np.zeros(0, np.uint8)
-        return RaggedRows(_offsets(column), (data,))
+        _, bounds, data = column.buffers()
+        offsets = np.frombuffer(bounds or bytes(4), np.int32)[column.offset :][: len(column) + 1]
+        return RaggedRows(offsets.astype(np.int64), (np.frombuffer(data or b"", np.uint8),))
 
     def finish(self, name: str, rows: RaggedRows) -> dict[str, NumpyArray]:
         decoder, (data,) = DECODERS[self.decoder](), rows.parts
@@ -206,11 +208,3 @@ class Binary(Kind):
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}] from {self.decoder}"
-
-
-def _offsets(values: Any) -> NumpyArray:
-    buffer = values.buffers()[1]
-    if buffer is None:
-        return np.zeros(1, dtype=np.int64)
-    offsets = np.frombuffer(buffer, np.int32, count=values.offset + len(values) + 1)
-    return offsets[values.offset :].astype(np.int64)

@@ -126,13 +126,13 @@ class Image(Kind):
                     is_valid[row], problems[row] = False, describe_problem(data, error)
         valid = None if is_valid.all() else pa.py_buffer(np.packbits(is_valid, bitorder="little"))
         buffers = [valid, pa.py_buffer(pixels)]
-        return pa.Array.from_buffers(self._stored_type, len(values), buffers), problems
+        return pa.Array.from_buffers(self.stored("")[""], len(values), buffers), problems
 
     def encode(self, values: Any, valid: Any = None) -> Encoded:
         return Encoded([values])
 
     def stored(self, name: str) -> dict[str, Any]:
-        return {name: self._stored_type}
+        return {name: pa.binary(prod(self.shape))}
 
     def measure(self, arrays: Sequence[Any]) -> NumpyArray:
         return decode_fixed(arrays[0], "uint8", self.shape).reshape(-1)
@@ -164,10 +164,6 @@ class Image(Kind):
     @property
     def held_bytes(self) -> int:
         return prod(self.shape)
-
-    @property
-    def _stored_type(self) -> Any:
-        return pa.binary(prod(self.shape))
 
     def __str__(self) -> str:
         return f"image[{', '.join(map(str, self.shape))}]"
