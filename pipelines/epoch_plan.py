@@ -156,19 +156,14 @@ class ShardPlan:
 
     def rows(self, read: RowGroupRead) -> list[Int64Array]:
         """Returns, for each of `read.slices`, the indexes of the slice's rows within the row group."""
-        places = [self._places(read, span) for span in read.slices]
+        places = []
+        for span in read.slices:
+            offset = self.deal.streams[span.stream].start - read.sequence_start
+            places.append(self.deal.rows(span.stream, span.start, span.stop) + offset)
         if not self.plan.shuffle:
-            return [place if isinstance(place, np.ndarray) else np.r_[place] for place in places]
+            return places
         order = self.plan.row_order(read.row_group)
         return [order[place] for place in places]
-
-    def _places(self, read: RowGroupRead, span: StreamSlice) -> slice | Int64Array:
-        offset = self.deal.streams[span.stream].start - read.sequence_start
-        ends = self.deal.rows_at(span.stream, np.asarray([span.start, span.stop - 1]))
-        first, last = (ends + offset).tolist()
-        if last - first == span.stop - 1 - span.start:
-            return slice(first, last + 1)  # a view costs nothing, and most shards own whole streams
-        return self.deal.rows(span.stream, span.start, span.stop) + offset
 
     def _stream_slices(self, index: int, start_position: int) -> tuple[Int64Array, ...]:
         """Returns arrays (slot, first position, start, stop), with an entry per `StreamSlice` of a stream.
