@@ -34,7 +34,6 @@ from ringspark.pipelines.readers.blocks import (
     StreamBuffer,
     StreamRows,
     assemble,
-    order,
     pack,
     plan_packs,
     unpack,
@@ -330,7 +329,7 @@ class ShardReader(ABC):
             for read, row_group in zip(reads, row_groups, strict=True):
                 packed = pack(row_group, self._packs)
                 yield [
-                    (place, order(packed, rows, self._buffers))
+                    (place, StreamRows(packed, rows))
                     for place, rows in zip(read.slices, plan.rows(read), strict=True)
                 ]
 

@@ -1,9 +1,8 @@
 """Builds batches from shuffle streams: arranges the rows of many steps (a block) at once.
 
 A block takes its rows from the streams in a short repeating cycle of streams (see `shuffle`). All rows of a
-block at the same place of the cycle form a line. Wide rows (`WIDE_BYTES` or more) are gathered line by line,
-and transposing the lines gives the block. Narrow rows are sorted into the order of their stream when their
-row group arrives, because many small gathers are slow.
+block at the same place of the cycle form a line. The rows are gathered line by line from their row groups;
+transposing the lines gives the block.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from ringspark.pipelines.rows import NumpyArray, RaggedRows, Rows, join, take
 
 RowGroup = dict[str, Rows]
 
-WIDE_BYTES = 64
-"""Smallest size of a wide row. Wide rows stay in the array of their row group until they go into a batch."""
-
 PACKED_COLUMNS = 32
 """Smallest number of scalar columns of one dtype that are shuffled as one matrix.
 
@@ -43,8 +39,7 @@ _KEPT_ARRAYS = 256  # a stream may hold two row groups, and a block uses every s
 class StreamRows(NamedTuple):
     """Rows of a row group that belong to one stream.
 
-    Columns with short rows (below `WIDE_BYTES`, of equal length) hold exactly these rows. All other columns
-    hold the whole row group, and `rows` are the indexes into the row group.
+    `columns` hold the whole row group, and `rows` are the indexes into the row group.
     """
 
     columns: RowGroup
@@ -125,14 +120,6 @@ class Buffers:
                 self._kept.clear()
 
 
-def order(row_group: RowGroup, rows: npt.NDArray[np.int64], buffers: Buffers) -> StreamRows:
-    columns = dict(row_group)
-    for name, values in row_group.items():
-        if not isinstance(values, RaggedRows) and not _is_wide(values):
-            columns[name] = _take(values, rows, buffers.empty(f"piece of {name}", len(rows), values))
-    return StreamRows(columns, rows)
-
-
 class StreamBuffer:
     def __init__(self) -> None:
         self._pieces: deque[tuple[int, StreamRows]] = deque()  # first local row, the rows from there on
@@ -185,21 +172,9 @@ def assemble(
             block[name] = _gather_ragged(name, lines, num_rows)
             continue
         table = buffers.empty(f"block of {name}", -(-num_rows // step) * step, like)
-        if _is_wide(like):
-            _gather(name, lines, table, buffers)
-        else:
-            _copy(name, lines, table)
+        _gather(name, lines, table, buffers)
         block[name] = table[:num_rows]
     return block
-
-
-def _is_wide(rows: NumpyArray) -> bool:
-    return rows.dtype.itemsize * prod(rows.shape[1:]) >= WIDE_BYTES
-
-
-def _take(values: NumpyArray, rows: npt.NDArray[np.int64], out: NumpyArray) -> NumpyArray:
-    # With the default mode, NumPy buffers the rows first, so that an error leaves `out` unchanged.
-    return np.take(values, rows, axis=0, out=out, mode="clip")
 
 
 def _places(stream_cycle: npt.NDArray[np.int64], stream: int, start: int, num_rows: int) -> list[int]:
@@ -216,26 +191,18 @@ def _deal(parts: Sequence[_Part], places: Sequence[int], lines: list[list[_Part]
 
 
 def _gather(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray, buffers: Buffers) -> None:
-    """Gathers a column of wide rows into `block`, line by line (see the module)."""
+    """Gathers a column into `block`, line by line (see the module)."""
     step, height = len(lines), len(block) // len(lines)
     table = block if step == 1 else buffers.empty(f"lines of {name}", len(block), block)
     for place, parts in enumerate(lines):
         done = place * height
         for piece, span in parts:
-            rows = piece.rows[span]
-            _take(cast("NumpyArray", piece.columns[name]), rows, table[done : done + len(rows)])
+            rows, values = piece.rows[span], cast("NumpyArray", piece.columns[name])
+            # With the default mode, NumPy buffers the rows first, so that an error leaves `out` unchanged.
+            np.take(values, rows, axis=0, out=table[done : done + len(rows)], mode="clip")
             done += len(rows)
     if step > 1:
         block.reshape(height, step, -1)[:] = table.reshape(step, height, -1).swapaxes(0, 1)
-
-
-def _copy(name: str, lines: Sequence[Sequence[_Part]], block: NumpyArray) -> None:
-    for place, parts in enumerate(lines):
-        line, done = block[place :: len(lines)], 0
-        for piece, span in parts:
-            rows = cast("NumpyArray", piece.columns[name])[span]
-            line[done : done + len(rows)] = rows
-            done += len(rows)
 
 
 def _gather_ragged(name: str, lines: Sequence[Sequence[_Part]], num_rows: int) -> Rows:

@@ -14,7 +14,6 @@ from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 from ringspark.pipelines.kinds import Array, Image, Scalar, Vector
 from ringspark.pipelines.kinds.strings import HashBuckets, Vocabulary
 from ringspark.pipelines.readers.base import block_steps
-from ringspark.pipelines.readers.blocks import WIDE_BYTES
 
 # Column types whose rows all take `row_bytes` and `held_bytes`; rows of other types may be almost empty.
 DENSE = (Scalar, Array, Vector, Vocabulary, HashBuckets, Image)
@@ -46,7 +45,6 @@ def rows_in_flight(
     widths = [column.kind.row_bytes for column in columns]
     dense = [c.kind for c in columns if isinstance(c.kind, DENSE)]
     row_bytes, held_bytes = sum(kind.row_bytes for kind in dense), sum(kind.held_bytes for kind in dense)
-    wide_bytes = sum(kind.held_bytes for kind in dense if kind.held_bytes >= WIDE_BYTES)
     plan = plan_epoch(
         row_groups, num_shards=num_shards, batch_size=batch_size, epoch=0, seed=0, shuffle=shuffle
     )
@@ -70,8 +68,8 @@ def rows_in_flight(
         if start < stop:
             own += deal.count(index, stop) - deal.count(index, start)
             slots.add(slot)
-    whole = int(row_groups[plan.group_order[list(slots)]].sum())
-    held = own * (held_bytes - wide_bytes) + whole * wide_bytes
+    # A row group stays in memory until its last row is in a block.
+    held = int(row_groups[plan.group_order[list(slots)]].sum()) * held_bytes
     block_rows = block_steps(widths, num_shards, batch_size) * batch_size // num_shards
     blocks = min(own_rows, _BLOCKS * block_rows)
     # Rows in blocks no longer wait.
