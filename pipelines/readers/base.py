@@ -29,7 +29,6 @@ from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, 
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import (
-    Buffers,
     RowGroup,
     StreamBuffer,
     StreamRows,
@@ -99,7 +98,6 @@ class ShardReader(ABC):
         self._kinds = {column.name: column.kind for column in self.columns}
         self._packs = plan_packs(self._kinds)
         self._checked_files: set[str] = set()
-        self._buffers = Buffers()
         self._row_groups = manifest.row_groups
         self._located = manifest.locate()
         self._windows: dict[str, tuple[Window, ...]] = {}
@@ -126,7 +124,7 @@ class ShardReader(ABC):
         """Releases the reader's memory. The reader cannot be used afterwards."""
         if self.cache is not None:
             self.cache.close()
-        self.cache, self._buffers = None, Buffers()
+        self.cache = None
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """Yields the shard's batches of an epoch, one per step from `start_step` on. A thread reads ahead.
@@ -283,12 +281,9 @@ class ShardReader(ABC):
         return row_group
 
     def _batches(self, plan: ShardPlan, start_step: int) -> Iterator[Batch]:
-        try:
-            with closing(prefetch(self._blocks(plan, start_step), _PREFETCHED_BLOCKS)) as blocks:
-                for block in blocks:
-                    yield from block
-        finally:
-            self._buffers.trim()
+        with closing(prefetch(self._blocks(plan, start_step), _PREFETCHED_BLOCKS)) as blocks:
+            for block in blocks:
+                yield from block
 
     def _blocks(self, plan: ShardPlan, start_step: int) -> Iterator[list[Batch]]:
         reads = plan.reads(start_step)
@@ -314,9 +309,7 @@ class ShardReader(ABC):
                     for place, rows in next(row_groups):
                         streams[place.stream].add(place.start, rows)
                 bounds = plan.bounds(first, last)
-                block = assemble(
-                    streams, cycle, bounds[0], bounds[-1], pack(empty, self._packs), self._buffers
-                )
+                block = assemble(streams, cycle, bounds[0], bounds[-1], pack(empty, self._packs))
                 yield [
                     self._finish(block, start - bounds[0], stop - bounds[0])
                     for start, stop in pairwise(bounds)
