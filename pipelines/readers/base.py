@@ -2,8 +2,7 @@
 
 An engine yields row groups as Arrow tables, and this module makes the batches of `plan_epoch` from them, so
 all engines return the same bytes. The batches of many steps (a block) are built at once, because one large
-gather is several times as fast as many small ones. Reading, permuting and building each run ahead in a
-thread.
+gather is several times as fast as many small ones. Reading and building each run ahead in a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.epoch_plan import EpochPlan, RowGroupReads, ShardPlan, StreamSlice, plan_epoch
+from ringspark.pipelines.epoch_plan import EpochPlan, ShardPlan, plan_epoch
 from ringspark.pipelines.kinds.base import one_chunk
 from ringspark.pipelines.manifest import ShardManifest
 from ringspark.pipelines.readers.blocks import (
@@ -52,7 +51,7 @@ _BLOCK_ROWS = 98_304
 _BLOCK_COLUMN_BYTES = 3 << 20
 _BLOCK_BYTES = 8 << 20
 _PREFETCHED_BLOCKS = 2
-_PREFETCHED_ROW_GROUPS = 2
+_PREFETCHED_TABLES = 2
 # External tables may have tiny row groups, which pass from thread to thread in bundles.
 _BUNDLE_BYTES = 256 << 10
 
@@ -170,9 +169,8 @@ class ShardReader(ABC):
         with ExitStack() as stack:
             tables = self._tables(missing)
             if missing and not self.reads_ahead:
-                tables = prefetch_bundles(
-                    tables, _PREFETCHED_ROW_GROUPS, lambda table: table.num_rows, self._bundle_rows()
-                )
+                rows = _BUNDLE_BYTES // sum(self._widths())
+                tables = prefetch_bundles(tables, _PREFETCHED_TABLES, lambda table: table.num_rows, rows)
             stack.enter_context(closing(tables))
             for index in indexes:
                 if index in cached:
@@ -295,35 +293,21 @@ class ShardReader(ABC):
             name: kind.decode([pa.array([], data_type) for data_type in kind.stored(name).values()])
             for name, kind in self._kinds.items()
         }
-        pieces = prefetch_bundles(
-            self._pieces(plan, reads),
-            _PREFETCHED_ROW_GROUPS,
-            lambda parts: sum(len(part.rows) for _, part in parts),
-            self._bundle_rows(),
-        )
-        with closing(pieces) as row_groups:
+        with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
+            needed = zip(reads, row_groups, strict=True)
             for first in range(start_step, num_steps, steps):
                 last = min(first + steps, num_steps)
                 while waiting and waiting[0] < last:
                     waiting.popleft()
-                    for place, rows in next(row_groups):
-                        streams[place.stream].add(place.start, rows)
+                    read, row_group = next(needed)
+                    packed = pack(row_group, self._packs)
+                    for place, rows in zip(read.slices, plan.rows(read), strict=True):
+                        streams[place.stream].add(place.start, StreamRows(packed, rows))
                 bounds = plan.bounds(first, last)
                 block = assemble(streams, cycle, bounds[0], bounds[-1], pack(empty, self._packs))
                 yield [
                     self._finish(block, start - bounds[0], stop - bounds[0])
                     for start, stop in pairwise(bounds)
-                ]
-
-    def _pieces(
-        self, plan: ShardPlan, reads: RowGroupReads
-    ) -> Generator[list[tuple[StreamSlice, StreamRows]], None, None]:
-        with closing(self.read_row_groups(reads.row_groups.tolist())) as row_groups:  # type: ignore[type-var]
-            for read, row_group in zip(reads, row_groups, strict=True):
-                packed = pack(row_group, self._packs)
-                yield [
-                    (place, StreamRows(packed, rows))
-                    for place, rows in zip(read.slices, plan.rows(read), strict=True)
                 ]
 
     def _finish(self, block: RowGroup, start: int, stop: int) -> Batch:
@@ -332,9 +316,6 @@ class ShardReader(ABC):
         for name, kind in self._kinds.items():
             batch.update(kind.finish(name, rows[name]))
         return batch
-
-    def _bundle_rows(self) -> int:
-        return _BUNDLE_BYTES // sum(self._widths())
 
     def _widths(self) -> list[int]:
         return [max(1, math.ceil(self.manifest.mean_row_bytes(column))) for column in self.columns]
