@@ -35,6 +35,7 @@ from ringspark.pipelines.typed_json import record, versioned
 
 FORMAT_VERSION = 3
 _DIGEST_BLOCK = 1 << 20
+_DATALOADER = "ringspark.extras.dataloader"
 MANIFEST_NAME = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -209,7 +210,7 @@ class ShardManifest:
 
         `ringspark.extras.dataloader.to_dataloader` describes the options.
         """
-        return import_module("ringspark.extras.dataloader").to_dataloader(self, batch_size, **options)
+        return import_module(_DATALOADER).to_dataloader(self, batch_size, **options)
 
     def locate(self) -> tuple[tuple[ShardFile, int], ...]:
         """Returns, for every index into `row_groups`, the file and the number of the group within it."""
