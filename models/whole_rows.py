@@ -78,19 +78,6 @@ def read(known: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | No
     return (known.to(x.device) if known.shape[0] == x.shape[0] else None), known.shape[1]
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-) -> torch.Tensor:
-    """Computes scaled dot-product attention of (batch, heads, seq, head_dim) tensors.
-
-    `mask` is (batch, 1, 1, seq) booleans, False for keys to ignore. If `causal` is True, a query also ignores
-    later keys.
-    """
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal
-    )
+# Takes (batch, heads, seq, head_dim) queries, keys and values, the mask (batch, 1, 1, seq), False for keys to
+# ignore, the dropout, and whether a query also ignores later keys.
+attend = F.scaled_dot_product_attention
