@@ -140,8 +140,9 @@ def adapter_product(
     layer: Any, x: torch.Tensor, between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 ) -> torch.Tensor:
     """Returns the adapter's output; a sharded layer communicates `between` its two matrices."""
+    scale: float = layer._lora_scale
     seen = F.dropout(x, layer._lora_dropout, layer.training)
-    return F.linear(between(F.linear(seen, layer.lora_A)), layer.lora_B) * layer._lora_scale
+    return F.linear(between(F.linear(seen, layer.lora_A)), layer.lora_B) * scale
 
 
 def find_adapters(module: nn.Module) -> dict[str, Any]:

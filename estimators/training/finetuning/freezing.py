@@ -141,17 +141,17 @@ def _run_both_ways(module: nn.Module, run: Callable[[], Tensors]) -> tuple[Tenso
         with fork_generators():
             for layer in layers.values():
                 # The product is about as large as the layer's own weight.
-                layer.lora_B.normal_(std=1 / layer._lora_scale)  # type: ignore[operator, arg-type]
+                layer.lora_B.normal_(std=1 / layer._lora_scale)
             unmerged, state = run_seeded(), merged_state(module)
             for name, layer in layers.items():
                 layer.weight.data = state[f"{name}.weight".lstrip(".")]
-                layer.lora_B.zero_()  # type: ignore[operator]
+                layer.lora_B.zero_()
             return unmerged, run_seeded()
     finally:
         hook.remove()
         for layer in layers.values():
             layer.weight.data = first[id(layer)]
-            layer.lora_B.zero_()  # type: ignore[operator]
+            layer.lora_B.zero_()
 
 
 def _random_inputs(_: nn.Module, inputs: Tensors) -> Tensors:
