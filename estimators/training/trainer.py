@@ -163,7 +163,7 @@ class Trainer:
                 self._status.phase = f"training, epoch {epoch + 1}, step {step + 1}"
                 train_state.rates.set(state.step)
                 global_rows = plan.global_rows(step)
-                with self._observed.overlap.step(step, reader.num_steps):
+                with self._observed.step(step, reader.num_steps):
                     if train_state.own_step is None:
                         self._train_step(batch, global_rows, step + 1)
                     else:

@@ -143,7 +143,7 @@ class RankTimeline(Timeline):
             if self._open is not None:
                 self._end(self._open)
 
-    def span(self, kind: StepKind) -> AbstractContextManager[None]:
+    def _span(self, kind: StepKind) -> AbstractContextManager[None]:
         step = self._open
         if step is None:
             return _NOTHING

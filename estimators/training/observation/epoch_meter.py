@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import EpochCost
-from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap
+from ringspark.estimators.training.observation.overlap import StepOverlap
 
 RAPL_FOLDER = Path("/sys/class/powercap")
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")
@@ -141,7 +141,7 @@ class EpochMeter:
         *,
         precision: str,
         is_compiled: bool = False,
-        overlap: Overlap = NO_OVERLAP,
+        overlap: StepOverlap | None = None,
         ranks_per_copy: int = 1,
     ) -> None:
         self._world = world
@@ -166,7 +166,8 @@ class EpochMeter:
     def begin(self, *, is_whole: bool) -> None:
         self._bytes_before = self._world.bytes_sent if is_whole else None
         self._joules_before = self._joules() if is_whole else None
-        self._overlap.begin()
+        if self._overlap is not None:
+            self._overlap.begin()
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         return batches if self._energy is None else self._read_energy_between(batches)
@@ -180,7 +181,7 @@ class EpochMeter:
         if used is not None and self._joules_before is not None:
             energy = round(1000 * (used - self._joules_before))
         sent = self._bytes_before
-        found = None if sent is None else self._overlap.read()
+        found = None if sent is None or self._overlap is None else self._overlap.read()
         mine = [
             _UNKNOWN if sent is None else self._world.bytes_sent - sent,
             energy,

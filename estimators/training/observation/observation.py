@@ -6,6 +6,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.observation.background_file import BackgroundFile
 from ringspark.estimators.training.observation.epoch_meter import EpochMeter
-from ringspark.estimators.training.observation.overlap import NO_OVERLAP, Overlap, StepOverlap
-from ringspark.estimators.training.observation.timeline import NO_TIMELINE, Timeline
+from ringspark.estimators.training.observation.overlap import StepOverlap
+from ringspark.estimators.training.observation.timeline import Timeline
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepLog
 from ringspark.pipelines import storage
 
 _log = logging.getLogger(__name__)
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Profiler:
@@ -96,8 +99,8 @@ class Observation:
 
     losses: StepLog
     meter: EpochMeter
-    timeline: Timeline = NO_TIMELINE
-    overlap: Overlap = NO_OVERLAP
+    timeline: Timeline
+    overlap: StepOverlap | None = None
     profiler: Profiler | None = None
 
     @classmethod
@@ -105,13 +108,12 @@ class Observation:
         cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
     ) -> Observation:
         made = (each.make_timeline(config, mesh, device) for each in techniques_of(config))
-        timeline: Timeline = first_made(made) or NO_TIMELINE
-        overlap: Overlap = NO_OVERLAP
+        timeline: Timeline = first_made(made) or Timeline()
+        overlap = None
         # A GPU continues to compute after the host's call returns, so the overlap is unknown.
         if mesh.world.size > 1 and device.type == "cpu":
             is_pipeline = mesh.sizes.get("pipeline", 1) > 1
             overlap = StepOverlap(mesh.world, timeline, is_pipeline=is_pipeline)
-            timeline = overlap.timeline
         profiler = None
         if config.profile_steps is not None and mesh.writes:
             profiler = Profiler(config.run_uri, *config.profile_steps, device)
@@ -135,6 +137,10 @@ class Observation:
         if self.profiler is not None:
             batches = self.profiler.steps(batches, state)
         return self.meter.steps(batches)
+
+    def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
+        """Returns a context for step `number`, from 0, of the epoch's `num_steps`."""
+        return _NOTHING if self.overlap is None else self.overlap.step(number, num_steps)
 
     def __enter__(self) -> Observation:
         return self

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
-from ringspark.estimators.collectives.operation_times import OperationTime
+from ringspark.estimators.collectives.operation_times import Interval, OperationTime
 from ringspark.estimators.training.callbacks import TrainingState
 from ringspark.estimators.training.feed import Batch
 
 StepKind = Literal["read", "transform", "forward", "backward", "exchange", "step"]
 RareKind = Literal["checkpoint", "validation"]
+COMPUTING: frozenset[StepKind] = frozenset(("forward", "backward", "step"))
 
 # One object for all calls: a step that is not recorded makes none.
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -31,7 +32,13 @@ def now_ns() -> int:
 
 
 class Timeline:
-    """Receives the spans of the training loop. This class records nothing, and makes no object per step."""
+    """Receives the spans of the training loop. This class records nothing, and makes no object per step.
+
+    Attributes:
+        computing: List that gets the times of computation; None while they are not needed.
+    """
+
+    computing: list[Interval] | None = None
 
     @property
     def is_recording(self) -> bool:
@@ -43,6 +50,12 @@ class Timeline:
 
     def span(self, kind: StepKind) -> AbstractContextManager[None]:
         """Returns a context for a part of a step."""
+        span = self._span(kind)
+        if self.computing is None or kind not in COMPUTING:
+            return span
+        return _record_span(span, self.computing)
+
+    def _span(self, kind: StepKind) -> AbstractContextManager[None]:
         return _NOTHING
 
     def rare_span(self, kind: RareKind, state: TrainingState) -> AbstractContextManager[None]:
@@ -57,3 +70,11 @@ class Timeline:
 
 
 NO_TIMELINE = Timeline()
+
+
+@contextmanager
+def _record_span(span: AbstractContextManager[None], computing: list[Interval]) -> Iterator[None]:
+    with span:
+        begin = now_ns()
+        yield
+        computing.append((begin, now_ns()))

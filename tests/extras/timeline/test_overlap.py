@@ -25,7 +25,7 @@ from ringspark.estimators.collectives.operation_times import OperationTime
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.observation import overlap as intervals
-from ringspark.estimators.training.observation.timeline import NO_TIMELINE, now_ns
+from ringspark.estimators.training.observation.timeline import Timeline, now_ns
 from ringspark.extras.timeline.trace import chrome_trace, load_spans, make_slices, time_shares
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
@@ -41,27 +41,27 @@ def manifest(make_shards: Any) -> ShardManifest:
     return make_shards(columns_of(803))
 
 
-INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+INTERVAL = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))
 
 
 def _points(some: list[tuple[int, int]]) -> set[int]:
     return {point for begin, end in some for point in range(begin, end)}
 
 
-@given(INTERVALS, INTERVALS)
-def test_sets_of_intervals_are_sets_of_points(left: Any, right: list[tuple[int, int]]) -> None:
-    one, other = intervals.union(left), intervals.union(right)
-    for joined in (one, other):
-        assert all(begin < end for begin, end in joined)
-        assert all(before[1] < after[0] for before, after in pairwise(joined))
-    assert _points(one) == _points(left)
-    found, expected = intervals.difference(one, other), _points(left) - _points(right)
-    assert _points(found) == expected
-    assert intervals.length(found) == len(expected)
-
-
 def _operation(begin: int, end: int, *blocked: tuple[int, int]) -> OperationTime:
     return OperationTime(name="sum", ready_ns=begin, begin_ns=begin, end_ns=end, blocked=blocked)
+
+
+OPERATIONS = st.lists(st.tuples(INTERVAL, st.lists(INTERVAL, max_size=2)), max_size=6)
+
+
+@given(OPERATIONS, st.lists(INTERVAL, max_size=8))
+def test_sets_of_intervals_are_sets_of_points(sums: Any, computing: list[tuple[int, int]]) -> None:
+    operations = [_operation(*own, *blocked) for own, blocked in sums]
+    hidden, total = intervals.hidden_and_total(operations, computing)
+    communicated = _points([own for own, _ in sums])
+    waited = _points([interval for _, blocked in sums for interval in blocked])
+    assert (hidden, total) == (len(communicated & _points(computing) - waited), len(communicated))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_measured_steps_are_spread_over_an_epoch_a_short_one_has_one(num_steps: 
     for in_every_step, sees_all in ((True, True), (False, True), (True, False)):
         operations = (collective := LocalCollective()).operations
         operations.in_every_step, operations.sees_all = in_every_step, sees_all
-        overlap = intervals.StepOverlap(collective, NO_TIMELINE)
+        overlap = intervals.StepOverlap(collective, Timeline())
         for number in range(num_steps):
             with overlap.step(number, num_steps):
                 pass
