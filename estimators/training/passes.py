@@ -1,13 +1,14 @@
-"""Forward and backward passes of a step."""
+"""Forward and backward passes of a step, and a technique's own step in place of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import backward_errors
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
@@ -15,21 +16,21 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
+from ringspark.models.generators import Tensors
+from ringspark.pipelines.epoch_plan import EpochPlan
 
 Counting = Callable[[Batch], AbstractContextManager[None]]
 # Gets the number of a micro-batch, their count, and its rows.
 Measure = Callable[[int, int, int], None]
 
 
-class Passes(Protocol):
-    """Forward and backward passes of one rank; every rank makes the same calls.
-
-    Attributes:
-        steps_in_flight: Number of steps whose gradients are still in flight; each `drain` accumulates one.
-    """
+class Passes:
+    """Forward and backward passes of one rank; every rank makes the same calls."""
 
     @property
-    def steps_in_flight(self) -> int: ...
+    def steps_in_flight(self) -> int:
+        """Number of steps whose gradients are still in flight; each `drain` accumulates one."""
+        return 0
 
     def train(
         self,
@@ -47,6 +48,7 @@ class Passes(Protocol):
         Each micro-batch has at least one row. A rank without rows gives no micro-batches, but `inputs` with
         the right shapes and dtypes.
         """
+        raise NotImplementedError
 
     def drain(self) -> None:
         """Accumulates the gradients of one of the `steps_in_flight`; the caller then steps the optimizer."""
@@ -56,18 +58,18 @@ class Passes(Protocol):
 
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         """Returns a list with the result of one micro-batch, computed without gradients."""
+        raise NotImplementedError
 
     def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
         """Takes part in the evaluation of a micro-batch without rows on this rank."""
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the `values` of a rank that computes the losses. Runs on every rank."""
+        return values
 
 
-class WholePasses:
+class WholePasses(Passes):
     """Passes over the rows of a rank that has all layers, or a shard of each."""
-
-    steps_in_flight = 0
 
     def __init__(
         self,
@@ -108,12 +110,6 @@ class WholePasses:
                 self._complete_gradients()
         return results
 
-    def drain(self) -> None:
-        """Does nothing: no gradients are in flight."""
-
-    def settle(self) -> None:
-        """Does nothing: no parameters are shared with other ranks."""
-
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         network = self._sync.network
         return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
@@ -122,9 +118,6 @@ class WholePasses:
         with backward_errors():
             self._sync.forward_without_rows(inputs)
 
-    def share(self, values: dict[str, float]) -> dict[str, float]:
-        return values
-
 
 class Stages(Protocol):
     """This rank's stages of a pipeline."""
@@ -132,3 +125,35 @@ class Stages(Protocol):
     layers: Any
 
     def make_passes(self, recipe: Recipe, sync: GradientSync, mesh: RankMesh) -> Passes: ...
+
+
+class OwnStep(Protocol):
+    """A technique's own step, which replaces the trainer's forward pass, loss and optimizer step.
+
+    It runs once per step on every rank, also on a rank without rows, and makes the same collective calls
+    there.
+    """
+
+    def train(
+        self, batch: Batch, plan: EpochPlan, step: int, number: int, epoch: int
+    ) -> MicroBatchOutput | None:
+        """Runs one training step, which may step the optimizer several times. Runs on every rank.
+
+        Returns None if fp16 overflowed.
+
+        Args:
+            step: Step within the epoch, from 0.
+            number: Step within the training, from 0.
+        """
+
+    def evaluate(
+        self, batch: Batch, plan: EpochPlan, step: int, epoch: int, *, keeps_outputs: bool
+    ) -> MicroBatchOutput:
+        """Computes the losses of held-out rows, without optimizer steps. Runs on every rank."""
+
+    def take(self, split: str, data: Collective) -> dict[str, float]:
+        """Returns the means of an epoch's logged values over the ranks of `data`, and resets them."""
+
+    def state(self) -> Tensors: ...
+
+    def load(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None: ...

@@ -26,8 +26,7 @@ from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.objective.sums import Sums
 from ringspark.estimators.training.observation.observation import Observation
 from ringspark.estimators.training.optimizers.schedules import LearningRates
-from ringspark.estimators.training.own_step import OwnStep
-from ringspark.estimators.training.passes import Passes, Stages, WholePasses
+from ringspark.estimators.training.passes import OwnStep, Passes, Stages, WholePasses
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe

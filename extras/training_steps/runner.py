@@ -41,7 +41,7 @@ _STATE = "logged/"
 
 
 class StepRunner:
-    """Implements `estimators.training.own_step.OwnStep`."""
+    """Implements `estimators.training.passes.OwnStep`."""
 
     def __init__(
         self,

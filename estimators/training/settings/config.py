@@ -96,7 +96,7 @@ class UserObjects:
         transform_in_prediction: Prepares the inputs of validation and of prediction.
         optimizer: `optimizer(parameters) -> torch.optim.Optimizer`; with `training_step`, it gets the module
             and may return a dict of optimizers by name.
-        training_step: `training_step(step)`, see `own_step`.
+        training_step: `training_step(step)`, see `OwnStep`.
         lr_schedule: `lr_schedule(step, num_steps) -> factor` on the learning rate, or
             `lr_schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler`.
         callbacks: See `callbacks.Callback`.

@@ -15,6 +15,7 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
+from ringspark.estimators.training.passes import Passes
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.step import Recipe, compute_losses, scale_loss, sum_layer_losses
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses
@@ -22,7 +23,7 @@ from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
 
 
-class PipelinedPasses:
+class PipelinedPasses(Passes):
     """Passes of a rank with some pipeline stages; the rank with the last layers has the losses."""
 
     def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: RankMesh) -> None:
