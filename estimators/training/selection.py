@@ -1,19 +1,21 @@
-"""Finds the best epoch by one entry of the history; all ranks see the same numbers and decide the same."""
+"""Chooses the best epoch, and members of an ensemble; all ranks see the same numbers and decide the same."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from ringspark.estimators import run_layout
+from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.callbacks import Callback, TrainingState
 from ringspark.estimators.training.checkpoint.weights import save_together
+from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.phase import Status
@@ -78,6 +80,14 @@ class TimeBudget(Callback):
     def on_epoch_end(self, state: TrainingState) -> None:
         if state.step < state.num_steps and self._elapsed() + state.history[-1].seconds > self._seconds:
             state.stop(f"timeBudgetSeconds={self._seconds:g} left no time for another epoch")
+
+
+@runtime_checkable
+class Pack(Protocol):
+    """A network that is an ensemble of small networks, its members; see `TabPack`."""
+
+    def choose_on(self, batches: Iterable[Batch], data: Collective, *, is_classes: bool) -> None:
+        """Chooses the same members on all ranks of `data`, by held-out rows. Runs on every rank."""
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from ringspark.estimators.training.batch_transforms import prepare_inputs
 from ringspark.estimators.training.checkpoint.resume import Recovery
 from ringspark.estimators.training.feed import Batch, move_batches
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress
-from ringspark.estimators.training.member_choice import MemberChoice
 from ringspark.estimators.training.non_finite import NonFiniteStep, RollBackError, raise_first_bad
 from ringspark.estimators.training.objective.sums import MicroBatchOutput, Sums
 from ringspark.estimators.training.phase import Status
+from ringspark.estimators.training.selection import Pack
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import global_weights
 from ringspark.estimators.training.step_log import StepRecord
@@ -59,7 +59,10 @@ class Trainer:
         self._scaler, self._first_bad = train_state.scaler, train_state.first_bad
         self._observed, self._timeline = train_state.observation, train_state.observation.timeline
         self._guards = config.on_non_finite != "stop"
-        self._members = MemberChoice.of(train_state.sync.network, config, mesh)
+        network = train_state.sync.network
+        # An ensemble needs an equal replica on every rank to choose its members.
+        is_whole = not config.cuts_network and config.sync.sharding == "none" and config.is_in_step
+        self._pack = network if isinstance(network, Pack) and is_whole else None
         # The ranks that synchronize in every step; None if each rank steps at its own pace.
         self._together = mesh.data if self._sync.in_step else None
 
@@ -381,8 +384,9 @@ class Trainer:
         self._share_buffers()
         network.eval()
         with train_state.average.in_place(), torch.no_grad():
-            if self._members is not None:
-                self._members.choose(self._held_out(reader))
+            if self._pack is not None:
+                is_classes = self._config.task == "classification"
+                self._pack.choose_on(self._held_out(reader), self._mesh.data, is_classes=is_classes)
             plan = reader.plan(0)
             for step, batch in enumerate(self._held_out(reader)):
                 if (own := train_state.own_step) is not None:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.member_choice import Pack
 from ringspark.estimators.training.objective.criterion import Criterion
 from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.precision import LossScaler
+from ringspark.estimators.training.selection import Pack
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step import Recipe, forward
 

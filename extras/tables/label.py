@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, NumericType, StringType, StructField
 
-from ringspark.estimators.training.member_choice import IGNORED
+from ringspark.extras.tables.tabm import IGNORED
 from ringspark.pipelines.columns import quote
 
 _MAX_CLASSES = 1_000

@@ -18,6 +18,8 @@ from ringspark.models.checks import check_dropout, check_sizes
 
 # Embeddings of rare categories start small, so that they do not drown the numbers in noise.
 RARE_FROM, RARE_STD, STD = 40, 0.05, 0.3
+# Class of rows that torch's cross entropy leaves out.
+IGNORED = -100
 
 
 class NumberBins(nn.Module):

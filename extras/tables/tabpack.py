@@ -1,6 +1,6 @@
 """TabPack: a pack of networks for a table that train side by side, each with its own hyperparameters.
 
-The members share nothing. After each epoch the training calls `choose_members`: every member keeps its best
+The members share nothing. After each epoch the training calls `choose_on`: every member keeps its best
 weights so far, and members that together predict held-out rows best weigh more in the mean, as in "TabPack"
 (2026) and in Caruana et al. 2004, "Ensemble Selection from Libraries of Models". Numbers go through
 piecewise-linear embeddings (Gorishniy, Rubachev and Babenko 2022, "On Embeddings for Numerical Features in
@@ -8,14 +8,20 @@ Tabular Deep Learning").
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from ringspark.extras.tables.tabm import RARE_FROM, RARE_STD, STD, NumberBins, TableNetwork
+from ringspark.extras.tables.tabm import IGNORED, RARE_FROM, RARE_STD, STD, NumberBins, TableNetwork
 from ringspark.models.checks import check_dropout, check_sizes
+
+if TYPE_CHECKING:
+    from ringspark.estimators.collectives import Collective
+    from ringspark.estimators.training.feed import Batch
 
 # A member with much dropout underfits clean labels, one with little overfits noisy ones; a slow one suits few
 # rows.
@@ -208,6 +214,31 @@ class TabPack(TableNetwork):
         for module in packed:
             module.is_live = False
         return torch.cat(found)
+
+    @torch.no_grad()
+    def choose_on(self, batches: "Iterable[Batch]", data: "Collective", *, is_classes: bool) -> None:
+        """Chooses members by squared errors of values, or of class probabilities (Brier). Runs on every rank.
+
+        `batches` has this rank's held-out rows; `data` are the ranks with the other held-out rows.
+        """
+        assert isinstance(self.shares, torch.Tensor)
+        members = len(self.shares)
+        # A rank without rows takes part, too.
+        sums = torch.zeros(2 * members, 2 * members, dtype=torch.float64, device=self.shares.device)
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            found = self.candidates(*batch.inputs).double()
+            label = batch.labels[0].reshape(len(batch.labels[0]), -1)
+            weight = torch.ones_like(label[:, 0]) if batch.weight is None else batch.weight
+            if is_classes:
+                weight = weight * (label[:, 0] != IGNORED)
+                wanted = functional.one_hot(label[:, 0].long().clamp_min(0), found.shape[2]).double()
+            else:
+                wanted = (label.double() - self.center) / self.scale
+            errors = found - wanted
+            sums += torch.einsum("cbo,dbo->cd", errors * weight.double()[None, :, None], errors)
+        self.choose_members(data.all_reduce(sums))
 
     @torch.no_grad()
     def choose_members(self, products: torch.Tensor) -> None:

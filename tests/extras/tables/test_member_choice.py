@@ -6,9 +6,7 @@ import torch
 from small_training import epoch_record
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
-from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.member_choice import MemberChoice
 from ringspark.estimators.training.selection import calibrated
 from ringspark.extras.tables.tabpack import TabPack
 
@@ -28,7 +26,7 @@ def batch(labels: list[int], weights: list[float] | None = None) -> Batch:
 
 def shares(*batches: Batch) -> Any:
     net = pack()
-    MemberChoice(net, RankMesh.of(LocalCollective(), {}), "classification").choose(batches)
+    net.choose_on(batches, LocalCollective(), is_classes=True)
     return net.shares
 
 
