@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
 
 import psutil
 import torch
@@ -23,9 +24,10 @@ import torch
 from ringspark.estimators import run_layout
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest, storage
+from ringspark.pipelines.column_stats import ColumnStats
+from ringspark.pipelines.manifest import SPLITS
 from ringspark.pipelines.typed_json import JsonText
 
 _log = logging.getLogger(__name__)
@@ -63,6 +65,53 @@ class Environment(JsonText):
     """All starts of a run, in order."""
 
     starts: tuple[GangStart, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitFacts:
+    rows: int
+    files: int
+    num_bytes: int
+    row_groups: int
+    group_rows: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts(JsonText):
+    """Facts about a run's data, kept when the shards are deleted: the manifest without its list of files.
+
+    `columns` has the name, the column type and Spark's type of each column.
+    """
+
+    uri: str
+    columns: tuple[tuple[str, str, str], ...]
+    splits: dict[str, SplitFacts]
+    stats: dict[str, dict[str, ColumnStats]]
+    skipped_rows: int
+    is_table: bool = False
+
+    @classmethod
+    def of(cls, manifest: ShardManifest) -> DataFacts:
+        found = {split: manifest.select(split) for split in SPLITS}
+        return cls(
+            uri=manifest.uri,
+            columns=tuple((column.name, str(column.kind), column.source) for column in manifest.columns),
+            splits={split: _sizes(view) for split, view in found.items() if view.files},
+            stats={split: dict(columns) for split, columns in manifest.stats.items()},
+            skipped_rows=manifest.skipped_rows,
+            is_table=manifest.table is not None,
+        )
+
+
+def _sizes(view: ShardManifest) -> SplitFacts:
+    groups = view.row_groups
+    return SplitFacts(
+        rows=view.num_rows,
+        files=len(view.files),
+        num_bytes=sum(file.num_bytes for file in view.files),
+        row_groups=len(groups),
+        group_rows=(min(groups), median(groups), max(groups)) if groups else (),
+    )
 
 
 def record_start(

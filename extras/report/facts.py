@@ -12,9 +12,8 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.techniques import FUNCTIONS
-from ringspark.estimators.training.data_facts import DataFacts
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress, read_history, read_progress
-from ringspark.estimators.training.run_environment import Environment
+from ringspark.estimators.training.run_environment import DataFacts, Environment
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepRecord, read_steps
 from ringspark.estimators.training.worker import FinishedRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringspark.estimators.training.data_facts import DataFacts
+from ringspark.estimators.training.run_environment import DataFacts
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.report.content import Block, Facts, Section, Table, Text, shorten, show
 from ringspark.pipelines.column_use import ColumnUse
@@ -52,12 +52,12 @@ def _columns(data: DataFacts) -> Table:
         found = [stats[name] for stats in data.stats.values() if name in stats]
         return sum(s.nulls + s.nans + s.infs for s in found)
 
-    ordered = sorted(data.columns, key=lambda column: -bad(column.name))
+    ordered = sorted(data.columns, key=lambda column: -bad(column[0]))
     shown = ordered[:MOST_COLUMNS]
     rows = []
     for column in shown:
-        first = [shorten(text) for text in (column.name, column.kind, column.source)]
-        found = [(split, stats[column.name]) for split, stats in data.stats.items() if column.name in stats]
+        first, name = [shorten(text) for text in column], column[0]
+        found = [(split, stats[name]) for split, stats in data.stats.items() if name in stats]
         if not found:
             rows.append([*first, *[""] * 7])
         for split, s in found:
