@@ -82,18 +82,25 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
     return torch.stack(values).mean() if values else torch.tensor(nan)
 
 
-class Temperature:
-    """The divisor of the logits with the smallest log loss, with torchmetrics' protocol.
+class Formula:
+    """A metric with the part of torchmetrics' protocol that `MetricSet` calls."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.metric_state: dict[str, torch.Tensor] = {}
+
+
+class Temperature(Formula):
+    """The divisor of the logits with the smallest log loss.
 
     It sums the log losses of a grid of divisors, from 1/8 to 8, and fits a parabola around the smallest.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._logs = torch.linspace(-3, 3, 61, dtype=torch.float64) * math.log(2)
-        self.reset()
-
-    def reset(self) -> None:
-        self.metric_state: dict[str, torch.Tensor] = {}
 
     def update(self, logits: torch.Tensor, label: torch.Tensor) -> None:
         sums = [
@@ -117,26 +124,14 @@ class Temperature:
             shift = (before - after) / (2 * max(before - 2 * at + after, 1e-300))
         return (self._logs[best] + step * max(-0.5, min(0.5, shift))).exp()
 
-    def to(self, device: torch.device) -> Temperature:
-        return self
 
-    def set_dtype(self, dtype: torch.dtype) -> Temperature:
-        return self
-
-
-class R2:
-    """Coefficient of determination, averaged over the outputs, with torchmetrics' protocol.
+class R2(Formula):
+    """Coefficient of determination, averaged over the outputs.
 
     Merges means and squared deviations (Chan, Golub and LeVeque 1979); the sums of squares of torchmetrics
     lose all digits for targets far from zero. Constant targets score 0, or 1 if predicted exactly, as in
     scikit-learn.
     """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.metric_state: dict[str, torch.Tensor] = {}
 
     def update(self, values: torch.Tensor, label: torch.Tensor) -> None:
         values, label = values.reshape(len(values), -1), label.reshape(len(label), -1)  # (batch, outputs)
@@ -171,9 +166,3 @@ class R2:
             return torch.tensor(nan)
         constant = (residual == 0).to(residual.dtype)
         return torch.where(deviation > 0, 1 - residual / deviation, constant).mean()
-
-    def to(self, device: torch.device) -> R2:
-        return self
-
-    def set_dtype(self, dtype: torch.dtype) -> R2:
-        return self

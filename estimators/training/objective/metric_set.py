@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.training.objective.metric_formulas import add_counts, class_counts
+from ringspark.estimators.training.objective.metric_formulas import Formula, add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
 from ringspark.estimators.training.objective.own_metrics import to_number
 from ringspark.estimators.training.objective.own_states import OwnState, make_own_state, set_states
@@ -60,8 +60,9 @@ class MetricSet:
     def _make(self, name: str, device: torch.device) -> Any:
         if name in self._own:
             return make_own_state(*self._own[name], device)
+        metric = METRICS[name].make(self._num_classes)
         # torchmetrics' `to` does not change dtypes.
-        return METRICS[name].make(self._num_classes).to(device).set_dtype(self._dtype)
+        return metric if isinstance(metric, Formula) else metric.to(device).set_dtype(self._dtype)
 
     @torch.no_grad()
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
