@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -62,20 +61,6 @@ SCHEDULES: dict[str, Schedule] = {
 def warm_up_factor(step: int, warmup_steps: int) -> float:
     """Rises linearly from above 0 in step 0 to 1 in step `warmup_steps`, then stays 1."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
-
-
-def add_warmup(schedule: Schedule, warmup_steps: int, rise: Callable[[int], float] | None = None) -> Schedule:
-    """Returns a schedule with a warm-up before it; `schedule` runs over the remaining steps to its own end.
-
-    `rise` maps every step, also after the warm-up, to a factor on the schedule; None for a linear rise.
-    """
-    if rise is None:
-        rise = partial(warm_up_factor, warmup_steps=warmup_steps)
-
-    def warmed(step: int, num_steps: int) -> float:
-        return rise(step) * schedule(max(0, step - warmup_steps), max(1, num_steps - warmup_steps))
-
-    return warmed
 
 
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
@@ -297,7 +282,12 @@ def make_rates(
 
     if isinstance(spec, str):
         check_name("lrSchedule", spec, SCHEDULES)
-        spec = SCHEDULES[spec]
     elif takes_optimizer(spec):
         return SchedulerRates(spec, optimizer, delay, rise)
-    return LearningRates(add_warmup(spec, delay, rise), optimizer, num_steps, is_endless=spec is _constant)
+    schedule: Schedule = SCHEDULES[spec] if isinstance(spec, str) else spec
+
+    def planned(step: int, num_steps: int) -> float:
+        # The schedule runs over the steps after the warm-up to its own end.
+        return rise(step) * schedule(max(0, step - delay), max(1, num_steps - delay))
+
+    return LearningRates(planned, optimizer, num_steps, is_endless=schedule is _constant)
