@@ -87,16 +87,11 @@ def copy_checkpoint(source: str, target: str, step: int) -> None:
             shutil.copyfileobj(file, copy, tensor_file.BLOCK_BYTES)
 
 
-def remove_unfinished(root: str, step: int) -> None:
-    """Removes the folder of `step` and all incomplete checkpoints."""
+def remove_unfinished(root: str, step: int | None = None) -> None:
+    """Removes all incomplete checkpoints, and the folder of `step`."""
     for found in list_steps(root):
         if found == step or not is_committed(root, found):
             _remove(root, found)
-
-
-def remove_unfinished_one(root: str, step: int) -> None:
-    if not is_committed(root, step):
-        _remove(root, step)
 
 
 def keep_newest(root: str, step: int, number: int) -> None:

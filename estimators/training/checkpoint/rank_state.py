@@ -20,7 +20,6 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes, num_bytes
-from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.attributes import read_attributes, write_attributes
@@ -47,23 +46,22 @@ class RankState:
         # First, because a strategy may finish a synchronization for it, which changes the network.
         exchange = {f"exchange/{name}": tensor for name, tensor in train_state.sync.rank_state().items()}
         tensors, plain = get_generator_state(train_state.device)
+        network, held = train_state.sync.network, train_state.sync.held()
+        before = train_state.attributes
+        # A shared weight is listed under all its names, because a pipeline stage may use another one.
+        named = list(network.named_parameters(remove_duplicate=False))
         result = {f"random/{name}": tensor for name, tensor in tensors.items()}
-        for name, part in _buffer_parts(train_state.sync.network):
+        for name, part in _buffer_parts(network):
             result[f"buffers/{name}"] = part.to("cpu", copy=True).contiguous()
         values = {
             "random": plain,
             "callbacks": train_state.callbacks.state_dicts(),
             "stop_reason": train_state.state.stop_reason,
             "logged": {name: [*noted] for name, noted in train_state.state._logged.items()},
-            # A shared weight is listed under all its names, because a pipeline stage may use another one.
-            "frozen": [
-                name
-                for name, parameter in train_state.sync.network.named_parameters(remove_duplicate=False)
-                if not parameter.requires_grad
-            ],
+            "frozen": [name for name, parameter in named if not parameter.requires_grad],
             # A layer that was thawed and is frozen again still has its state in the optimizer.
-            "held": _names_held(train_state.sync),
-            "attributes": _changed_attributes(train_state),
+            "held": [name for name, parameter in named if parameter in held],
+            "attributes": {n: v for n, v in read_attributes(network).items() if before.get(n) != v},
             "num_steps": train_state.state.num_steps,
             "mesh": dict(mesh.sizes),
             "counts": mesh.replica.rank == 0,
@@ -73,16 +71,6 @@ class RankState:
         noise = {} if train_state.noise is None else train_state.noise.state()
         logged = {} if train_state.own_step is None else train_state.own_step.state()
         return cls(tensors=exchange | result | noise | logged | train_state.sums.state(), values=values)
-
-
-def _names_held(sync: GradientSync) -> list[str]:
-    held = sync.held()
-    return [name for name, p in sync.network.named_parameters(remove_duplicate=False) if p in held]
-
-
-def _changed_attributes(train_state: TrainState) -> dict[str, Any]:
-    before, after = train_state.attributes, read_attributes(train_state.sync.network)
-    return {name: value for name, value in after.items() if before.get(name) != value}
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,9 +179,7 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
 
 def restore_strategy(train_state: TrainState, states: Sequence[RankState], mesh: RankMesh) -> bool:
     """Restores the strategy's own state, such as residuals; returns whether the mesh is the same."""
-    # Checkpoints from before meshes: all ranks read different rows.
-    before = states[0].values.get("mesh", {"data": len(states)})
-    is_same = _drop_ones(before) == _drop_ones(mesh.sizes)
+    is_same = _drop_ones(states[0].values["mesh"]) == _drop_ones(mesh.sizes)
     # Lazily, because a rank's state may hold all weights.
     exchange = [_map_under(state.tensors, "exchange/") for state in states]
     train_state.sync.load_rank_states(exchange, is_same=is_same)
@@ -211,15 +197,14 @@ def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _restore_same(train_state: TrainState, own: RankState) -> None:
     _fill_buffers(train_state.sync.network, tensors_under(own.tensors, "buffers"))
-    changed = own.values.get("attributes", {})
-    write_attributes(train_state.sync.network, changed, train_state.device)
+    write_attributes(train_state.sync.network, own.values["attributes"], train_state.device)
     train_state.sums.load(own.tensors)
     if train_state.noise is not None:
         train_state.noise.load([own.tensors])
     if train_state.own_step is not None:
         train_state.own_step.load([own.tensors])
     train_state.callbacks.load_state_dicts(own.values["callbacks"])
-    train_state.state._logged = own.values.get("logged", {})  # checkpoints from before `log` have none
+    train_state.state._logged = own.values["logged"]
     _restore_stop(train_state, own.values["stop_reason"], own)
     # Last, because restoring the rest may use random numbers.
     set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], train_state.device)
@@ -232,11 +217,11 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
     _fill_buffers(train_state.sync.network, _map_under(LazyMapping(buffers), "buffers/"))
     changed: dict[str, Any] = {}
     for state in reversed(states):
-        changed |= state.values.get("attributes", {})
+        changed |= state.values["attributes"]
     write_attributes(train_state.sync.network, changed, train_state.device)
     # The ranks of one replica have the same rows and the same sums.
-    counting = [s.tensors for s in states if s.values.get("layers", s.values.get("counts", True))]
-    states = [state for state in states if state.values.get("counts", True)]
+    counting = [state.tensors for state in states if state.values["layers"]]
+    states = [state for state in states if state.values["counts"]]
     # The first rank takes the sums of the epoch so far, because the ranks that made them no longer exist.
     tensors, takes_all = [state.tensors for state in states], data_rank == 0
     train_state.sums.load_all(tensors, takes_all=takes_all, counting=counting)
@@ -253,9 +238,7 @@ def _restore_other(train_state: TrainState, states: Sequence[RankState], data_ra
 def _restore_stop(train_state: TrainState, reason: str | None, saved: RankState) -> None:
     state = train_state.state
     # An epoch ended the training early, and now the run gets more epochs: its callbacks decide again.
-    is_over = (
-        train_state.step_in_epoch == 0 and saved.values.get("num_steps", state.num_steps) < state.num_steps
-    )
+    is_over = train_state.step_in_epoch == 0 and saved.values["num_steps"] < state.num_steps
     state.stop_reason = None if is_over else reason
 
 

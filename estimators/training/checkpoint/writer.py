@@ -12,12 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ringspark.estimators.training.checkpoint.folders import (
-    keep_newest,
-    remove_unfinished,
-    remove_unfinished_one,
-    step_uri,
-)
+from ringspark.estimators.training.checkpoint.folders import keep_newest, remove_unfinished, step_uri
 from ringspark.estimators.training.checkpoint.shards import ShardError, report_shard
 from ringspark.estimators.training.checkpoint.snapshot import Snapshot, write_shard, write_snapshot
 from ringspark.estimators.training.checkpoint.weights import CheckpointInfo
@@ -41,12 +36,10 @@ class BackgroundWriter:
     `is_mute` is True if this rank could neither write its last shard nor report the failure.
     """
 
-    def __init__(
-        self, root: str, keep: int, on_commit: Callable[[CheckpointInfo], None] = lambda info: None
-    ) -> None:
+    def __init__(self, root: str, keep: int) -> None:
         self._root = root
         self._keep = keep
-        self.on_commit = on_commit
+        self.on_commit: Callable[[CheckpointInfo], None] = lambda info: None
         self._thread: threading.Thread | None = None
         self._abandoned = threading.Event()
         self._hopeless = ""
@@ -126,7 +119,7 @@ class BackgroundWriter:
             if not isinstance(error, _AbandonedError):
                 self.note(step, f"{type(error).__name__}: {error}")
             with suppress(Exception):
-                remove_unfinished_one(self._root, step)
+                remove_unfinished(self._root)
             return
         try:
             keep_newest(self._root, step, self._keep)
