@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -138,7 +139,7 @@ class TrainingProgress(JsonText):
     seconds: float
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Writes the run directory on rank 0. A training does not fail if the store refuses these files."""
 
     def __init__(self, run_uri: str, writes: bool) -> None:
@@ -147,9 +148,6 @@ class RunLog:
         self._last_progress = 0.0
         self._progress = BackgroundFile(storage.join(run_uri, run_layout.PROGRESS), "position")
         self.history: list[EpochRecord] = []
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         # The folder may be removed after this.

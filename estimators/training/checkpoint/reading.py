@@ -56,12 +56,6 @@ def read_record(uri: str) -> Record:
     return record
 
 
-def has_average(uri: str) -> bool:
-    """Whether the checkpoint in folder `uri` holds a moving average of the weights."""
-    record = read_record(uri)
-    return _name_shards(AVERAGE, record)[0] in record.files
-
-
 def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     """Checks each file's size and SHA-256, and that no shard is missing; returns the checkpoint's record."""
     _refuse_links(uri, (RECORD, COMMIT))
@@ -145,7 +139,8 @@ def load_training_state(
     """Loads weights, average and optimizer state from the folder `uri`. Runs on every rank.
 
     Returns the record, and the state of each rank that wrote the checkpoint. Calls `tick` during a download.
-    `is_new`: Whether a new training starts from this state; it then freezes its own layers.
+    `is_new`: Whether a new training starts from this state. It then freezes its own layers, and a checkpoint
+    without an average starts one from its weights.
     """
     record = read_record(uri)
     layout = layout_of(sync.network)
@@ -161,9 +156,12 @@ def load_training_state(
             average.add_new()
         for name, parameter in named:
             parameter.requires_grad_(name not in frozen)
+    averages = _name_shards(AVERAGE, record)
     takes_average = average is not None and bool(average.values)
-    # A training that keeps an average needs one in the checkpoint.
-    for name in {*_list_files(uri, record), *(_name_shards(AVERAGE, record) if takes_average else ())}:
+    if is_new and averages[0] not in record.files:
+        takes_average = False
+    # A resumed training that keeps an average needs one in the checkpoint.
+    for name in {*_list_files(uri, record), *(averages if takes_average else ())}:
         _check_size(uri, name, record)
     with _open_shards(uri, OPTIMIZER, record, tick) as tensors:
         # One tensor at a time, because a rank needs only its own shard.
@@ -177,6 +175,8 @@ def load_training_state(
         with _open_shards(uri, AVERAGE, record, tick) as averaged:
             values = dict(averaged) if layout is None else layout.shard_parameters(averaged)
             average.load(values, is_new=is_new)
+    elif average is not None:
+        average.restart()
     with local_file(uri, RANKS, tick) as path:
         file = StreamedFile(path)
 

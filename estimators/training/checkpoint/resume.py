@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from ringspark.estimators.training.checkpoint.rank_state import (
     restore_strategy,
 )
 from ringspark.estimators.training.checkpoint.rank_zero import RankZeroSection
-from ringspark.estimators.training.checkpoint.reading import has_average, load_training_state, read_record
+from ringspark.estimators.training.checkpoint.reading import load_training_state, read_record
 from ringspark.estimators.training.checkpoint.record import Position
 from ringspark.estimators.training.checkpoint.snapshot import take_snapshot
 from ringspark.estimators.training.checkpoint.writer import BackgroundWriter
@@ -161,7 +161,7 @@ class CheckpointSchedule:
         return self._stride
 
 
-class Recovery:
+class Recovery(AbstractContextManager["Recovery"]):
     """Writes the checkpoints of a training and resumes it from them. One per rank."""
 
     def __init__(self, config: TrainConfig, mesh: RankMesh, status: Status) -> None:
@@ -178,9 +178,6 @@ class Recovery:
         self._rolled_to: int | None = None
         self.resumed_steps: tuple[int, ...] = ()
         self.non_finite: list[NonFiniteStep] = []
-
-    def __enter__(self) -> Recovery:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:
@@ -262,11 +259,9 @@ class Recovery:
         if uri is None:
             return
         self._status.phase = "loading the training state of the initial model"
-        # A model without an average starts one from its weights.
-        average = train_state.average if has_average(uri) else None
-        record, ranks = load_training_state(uri, train_state.sync, self._status.tick, average, is_new=True)
-        if average is None:
-            train_state.average.restart()
+        record, ranks = load_training_state(
+            uri, train_state.sync, self._status.tick, train_state.average, is_new=True
+        )
         restore_strategy(train_state, ranks, self._mesh)
         position = record.position
         if position.scaler:

@@ -94,7 +94,7 @@ class Profiler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
+class Observation(AbstractContextManager["Observation"]):
     """The observers of one rank's steps; a context manager that writes their files at its end."""
 
     losses: StepLog
@@ -141,9 +141,6 @@ class Observation:
     def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
         """Returns a context for step `number`, from 0, of the epoch's `num_steps`."""
         return _NOTHING if self.overlap is None else self.overlap.step(number, num_steps)
-
-    def __enter__(self) -> Observation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.profiler is not None:
