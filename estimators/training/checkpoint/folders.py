@@ -15,7 +15,6 @@ from collections.abc import Callable
 from ringspark.estimators import run_layout
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.reading import verify
-from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.weights import COMMIT, replacing
 from ringspark.pipelines import storage
 from ringspark.pipelines.folder_removal import remove_folder
@@ -44,8 +43,8 @@ def is_committed(root: str, step: int) -> bool:
     return storage.exists(storage.join(step_uri(root, step), COMMIT))
 
 
-def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> tuple[int, Record] | None:
-    """Returns step and record of the newest undamaged checkpoint, or None. Runs on rank 0.
+def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> int | None:
+    """Returns the step of the newest undamaged checkpoint, or None. Runs on rank 0.
 
     Resuming from an older checkpoint would remove a newer one. So this function raises OtherFormatError if a
     newer checkpoint has the format of another version, and OSError if it cannot be read at present.
@@ -57,7 +56,8 @@ def find_newest_good(root: str, progress: Callable[[], None] = lambda: None) -> 
             continue
         try:
             if is_committed(root, step):
-                return step, verify(uri, progress)
+                verify(uri, progress)
+                return step
         except OtherFormatError:
             raise
         except (ValueError, OSError) as error:

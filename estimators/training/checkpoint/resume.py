@@ -388,12 +388,10 @@ class Recovery(AbstractContextManager["Recovery"]):
         return is_over
 
     def _find_newest(self) -> int | None:
-        answer = torch.full((1,), -1, dtype=torch.int64)
+        answer = torch.tensor([-1])
         section = RankZeroSection(self._mesh, self._status.tick)
-        if self._mesh.writes:
-            found = find_newest_good(self._root, section.progress)
-            if found is not None:
-                answer[0] = found[0]
+        if self._mesh.writes and (step := find_newest_good(self._root, section.progress)) is not None:
+            answer[0] = step
         section.end()
         self._mesh.world.broadcast([answer])
         return int(answer) if int(answer) >= 0 else None

@@ -73,7 +73,6 @@ class Snapshot:
     contents: dict[str, dict[str, torch.Tensor]]
     ranks: GatheredRanks
     record: Record
-    num_tensors: int
     shard: CheckpointShard = field(default_factory=CheckpointShard)
 
 
@@ -91,7 +90,6 @@ def take_snapshot(
     """
     ranks = ranks or GatheredRanks()
     weights = sync.network.state_dict()
-    num_tensors = len(weights)
     if (layout := layout_of(sync.network)) is not None:
         state = sync.optimizer_state()
         return _take_shard(sync, layout, state, weights, position, ranks, progress, average)
@@ -125,7 +123,7 @@ def take_snapshot(
         return None
     record = replace(_make_record(sync, position, values, ranks), num_parts=num_parts)
     shard = CheckpointShard(part, num_parts)
-    return Snapshot(contents=copies, ranks=ranks, record=record, num_tensors=num_tensors, shard=shard)
+    return Snapshot(contents=copies, ranks=ranks, record=record, shard=shard)
 
 
 def _take_shard(
@@ -168,7 +166,6 @@ def _take_shard(
         contents=copies,
         ranks=ranks,
         record=record,
-        num_tensors=pieces[WEIGHTS].total,
         shard=CheckpointShard(mesh.checkpoint_part, mesh.num_checkpoint_parts),
     )
 
@@ -250,7 +247,6 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
         epoch=position.epoch,
         step=position.step,
         num_bytes=sum(files[name].bytes for name in names[WEIGHTS]),
-        num_tensors=snapshot.num_tensors,
         training_sha256=hashlib.sha256(text).hexdigest(),
     )
     commit_checkpoint(uri, info)
