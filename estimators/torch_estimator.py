@@ -223,7 +223,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                 last = run.last_config() or config
             model = self._trained_model(spark, run, fit, training, finished)
             # Also cleans a finished run whose earlier driver died before this line.
-            run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.is_replayable)
+            run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.certify)
             watcher.end(RunEnd(status="finished", model=model))
         return model
 

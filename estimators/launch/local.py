@@ -57,7 +57,7 @@ def train_here(config: TrainConfig, objects: UserObjects | None = None, device: 
     write_note(config.run_uri, run_layout.RESULT, FinishedRun(result=result).to_json())
     for technique in techniques_of(config):
         technique.finish(config.run_uri)
-    if not config.is_replayable:
+    if not config.certify:
         # The training is over, so nobody will resume from the checkpoints.
         remove_folder(checkpoints_uri(config.run_uri), run_layout.PARTS)
     return result

@@ -76,7 +76,7 @@ class Trainer:
             self._recovery.load(self._train_state)
         else:
             self._recovery.load_initial(self._train_state)
-            if self._config.on_non_finite == "rollback" or self._config.is_replayable:
+            if self._config.on_non_finite == "rollback" or self._config.certify:
                 self._save()  # the first step may have to be rolled back, or is to be proved
         is_over = False
         while not is_over:
@@ -212,7 +212,7 @@ class Trainer:
         """
         config, steps, step = self._config, self._train_state.steps, self._state.step
         # A replay has no clock, and ranks that step on their own do not wait here.
-        if config.time_budget_seconds is None or config.is_replayable or self._together is None:
+        if config.time_budget_seconds is None or config.certify or self._together is None:
             return
         left = config.time_budget_seconds - (self._recovery.seconds if epochs else 0.0)
         more = max(1, int(min(left / seconds, config.epochs - epochs)))

@@ -97,7 +97,7 @@ class CheckpointSchedule:
         self._steps = config.checkpoint_every_steps
         self._epochs = config.checkpoint_every_epochs
         self._seconds = config.checkpoint_every_seconds
-        if self._seconds is None and config.is_replayable:
+        if self._seconds is None and config.certify:
             self._seconds = _KEPT_SECONDS
         self._in_step = config.is_in_step
         self._mesh = mesh
@@ -170,7 +170,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.schedule = CheckpointSchedule(config, mesh, status=status)
         self._writer: BackgroundWriter | None = None
         if self.schedule.is_enabled and mesh.checkpoint_part is not None:
-            keep = sys.maxsize if config.is_replayable else config.keep_checkpoints
+            keep = sys.maxsize if config.certify else config.keep_checkpoints
             self._writer = BackgroundWriter(self._root, keep)
         self._recorder: Any = None
         self._start = time.monotonic()

@@ -75,16 +75,15 @@ class LayerCounts:
     def load_all(self, states: Sequence[torch.Tensor], takes_all: bool) -> None:
         """On the first stage, sums all ranks' checkpointed counts if `takes_all`; else starts at zero."""
         first = self._stages is None or self._stages.rank == 0
-        self.load(torch.stack(list(states)).sum(0) if states and takes_all and first else None)
+        self.load(states if takes_all and first else ())
 
-    def load(self, state: torch.Tensor | None) -> None:
-        """Restores a result of `state`; None starts from zero. Raises ValueError for another network."""
-        if state is None:
-            self._totals.zero_()
-            return
-        if state.shape != self._totals.shape:
-            raise ValueError(
-                f"the checkpoint has {len(state)} counts of layers, this network has {len(self._totals)}; "
-                "give runUri a new folder"
-            )
-        self._totals.copy_(state)
+    def load(self, states: Sequence[torch.Tensor]) -> None:
+        """Starts from the sum of results of `state`. Raises ValueError for another network."""
+        self._totals.zero_()
+        for state in states:
+            if state.shape != self._totals.shape:
+                raise ValueError(
+                    f"the checkpoint has {len(state)} counts of layers, this network has "
+                    f"{len(self._totals)}; give runUri a new folder"
+                )
+            self._totals.add_(state.to(self._totals.device))

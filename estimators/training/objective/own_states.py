@@ -111,7 +111,7 @@ class Reduced(OwnState):
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric.clone().to(device)
         # With torch.distributed as the collective, the metric itself would synchronize.
-        self._metric.distributed_available_fn = _never
+        self._metric.distributed_available_fn = lambda: False
         self._rules: dict[str, Any] = self._metric._reductions
         self.reset()
 
@@ -161,10 +161,6 @@ def set_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
         )
     for key, state in states.items():
         setattr(metric, key, state)
-
-
-def _never() -> bool:
-    return False
 
 
 def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

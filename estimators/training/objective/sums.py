@@ -128,7 +128,7 @@ class Sums:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores a result of `state`; raises ValueError for other heads or metrics."""
         self._load_losses(state["totals"])
-        self._counts.load(state.get("counts"))
+        self._counts.load([state["counts"]] if "counts" in state else ())
         for index, metric_set in enumerate(self._metrics):
             metric_set.load_states(group_by_number(tensors_under(state, f"metrics/{index}")))
 

@@ -170,7 +170,13 @@ class EpochMeter:
             self._overlap.begin()
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        return batches if self._energy is None else self._read_energy_between(batches)
+        """Yields the batches, and reads the energy counter often enough between them."""
+        last = time.monotonic()
+        for batch in batches:
+            yield batch
+            if time.monotonic() - last > _ENERGY_SECONDS:
+                last = time.monotonic()
+                self._joules()
 
     def counting(self, batch: Batch) -> AbstractContextManager[None]:
         return self._count(batch) if self._counts_next else _NOTHING
@@ -231,14 +237,6 @@ class EpochMeter:
             except Exception:
                 self._energy = None
         return None
-
-    def _read_energy_between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        last = time.monotonic()
-        for batch in batches:
-            yield batch
-            if time.monotonic() - last > _ENERGY_SECONDS:
-                last = time.monotonic()
-                self._joules()
 
 
 def _sum(values: Iterable[int]) -> int | None:

@@ -118,11 +118,6 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
         return self.privacy is not None
 
     @property
-    def is_replayable(self) -> bool:
-        """Whether the run keeps what is needed to train any interval of it again, bit for bit."""
-        return self.certify
-
-    @property
     def start_weights(self) -> Pretrained | None:
         """Weights that replace the network's own initial weights."""
         return self.pretrained if self.initial_weights is None else Pretrained(uri=self.initial_weights)
