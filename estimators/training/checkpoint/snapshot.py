@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -30,7 +30,7 @@ import torch
 
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.layout import ModelLayout, layout_of
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import (
     OptimizerState,
@@ -88,98 +88,60 @@ def take_snapshot(
 
     Rank 0 raises FloatingPointError if a trained weight is not finite. `mesh` of None means one rank.
     """
-    ranks = ranks or GatheredRanks()
-    weights = sync.network.state_dict()
-    if (layout := layout_of(sync.network)) is not None:
-        state = sync.optimizer_state()
-        return _take_shard(sync, layout, state, weights, position, ranks, progress, average)
+    network, weights, layout = sync.network, sync.network.state_dict(), layout_of(sync.network)
+    mesh = mesh if layout is None else layout.mesh
     part, num_parts = (0, 1) if mesh is None else (mesh.checkpoint_part, mesh.num_checkpoint_parts)
-    # Each rank gathers and keeps some parameters, so no rank ever has all of them. Buffers are rank 0's.
-    parts = deal_parameters(sync.network, num_parts)
-    root_of = partial(_part_of, parts)
-    state = sync.optimizer_state(root_of)
-    values = {
-        name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
-        for name, own in state.items()
-    }
-    gathered = _state_tensors(state)
-    del state  # each gathered tensor is freed after its copy
-    copies: dict[str, dict[str, torch.Tensor]] = {}
-    bad = None
-    if part is not None:
-        files = {WEIGHTS: weights, OPTIMIZER: gathered} | ({AVERAGE: dict(average)} if average else {})
-        copies = {
-            kind: _copy_all(tensors, progress, lambda name: root_of(name) == part, root_of)
-            for kind, tensors in files.items()
+    ranks = ranks or GatheredRanks()
+    root_of: RootOf = first_rank
+    if layout is None:
+        # Each rank gathers and keeps some parameters, so no rank ever has all of them. Buffers are rank 0's.
+        root_of = partial(_part_of, deal_parameters(network, num_parts))
+        state = sync.optimizer_state(root_of)
+        values = {
+            name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
+            for name, own in state.items()
         }
-        trained = {name for name, parameter in sync.network.named_parameters() if parameter.requires_grad}
-        bad = _find_not_finite(copies[WEIGHTS], trained)
-    if mesh is not None and num_parts > 1:
+        trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    else:
+        state = sync.optimizer_state()
+        values, trained = layout.gather_values(state), set(layout.trained)
+        state = {layout.full_name(name): own for name, own in state.items()}
+        if average is not None:
+            average = {layout.full_name(name): tensor for name, tensor in average.items()}
+    contents = {WEIGHTS: weights, OPTIMIZER: _state_tensors(state)}
+    del state  # each gathered tensor is freed after its copy
+    if average is not None:
+        # Even if it is empty here, as in a stage whose parameters are all frozen.
+        contents[AVERAGE] = dict(average)
+    shares = {} if layout is None else {kind: layout.plan_checkpoint(own) for kind, own in contents.items()}
+    copies: dict[str, dict[str, torch.Tensor]] = {}
+    # If this rank's shards are sharded once more, the ranks of that sharding run this together.
+    for kind, tensors in contents.items() if part is not None or layout is not None else ():
+        kept = shares[kind].names if shares else {name for name in tensors if root_of(name) == part}
+        copies[kind] = _copy_all(tensors, progress, kept, root_of)
+    bad = _find_not_finite(copies.get(WEIGHTS, {}), trained)
+    if mesh is not None and (num_parts > 1 or layout is not None):
         texts = gather_bytes(mesh.world, (bad or "").encode(), to_all=False)
         bad = next((text.decode() for text in texts if text), None)
     if bad is not None:
-        raise _not_finite_error(bad, position)
+        raise FloatingPointError(
+            f"weights {bad!r} are not finite after step {position.step}; lower learningRate, set "
+            "maxGradNorm, or set onNonFinite='skip'"
+        )
     if part is None:
         return None
-    record = replace(_make_record(sync, position, values, ranks), num_parts=num_parts)
-    shard = CheckpointShard(part, num_parts)
-    return Snapshot(contents=copies, ranks=ranks, record=record, shard=shard)
-
-
-def _take_shard(
-    sync: GradientSync,
-    layout: ModelLayout,
-    state: OptimizerState,
-    weights: Mapping[str, torch.Tensor],
-    position: Position,
-    ranks: GatheredRanks,
-    progress: Callable[[], None],
-    average: Mapping[str, torch.Tensor] | None,
-) -> Snapshot | None:
-    """Copies this rank's shard of a network; sends only metadata to other ranks."""
-    mesh = layout.mesh
-    values = layout.gather_values(state)
-    kept = {layout.full_name(name): own for name, own in state.items()}
-    contents: dict[str, Mapping[str, torch.Tensor]] = {WEIGHTS: weights, OPTIMIZER: _state_tensors(kept)}
-    if average is not None:
-        # Even if it is empty here, as in a stage whose parameters are all frozen.
-        contents[AVERAGE] = {layout.full_name(name): tensor for name, tensor in average.items()}
-    pieces = {name: layout.plan_checkpoint(tensors) for name, tensors in contents.items()}
-    # If this rank's tensors are sharded once more, the ranks of that sharding run this together.
-    copies = {
-        name: _copy_all(dict(tensors), progress, pieces[name].names.__contains__)
-        for name, tensors in contents.items()
-    }
-    bad = _find_not_finite(copies[WEIGHTS], set(layout.trained)) or ""
-    found = [text.decode() for text in gather_bytes(mesh.world, bad.encode(), to_all=False)]
-    if any(found):
-        raise _not_finite_error(next(filter(None, found)), position)
-    if mesh.checkpoint_part is None:
-        return None
-    record = _make_record(sync, position, values, ranks)
-    if mesh.num_checkpoint_parts > 1:
-        spreads = {name: found.spreads for name, found in pieces.items()}
-        record = replace(record, num_parts=mesh.num_checkpoint_parts, spreads=spreads)
-    if AVERAGE in pieces and not pieces[AVERAGE].total:
+    if AVERAGE in shares and not shares[AVERAGE].total:
         del copies[AVERAGE]
-    return Snapshot(
-        contents=copies,
-        ranks=ranks,
-        record=record,
-        shard=CheckpointShard(mesh.checkpoint_part, mesh.num_checkpoint_parts),
-    )
-
-
-def _make_record(
-    sync: GradientSync, position: Position, values: dict[str, dict[str, Any]], ranks: GatheredRanks
-) -> Record:
-    return Record(
+    record = Record(
         position=position,
         optimizer=type(sync.optimizer).__name__,
         optimizer_values=values,
         optimizer_groups=[group_values(group) for group in sync.optimizer.param_groups],
         ranks=list(ranks.values),
+        num_parts=num_parts,
+        spreads={kind: share.spreads for kind, share in shares.items()},
     )
+    return Snapshot(contents=copies, ranks=ranks, record=record, shard=CheckpointShard(part, num_parts))
 
 
 def _state_tensors(state: OptimizerState) -> dict[str, torch.Tensor]:
@@ -199,23 +161,13 @@ def _find_not_finite(copies: Mapping[str, torch.Tensor], trained: set[str]) -> s
     return None
 
 
-def _not_finite_error(name: str, position: Position) -> FloatingPointError:
-    return FloatingPointError(
-        f"weights {name!r} are not finite after step {position.step}; lower learningRate, set maxGradNorm, "
-        "or set onNonFinite='skip'"
-    )
-
-
 def _part_of(parts: Mapping[str, int], name: str) -> int:
     """Returns the part that holds a tensor: `name` is a parameter, a buffer or "<parameter>/<state key>"."""
     return parts[name] if name in parts else parts.get(name.rpartition("/")[0], 0)
 
 
 def _copy_all(
-    tensors: dict[str, torch.Tensor],
-    progress: Callable[[], None],
-    keeps: Callable[[str], bool],
-    root_of: RootOf = first_rank,
+    tensors: dict[str, torch.Tensor], progress: Callable[[], None], kept: Set[str], root_of: RootOf
 ) -> dict[str, torch.Tensor]:
     """Copies the tensors to keep to the CPU, in the same order on all ranks; empties `tensors`."""
     copies: dict[str, torch.Tensor] = {}
@@ -223,7 +175,7 @@ def _copy_all(
         tensor = tensors.pop(name)
         value = gather_value(tensor, root_of(name))
         assert isinstance(value, torch.Tensor)
-        if keeps(name):
+        if name in kept:
             is_copy = hasattr(tensor, "full_tensor")
             copies[name] = value.to("cpu", copy=not is_copy, memory_format=torch.contiguous_format)
         progress()
