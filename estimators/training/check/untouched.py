@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -47,30 +48,26 @@ def _undos(value: Any, seen: dict[int, object]) -> Iterator[Callable[[], object]
     seen[id(value)] = value  # keeps it alive, so that no other object gets its id
     if isinstance(value, torch.Tensor):
         if not value.requires_grad and not value.is_meta:
-            yield _bind(restore, value, value.detach().clone())
+            yield partial(restore, value, value.detach().clone())
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
-            yield _bind(np.copyto, value, value.copy())
+            yield partial(np.copyto, value, value.copy())
     elif isinstance(value, torch.Generator):
-        yield _bind(value.set_state, value.get_state())
+        yield partial(value.set_state, value.get_state())
     elif isinstance(value, random.Random):
-        yield _bind(value.setstate, value.getstate())
+        yield partial(value.setstate, value.getstate())
     elif isinstance(value, np.random.Generator):
-        yield _bind(setattr, value.bit_generator, "state", value.bit_generator.state)
+        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif isinstance(value, np.random.RandomState):
-        yield _bind(value.set_state, value.get_state())
+        yield partial(value.set_state, value.get_state())
     elif isinstance(value, (list, deque, dict, set, tuple)):
         items = _items(value)
         if not isinstance(value, tuple):
-            yield _bind(_refill, value, items)
+            yield partial(_refill, value, items)
         for item in items:
             yield from _undos(item, seen)
     elif _is_plain(value):
         yield from _undos(vars(value), seen)
-
-
-def _bind(function: Callable[..., object], *arguments: Any) -> Callable[[], object]:
-    return lambda: function(*arguments)
 
 
 def _items(value: Any) -> list[Any]:

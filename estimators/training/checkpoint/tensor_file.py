@@ -65,17 +65,25 @@ def check_state(state: Mapping[str, object]) -> None:
             )
 
 
-def write(state: Mapping[str, torch.Tensor], file: IO[bytes], section: RankZeroSection | None = None) -> int:
-    """Writes one tensor per name; returns the number of bytes. `section` tells other ranks of progress."""
+def write(
+    state: Mapping[str, torch.Tensor], file: IO[bytes] | None, section: RankZeroSection | None = None
+) -> int:
+    """Writes one tensor per name; returns the number of bytes. `section` tells other ranks of progress.
+
+    If tensors are `DTensor`s, every other rank calls this without a file, to send its shards.
+    """
     check_state(state)
     header, _ = make_header(state)
-    file.write(header)
-    is_sharded = _is_sharded(state)
+    is_sharded = any(hasattr(tensor, "full_tensor") for tensor in state.values())
+    if file is not None:
+        file.write(header)
     for name in order_names(state):
-        for block in _blocks(state[name]):
+        whole = gather_value(state[name])
+        for block in () if file is None else _blocks(whole):
             file.write(block)
             if section is not None:
                 section.progress()
+        # After every tensor, whole ones too: a rank that sent its next shard would not hear of progress.
         if section is not None and is_sharded:
             section.end()
     return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -98,21 +106,6 @@ def make_header(state: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}
-
-
-def assist(state: Mapping[str, torch.Tensor], section: RankZeroSection | None = None) -> None:
-    """Sends this rank's `DTensor` shards to the rank that calls `write`; every other rank calls `assist`."""
-    check_state(state)
-    is_sharded = _is_sharded(state)
-    for name in order_names(state):
-        gather_value(state[name])
-        # After every tensor, whole ones too: a rank that sent its next shard would not hear of progress.
-        if section is not None and is_sharded:
-            section.end()
-
-
-def _is_sharded(state: Mapping[str, torch.Tensor]) -> bool:
-    return any(hasattr(tensor, "full_tensor") for tensor in state.values())
 
 
 def order_names(state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -150,12 +143,10 @@ def read(path: str | Path, device: str = "cpu") -> dict[str, torch.Tensor]:
         raise
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    all_of_it = gather_value(tensor)
-    assert isinstance(all_of_it, torch.Tensor)
-    flat = all_of_it.detach().cpu().contiguous().reshape(-1)
+def _blocks(tensor: Any) -> Iterator[memoryview]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():
         return
-    data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    data = memoryview(flat.view(torch.uint8).numpy())
     for start in range(0, len(data), BLOCK_BYTES):
         yield data[start : start + BLOCK_BYTES]

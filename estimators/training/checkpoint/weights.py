@@ -60,7 +60,7 @@ def save_together(
         save_checkpoint(uri, module, epoch=epoch, step=step, section=section)
     else:
         for state in _collect_states(module).values():
-            tensor_file.assist(state, section)
+            tensor_file.write(state, None, section)
     section.end()
 
 
