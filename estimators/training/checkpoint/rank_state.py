@@ -165,11 +165,14 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
             "the checkpoint is damaged: it has the state of no rank; resume from another checkpoint"
         )
     try:
-        if restore_strategy(train_state, states, mesh):
-            _restore_same(train_state, states[mesh.world.rank])
-        else:
-            _restore_other(train_state, states, mesh.data_rank)
+        own = states[mesh.world.rank] if restore_strategy(train_state, states, mesh) else None
+        _restore(train_state, states, own, mesh.data_rank)
+        # Last, because restoring the rest may use random numbers.
+        if own is None:
             seed_rank(seed, train_state.state.step, mesh.random_stream)
+        else:
+            random = tensors_under(own.tensors, "random")
+            set_generator_state(random, own.values["random"], train_state.device)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"the checkpoint's rank states are of another training ({type(error).__name__}: {error}); "
@@ -195,51 +198,41 @@ def _drop_ones(sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
-def _restore_same(train_state: TrainState, own: RankState) -> None:
-    _fill_buffers(train_state.sync.network, tensors_under(own.tensors, "buffers"))
-    write_attributes(train_state.sync.network, own.values["attributes"], train_state.device)
-    train_state.sums.load(own.tensors)
-    if train_state.noise is not None:
-        train_state.noise.load([own.tensors])
-    if train_state.own_step is not None:
-        train_state.own_step.load([own.tensors])
-    train_state.callbacks.load_state_dicts(own.values["callbacks"])
-    train_state.state._logged = own.values["logged"]
-    _restore_stop(train_state, own.values["stop_reason"], own)
-    # Last, because restoring the rest may use random numbers.
-    set_generator_state(tensors_under(own.tensors, "random"), own.values["random"], train_state.device)
-
-
-def _restore_other(train_state: TrainState, states: Sequence[RankState], data_rank: int) -> None:
+def _restore(
+    train_state: TrainState, states: Sequence[RankState], own: RankState | None, data_rank: int
+) -> None:
+    """Restores from the state of this rank, `own`, or if it is None from the states of other ranks."""
+    network, state = train_state.sync.network, train_state.state
+    states = states if own is None else [own]
     # Takes the buffers of rank 0, and from other ranks only buffers of stages that rank 0 lacks.
-    holders = {name: state.tensors for state in reversed(states) for name in state.tensors}
+    holders = {name: each.tensors for each in reversed(states) for name in each.tensors}
     buffers = {name: partial(tensors.__getitem__, name) for name, tensors in holders.items()}
-    _fill_buffers(train_state.sync.network, _map_under(LazyMapping(buffers), "buffers/"))
+    _fill_buffers(network, _map_under(LazyMapping(buffers), "buffers/"))
     changed: dict[str, Any] = {}
-    for state in reversed(states):
-        changed |= state.values["attributes"]
-    write_attributes(train_state.sync.network, changed, train_state.device)
-    # The ranks of one replica have the same rows and the same sums.
-    counting = [state.tensors for state in states if state.values["layers"]]
-    states = [state for state in states if state.values["counts"]]
+    for each in reversed(states):
+        changed |= each.values["attributes"]
+    write_attributes(network, changed, train_state.device)
     # The first rank takes the sums of the epoch so far, because the ranks that made them no longer exist.
-    tensors, takes_all = [state.tensors for state in states], data_rank == 0
-    train_state.sums.load_all(tensors, takes_all=takes_all, counting=counting)
+    takes_all = own is not None or data_rank == 0
+    if own is not None:
+        train_state.sums.load(own.tensors)
+        state._logged = own.values["logged"]
+    else:
+        # The ranks of one replica have the same rows and the same sums.
+        counting = [each.tensors for each in states if each.values["layers"]]
+        states = [each for each in states if each.values["counts"]]
+        train_state.sums.load_all([each.tensors for each in states], takes_all=takes_all, counting=counting)
+        state._logged.clear()  # the means of this epoch are of its remaining steps
+    tensors = [each.tensors for each in states] if takes_all else []
     if train_state.noise is not None:
-        train_state.noise.load(tensors if takes_all else [])
+        train_state.noise.load(tensors)
     if train_state.own_step is not None:
-        train_state.own_step.load(tensors if takes_all else [])
+        train_state.own_step.load(tensors)
     train_state.callbacks.load_state_dicts(states[0].values["callbacks"])
-    train_state.state._logged.clear()  # the means of this epoch are of its remaining steps
-    reasons = [state.values["stop_reason"] for state in states]
-    _restore_stop(train_state, next((reason for reason in reasons if reason), None), states[0])
-
-
-def _restore_stop(train_state: TrainState, reason: str | None, saved: RankState) -> None:
-    state = train_state.state
     # An epoch ended the training early, and now the run gets more epochs: its callbacks decide again.
-    is_over = train_state.step_in_epoch == 0 and saved.values["num_steps"] < state.num_steps
-    state.stop_reason = None if is_over else reason
+    is_over = train_state.step_in_epoch == 0 and states[0].values["num_steps"] < state.num_steps
+    reasons = [each.values["stop_reason"] for each in states]
+    state.stop_reason = None if is_over else next((reason for reason in reasons if reason), None)
 
 
 def _buffer_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
