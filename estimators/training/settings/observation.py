@@ -89,24 +89,21 @@ def _steps(value: Any) -> tuple[int, int]:
 @dataclass(frozen=True, kw_only=True)
 class Observation(Section):
     GROUP = "observation"
+    MAY_DIFFER_ON_RESUME = True
 
     log_every_steps: NotNegative = setting(
-        50,
-        "steps between two records of the mean loss over all workers; 0: only per epoch",
-        may_differ_on_resume=True,
+        50, "steps between two records of the mean loss over all workers; 0: only per epoch"
     )
     timeline_every_steps: AtLeast1 | None = setting(
         None,
         "record a timeline every N optimizer steps, see `summary.timeline`; unset: none",
         remedy="leave it unset for no timeline",
-        may_differ_on_resume=True,
     )
     profile_steps: tuple[int, int] | None = setting(
         None,
         "first and last optimizer step for torch.profiler on worker 0, such as '10:13'; unset: no profile",
         convert=_steps,
         rule_words=f"must be two step numbers, from 1, that span at most {MOST_PROFILED} steps",
-        may_differ_on_resume=True,
     )
 
 

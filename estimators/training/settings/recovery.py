@@ -16,29 +16,26 @@ from ringspark.estimators.training.settings.setting import Section, setting
 @dataclass(frozen=True, kw_only=True)
 class Recovery(Section):
     GROUP = "recovery"
+    MAY_DIFFER_ON_RESUME = True
 
     checkpoint_every_steps: AtLeast1 | None = setting(
         None,
         "optimizer steps between two checkpoints; unset: no checkpoints by steps",
         remedy="leave it unset for no checkpoints by steps",
-        may_differ_on_resume=True,
     )
     checkpoint_every_seconds: Annotated[float, Ge(0), Finite] | None = setting(
         None,
         "seconds between two checkpoints; 0: no checkpoints by time; unset: chosen by their measured time",
         remedy="0 means no checkpoints by time",
-        may_differ_on_resume=True,
     )
     checkpoint_every_epochs: AtLeast1 | None = setting(
         None,
         "epochs between two checkpoints; unset: no checkpoints by epochs",
         remedy="leave it unset for no checkpoints by epochs",
-        may_differ_on_resume=True,
     )
     keep_checkpoints: AtLeast1 = setting(
         2,
         "newest checkpoints to keep while the training runs",
-        may_differ_on_resume=True,
         without_effect=(
             lambda given: (
                 given["checkpointEverySeconds"] == 0
@@ -48,40 +45,33 @@ class Recovery(Section):
         ),
     )
     keep_training_state: bool = setting(
-        False,
-        "whether the fitted model keeps its optimizer state, from which a later fit can continue",
-        may_differ_on_resume=True,
+        False, "whether the fitted model keeps its optimizer state, from which a later fit can continue"
     )
     certify: bool = setting(
         False,
         "whether the run keeps its rows and all checkpoints, and writes their hash chain for a certificate",
-        may_differ_on_resume=True,
     )
     on_non_finite: NonFinite = setting(
         "stop",
         "what to do if a loss or gradient is not finite: 'stop', 'skip', or 'rollback' with half the rate",
+        may_differ_on_resume=False,
     )
     max_restarts: NotNegative = setting(
         3,
         "number of restarts from the last checkpoint after workers are lost, before fit fails",
         remedy="0 means no restart",
-        may_differ_on_resume=True,
     )
     min_workers: AtLeast1 | None = setting(
         None,
         "fewest workers with which a restart may continue if the cluster has no more; unset: numWorkers",
-        may_differ_on_resume=True,
         without_effect=(lambda given: given["maxRestarts"] == 0, "maxRestarts=0 allows no restart"),
     )
     max_workers: AtLeast1 | None = setting(
         None,
         "largest number of workers to which the training grows when slots become free; unset: numWorkers",
-        may_differ_on_resume=True,
     )
     timeout_seconds: Annotated[float, Gt(0), Finite] = setting(
-        600.0,
-        "seconds that a worker may wait in one collective call, or make no progress",
-        may_differ_on_resume=True,
+        600.0, "seconds that a worker may wait in one collective call, or make no progress"
     )
 
 

@@ -26,10 +26,12 @@ class Section:
     Attributes:
         GROUP: Title of the section in `explainParams()` and `help`.
         ON_DRIVER: Whether only the driver reads these settings as given; `TrainConfig` lacks them.
+        MAY_DIFFER_ON_RESUME: Default of `Setting.may_differ_on_resume` in this section.
     """
 
     GROUP: ClassVar[str] = ""
     ON_DRIVER: ClassVar[bool] = False
+    MAY_DIFFER_ON_RESUME: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,7 @@ def _settings(section: Any) -> list[Setting]:
     hints, found = hints_of(section), []
     for each in fields(section):
         more = {"field": "" if section.ON_DRIVER else each.name, **each.metadata}
+        more.setdefault("may_differ_on_resume", section.MAY_DIFFER_ON_RESUME)
         first, *rest = each.name.split("_")
         made = Setting(
             name=first + "".join(map(str.capitalize, rest)),

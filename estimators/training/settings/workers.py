@@ -34,12 +34,14 @@ _Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 @dataclass(frozen=True, kw_only=True)
 class Workers(Section):
     GROUP = "workers"
+    MAY_DIFFER_ON_RESUME = True
 
-    num_workers: AtLeast1 = setting(1, "workers that train at the same time", may_differ_on_resume=True)
+    num_workers: AtLeast1 = setting(1, "workers that train at the same time")
     # Another sync may differ only in its sharding: see `run.identity`.
     sync: Sync = setting(
         AllReduce(),
         "how workers synchronize gradients or weights: AllReduce, Zero, LocalSGD, DiLoCo ...",
+        may_differ_on_resume=False,
         recorded_on_resume=True,
         without_effect=(
             lambda given: (
@@ -51,27 +53,21 @@ class Workers(Section):
         ),
     )
     parallelism: _MeshOrAuto = setting(
-        Mesh(),
-        "mesh of the workers: a Mesh, or 'auto', which chooses one by estimated memory and step time",
-        may_differ_on_resume=True,
+        Mesh(), "mesh of the workers: a Mesh, or 'auto', which chooses one by estimated memory and step time"
     )
-    use_gpu: bool = setting(False, "whether each worker trains on its own GPU", may_differ_on_resume=True)
+    use_gpu: bool = setting(False, "whether each worker trains on its own GPU")
     launch: Literal["barrier", "tasks"] | None = setting(
         None,
         "how Spark starts the workers: 'barrier', all at once, or 'tasks', as executors come; unset: 'tasks' "
         "with dynamic allocation, else 'barrier'",
-        may_differ_on_resume=True,
     )
     collective: str = setting(
         "torch" if find_spec("horovod") is None else "horovod",
         "library for collectives: 'horovod', 'torch', 'local', or one that a package declares",
         default_words="`'horovod'` where installed, else `'torch'`; with `useGpu` `'torch'`",
         convert=listed_name("collective", _collectives, lambda: list_entry_points("ringspark.collectives")),
-        may_differ_on_resume=True,
     )
     # A compiled network rounds differently, like another number of workers.
     compile: bool | _Mode = setting(
-        False,
-        "whether workers compile the network with torch.compile: False, True or a mode",
-        may_differ_on_resume=True,
+        False, "whether workers compile the network with torch.compile: False, True or a mode"
     )
