@@ -23,8 +23,8 @@ from ringspark.estimators.columns.feeds import make_inputs, unread_error
 from ringspark.estimators.environment import count_cores
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.inference.predictor import Predictor
-from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.feed import Array
+from ringspark.models.process_state import release_gpu
 
 # Bytes of inputs and outputs that are predicted at a time, at least one forward pass. Spark 3.5 limits its
 # batches only by rows, and outputs may be wider than inputs.

@@ -32,9 +32,8 @@ from ringspark.estimators.launch.heartbeat import Heartbeat, Pulse
 from ringspark.estimators.launch.host_allocator import keep_freed_memory
 from ringspark.estimators.launch.rank_output import RankOutput
 from ringspark.estimators.launch.roster import Offer, await_roster, check_offers, gather_offers, own_executor
-from ringspark.estimators.training.device_memory import release_gpu
 from ringspark.estimators.training.phase import Status
-from ringspark.models.process_state import print_any_text
+from ringspark.models.process_state import print_any_text, release_gpu
 from ringspark.pipelines import storage
 
 # The work of a rank: takes the connected collective, the device and the status to update.

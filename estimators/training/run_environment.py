@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
@@ -125,7 +126,7 @@ def record_start(
         start = GangStart(
             began=time.time(),
             system=platform.platform(),
-            versions=_versions(),
+            versions=list_versions(),
             ranks=_parse_ranks(texts),
         )
         starts = _read(config.run_uri)
@@ -178,8 +179,9 @@ def _describe_rank(device: torch.device, *, at_end: bool = False) -> bytes:
         return b""
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+def list_versions() -> dict[str, Any]:
+    """Returns the versions of Python and of `PACKAGES`, by name."""
+    found: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from ringspark.estimators.run.identity import identity_of
-from ringspark.estimators.training.run_environment import PACKAGES
+from ringspark.estimators.training.run_environment import list_versions
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.certificate.code_digest import digest_objects, digest_package
 from ringspark.pipelines import ShardManifest
@@ -45,12 +43,8 @@ def digest_manifest(manifest: ShardManifest) -> str:
 
 def describe_platform(device: torch.device) -> dict[str, Any]:
     """Returns everything besides the settings that can change the last bits of a sum."""
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
     on_gpu = device.type == "cuda"
-    return found | {
+    return list_versions() | {
         "ringspark source": digest_package(),
         "machine": platform.machine(),
         "cpu kernels": torch.backends.cpu.get_cpu_capability(),
