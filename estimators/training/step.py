@@ -29,9 +29,6 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import Reports, collect_reports
 
-# Hooks of a technique that a pass calls.
-_HOOKS = ("around_forward", "around_losses", "mix_losses")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -45,12 +42,7 @@ class Recipe:
 
     @cached_property
     def techniques(self) -> Sequence[Technique]:
-        """The techniques that override a hook of a pass."""
-        return [
-            each
-            for each in techniques_of(self.config)
-            if any(getattr(type(each), hook) is not getattr(Technique, hook) for hook in _HOOKS)
-        ]
+        return techniques_of(self.config)
 
 
 def forward_backward(
