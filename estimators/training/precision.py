@@ -159,12 +159,8 @@ class LossScaler:
 
     @property
     def current_scale(self) -> float:
-        """The present scale, 1 without loss scaling; waits for the device."""
-        return self._scaler.get_scale()
-
-    def gradient_scale(self) -> float:
-        """Returns the factor of the gradients before `unscale`; waits for the device in fp16."""
-        return self.current_scale if self._scales else 1.0
+        """The factor of the gradients before `unscale`; waits for the device in fp16."""
+        return self._scaler.get_scale() if self._scales else 1.0
 
     @property
     def advice(self) -> str:

@@ -313,7 +313,7 @@ class Trainer:
     def _take_step(self, own_rows: int, global_rows: int) -> None:
         """Sums the gradients over the ranks and steps the optimizer."""
         with self._timeline.span("exchange"), backward_errors():
-            self._sync.reduce(self._scaler.gradient_scale)
+            self._sync.reduce(lambda: self._scaler.current_scale)
         noise = self._train_state.noise
         if noise is not None:
             factor = self._scaler.current_scale * self._sync.loss_factor

@@ -105,9 +105,9 @@ class Engine:
 
     def _update_scale(self, stepped: str) -> None:
         """Updates the scale of the loss in fp16, and the gradients that wait for their optimizers' steps."""
-        before = self._scaler.gradient_scale()
+        before = self._scaler.current_scale
         self._scaler.update()
-        factor = self._scaler.gradient_scale() / before
+        factor = self._scaler.current_scale / before
         if factor != 1:
             for name in self.syncs.keys() - {stepped}:
                 for group in self.syncs[name].optimizer.param_groups:
@@ -119,7 +119,7 @@ class Engine:
         if name not in self._reduced:
             self._reduced.add(name)
             with backward_errors():
-                self.syncs[name].reduce(self._scaler.gradient_scale)
+                self.syncs[name].reduce(lambda: self._scaler.current_scale)
 
 
 class TrialEngine(Engine):

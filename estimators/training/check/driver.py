@@ -173,7 +173,7 @@ def _check_start(training: Trial) -> Trial:
 
 def _check_batch_transform(training: Trial) -> Trial:
     """Runs the module on rows that transformBatch has changed."""
-    manifest, name, shapes = training.manifest, training.class_name, training.shapes
+    manifest, name, shapes = training.manifest, type(training.module).__name__, training.shapes
     given = samples(training.config.input_columns, manifest)
     labels = tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in training.heads)
     transform = training.copies.transform_batch
@@ -199,11 +199,11 @@ def _check_batch_transform(training: Trial) -> Trial:
 
 
 def _check_task(training: Trial) -> Trial:
-    config, head, manifest = training.config, training.heads[0], training.manifest
+    config, name = training.config, type(training.module).__name__
     if config.task == "classification":
-        check_classes(head, manifest, training.class_name, training.shapes[0])
+        check_classes(training.heads[0], training.manifest, name, training.shapes[0])
     elif config.task == "regression":
-        check_regression(head, manifest, training.class_name, training.shapes[0])
+        check_regression(training.heads[0], training.manifest, name, training.shapes[0])
     if not config.has_own_step:
         check_losses(config.task, training.heads, training.outputs, training.labels, training.module)
     return training

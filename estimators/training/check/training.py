@@ -71,11 +71,6 @@ class Trial:
         """Shapes of `outputs`, rows first."""
         return [tuple(output.shape) for output in self.outputs]
 
-    @property
-    def class_name(self) -> str:
-        """Name of the network's class."""
-        return type(self.module).__name__
-
     def finish(self) -> CheckedTraining:
         return CheckedTraining(
             config=self.config,

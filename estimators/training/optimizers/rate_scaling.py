@@ -7,21 +7,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringspark.estimators.options.scaling import ScaleLearningRate
 from ringspark.estimators.training.batch_sizes import Steps
-
-# Batch size as a multiple of the base -> factor on the rate.
-RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateScaling:
     """The factor on every group's rate, by step."""
 
-    name: str  # key of `RULES`
+    name: str  # "linear" or "sqrt"
     base_batch_size: int  # rows per step for which the unscaled rate is right
     warmup_steps: int  # steps in which the factor rises from 1 to the rule's
     steps: Steps
@@ -38,7 +34,8 @@ class RateScaling:
         )
 
     def of_epoch(self, epoch: int) -> float:
-        return RULES[self.name](self.steps.batches.size(epoch) / self.base_batch_size)
+        multiple = self.steps.batches.size(epoch) / self.base_batch_size
+        return multiple if self.name == "linear" else math.sqrt(multiple)
 
     def factor(self, step: int) -> float:
         """Returns the factor of a step, counted from 0 over the whole training."""

@@ -58,11 +58,6 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def warm_up_factor(step: int, warmup_steps: int) -> float:
-    """Rises linearly from above 0 in step 0 to 1 in step `warmup_steps`, then stays 1."""
-    return min(1.0, (step + 1) / (warmup_steps + 1))
-
-
 def takes_optimizer(schedule: Callable[..., Any]) -> bool:
     """Returns True for a callable optimizer -> scheduler, False for (step, num_steps) -> factor."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -278,7 +273,9 @@ def make_rates(
         delay = warmup_steps or scaling.warmup_steps
 
     def rise(step: int) -> float:
-        return warm_up_factor(step, warmup_steps) * (1.0 if scaling is None else scaling.factor(step))
+        # Above 0 in step 0, and 1 from step `warmup_steps` on.
+        warm_up = min(1.0, (step + 1) / (warmup_steps + 1))
+        return warm_up * (1.0 if scaling is None else scaling.factor(step))
 
     if isinstance(spec, str):
         check_name("lrSchedule", spec, SCHEDULES)
