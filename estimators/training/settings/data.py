@@ -16,8 +16,7 @@ from ringspark.estimators.training.settings.choices import (
     InferencePrecision,
     WeightOffload,
 )
-from ringspark.estimators.training.settings.names import listed_name
-from ringspark.estimators.training.settings.setting import Section, setting
+from ringspark.estimators.training.settings.setting import Section, listed_name, setting
 from ringspark.pipelines import READERS, default_engine, storage
 from ringspark.pipelines.entry_points import list_entry_points
 from ringspark.pipelines.kinds import Kind, kind_from_json

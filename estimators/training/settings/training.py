@@ -19,8 +19,7 @@ from ringspark.estimators.training.optimizers.groups import check_groups
 from ringspark.estimators.training.optimizers.registry import OPTIMIZERS
 from ringspark.estimators.training.optimizers.schedules import SCHEDULES
 from ringspark.estimators.training.settings.choices import Keep
-from ringspark.estimators.training.settings.names import name_or_callable, split_callable
-from ringspark.estimators.training.settings.setting import Section, setting
+from ringspark.estimators.training.settings.setting import Section, name_or_callable, setting, split_callable
 
 # Training steps by name: factories of callables. Such a callable may have `make_optimizers(module)`, which is
 # used if `optimizer` is not a function, and `check(config, module)`, which raises ValueError on the driver.

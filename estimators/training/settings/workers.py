@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ringspark.estimators.options.checked import AtLeast1
 from ringspark.estimators.options.mesh import AUTO, Mesh
 from ringspark.estimators.options.sync import AllReduce, LocalTraining, Sync
-from ringspark.estimators.training.settings.names import listed_name
-from ringspark.estimators.training.settings.setting import Section, setting
+from ringspark.estimators.training.settings.setting import Section, listed_name, setting
 from ringspark.pipelines.entry_points import list_entry_points
 
 
