@@ -93,7 +93,7 @@ def apply_transform(
     # The number of values may change if rows vary in length.
     num_rows = count_rows(inputs, layout)
     of_inputs = [num_rows if not layout or layout[i] in (None, i) else None for i in range(len(inputs))]
-    if labels is None or not takes_labels(function):
+    if labels is None or not takes(function, "labels"):
         return _check_result(function(*inputs), setting, "inputs", of_inputs), labels or ()
     result = function(*inputs, labels=labels[0] if len(labels) == 1 else labels)
     if not isinstance(result, tuple | list) or len(result) != 2:
@@ -102,10 +102,6 @@ def apply_transform(
         _check_result(result[0], setting, "inputs", of_inputs),
         _check_result(result[1], setting, "labels", [num_rows] * len(labels)),
     )
-
-
-def takes_labels(function: Any) -> bool:
-    return takes(function, "labels")
 
 
 def takes(function: Any, name: str) -> bool:

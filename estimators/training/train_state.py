@@ -16,7 +16,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.techniques import FUNCTIONS, first_made, techniques_of
 from ringspark.estimators.training.average import Average
 from ringspark.estimators.training.batch_sizes import Steps
-from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes_labels
+from ringspark.estimators.training.batch_transforms import BatchTransform, prepare_function, takes
 from ringspark.estimators.training.callbacks import Callbacks, TrainingState
 from ringspark.estimators.training.checkpoint.attributes import read_attributes
 from ringspark.estimators.training.history import RunLog
@@ -76,7 +76,7 @@ class TrainState:
         # In training mode an ensemble returns the logits of its members, not a prediction.
         predicts = not any(head.is_per_member for head in heads)
         # Labels that a transform has mixed belong to no single row.
-        predicts = predicts and not takes_labels(objects.transform_batch) and not config.hides_rows
+        predicts = predicts and not takes(objects.transform_batch, "labels") and not config.hides_rows
         counted: dict[str, Any] = {}
         if stages is not None:
             counted = {"layers": stages.layers, "stages": mesh.axes["pipeline"]}

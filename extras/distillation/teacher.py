@@ -13,7 +13,7 @@ from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.inference.results import Values
 from ringspark.estimators.initial_model import load_model
 from ringspark.estimators.prepared_fit import PreparedFit
-from ringspark.estimators.training.batch_transforms import takes_labels
+from ringspark.estimators.training.batch_transforms import takes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.columns import is_case_sensitive
@@ -74,7 +74,7 @@ def check_teacher(
             f"teacher has {theirs} outputs per row, but the network has {ours}; fit the teacher on the same "
             "classes or labels, or change the network"
         )
-    if takes_labels(objects.transform_batch):
+    if takes(objects.transform_batch, "labels"):
         raise ValueError(
             "teacher gives outputs for each row, and a transformBatch that takes labels may mix rows; let "
             "transformBatch change only the inputs, or leave teacher unset"

@@ -12,7 +12,7 @@ from torch import nn
 from ringspark.estimators.names import nearest
 from ringspark.estimators.techniques import techniques_of
 from ringspark.estimators.training.arguments import InputLayout, list_arguments, make_layout
-from ringspark.estimators.training.batch_transforms import takes, takes_labels
+from ringspark.estimators.training.batch_transforms import takes
 from ringspark.estimators.training.build import build_empty
 from ringspark.estimators.training.make_heads import make_heads, set_outputs
 from ringspark.estimators.training.objective.heads import Head
@@ -115,7 +115,7 @@ def find_monitor(
     """
     transform = objects.transform_batch
     # Metrics of training rows need their outputs and their own labels.
-    has_train_metrics = not config.has_own_step and (transform is None or not takes_labels(transform))
+    has_train_metrics = not config.has_own_step and (transform is None or not takes(transform, "labels"))
     names = ["loss", *heads[0].metrics]
     if len(heads) > 1:
         names = ["loss", *(f"{part}_{head.label}" for head in heads for part in ("loss", *head.metrics))]
@@ -204,7 +204,7 @@ def _check_transforms(
                 f"{setting} cannot take the inputs {list(inputs)}: {problem}; it is called on a whole batch, "
                 "as transform(*inputs)"
             )
-    if config.weight_column is not None and takes_labels(objects.transform_batch):
+    if config.weight_column is not None and takes(objects.transform_batch, "labels"):
         raise ValueError(
             f"weightCol {config.weight_column!r} gives one weight per row, and a transformBatch that takes "
             "labels may move or mix rows, so the weights would not fit; leave out one of the two settings"

@@ -32,14 +32,6 @@ def _constant(step: int, num_steps: int) -> float:
     return 1.0
 
 
-def _linear(step: int, num_steps: int) -> float:
-    return 1.0 - step / max(1, num_steps)
-
-
-def _cosine(step: int, num_steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, num_steps))))
-
-
 def _one_cycle(step: int, num_steps: int) -> float:
     """Rises as a cosine over the first 30 % of the steps, then falls to almost zero (Smith 2018)."""
     peak = WARM_UP_SHARE * num_steps
@@ -52,8 +44,8 @@ def _one_cycle(step: int, num_steps: int) -> float:
 
 SCHEDULES: dict[str, Schedule] = {
     "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
+    "linear": lambda step, num_steps: 1.0 - step / max(1, num_steps),
+    "cosine": lambda step, num_steps: 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, num_steps)))),
     "one_cycle": _one_cycle,
 }
 
