@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.step import Recipe, forward, forward_backward
 from ringspark.models.generators import Tensors
+from ringspark.models.reports import CountingLayerInfo
 from ringspark.pipelines.epoch_plan import EpochPlan
 
 Counting = Callable[[Batch], AbstractContextManager[None]]
@@ -119,12 +120,11 @@ class WholePasses(Passes):
             self._sync.forward_without_rows(inputs)
 
 
-class Stages(Protocol):
-    """This rank's stages of a pipeline."""
+class Stages(NamedTuple):
+    """This rank's stages of a pipeline; `layers` are the counting layers of the whole network."""
 
-    layers: Any
-
-    def make_passes(self, recipe: Recipe, sync: GradientSync, mesh: RankMesh) -> Passes: ...
+    layers: Sequence[CountingLayerInfo]
+    make_passes: Callable[[Recipe, GradientSync, RankMesh], Passes]
 
 
 class OwnStep(Protocol):

@@ -226,7 +226,7 @@ class _MeshCheck:
         sync = synchronize_gradients(network, _optimizer, mesh, SyncSettings(micro_batches=num_micro))
         passes: Passes
         if pipeline is not None:
-            passes = PipelinedPasses(self._recipe(sync), sync, pipeline, mesh)
+            passes = PipelinedPasses(pipeline, self._recipe(sync), sync, mesh)
         else:
             passes = self._whole_passes(sync)
         found = self._run(passes, sync, mesh.data_rank, 0)

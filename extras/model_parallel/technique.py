@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ringspark.estimators.techniques import Technique
+from ringspark.estimators.training.passes import Stages
 from ringspark.extras.model_parallel.mesh_check import check_mesh
-from ringspark.extras.model_parallel.pipeline.trainer_passes import PipelineStages
+from ringspark.extras.model_parallel.pipeline.trainer_passes import PipelinedPasses
 from ringspark.extras.model_parallel.shard_network import check_shardable, shard_network
 from ringspark.models.meta_device import copy_to_meta
 
@@ -40,7 +42,7 @@ class ModelParallelism(Technique):
         mesh: Any,
         sample: Sequence[torch.Tensor] | None,
         device: torch.device,
-    ) -> PipelineStages | None:
+    ) -> Stages | None:
         num_micro = config.gradient_accumulation
         pipeline = shard_network(network, mesh, config.parallelism, num_micro, sample, device)
-        return None if pipeline is None else PipelineStages(pipeline)
+        return None if pipeline is None else Stages(pipeline.layers, partial(PipelinedPasses, pipeline))

@@ -26,7 +26,7 @@ from ringspark.models.reports import Reports, collect_reports
 class PipelinedPasses(Passes):
     """Passes of a rank with some pipeline stages; the rank with the last layers has the losses."""
 
-    def __init__(self, recipe: Recipe, sync: GradientSync, pipeline: PipelinePasses, mesh: RankMesh) -> None:
+    def __init__(self, pipeline: PipelinePasses, recipe: Recipe, sync: GradientSync, mesh: RankMesh) -> None:
         self._recipe, self._sync, self._pipeline = recipe, sync, pipeline
         self._axis = mesh.axes["pipeline"]
         self._autocast = partial(autocast, recipe.config.precision, recipe.device)
@@ -122,16 +122,6 @@ class PipelinedPasses(Passes):
 
     def _without_rows(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(values[:0] for values in inputs)
-
-
-class PipelineStages:
-    """This rank's stages of a pipeline; implements `estimators.training.passes.Stages`."""
-
-    def __init__(self, pipeline: PipelinePasses) -> None:
-        self._pipeline, self.layers = pipeline, pipeline.layers
-
-    def make_passes(self, recipe: Recipe, sync: GradientSync, mesh: RankMesh) -> PipelinedPasses:
-        return PipelinedPasses(recipe, sync, self._pipeline, mesh)
 
 
 def _sum_nothing(values: Sequence[torch.Tensor]) -> torch.Tensor:
