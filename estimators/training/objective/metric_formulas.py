@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import nan
 from typing import Any
 
@@ -83,13 +83,27 @@ def curve_mean(metric: Any, curve: Curve, needs_negatives: bool) -> torch.Tensor
 
 
 class Formula:
-    """A metric with the part of torchmetrics' protocol that `MetricSet` calls."""
+    """A metric with the part of torchmetrics' protocol that `MetricSet` calls.
+
+    Attributes:
+        metric_state: The states by name: a tensor that is summed over rows, or a list of tensors.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.metric_state: dict[str, torch.Tensor] = {}
+        self.metric_state: dict[str, Any] = {}
+
+    def merge_state(self, other: Mapping[str, Any]) -> None:
+        """Adds the rows of another `metric_state`."""
+        own = self.metric_state
+        self.metric_state = {k: v + own[k] if own else v for k, v in other.items()} or own
+
+    def load_state(self, other: Mapping[str, Any]) -> None:
+        """Replaces the rows by another `metric_state`."""
+        self.reset()
+        self.merge_state(other)
 
 
 class Temperature(Formula):
@@ -108,10 +122,6 @@ class Temperature(Formula):
             for divisor in self._logs.exp().tolist()
         ]
         self.merge_state({"log_losses": torch.stack(sums)})
-
-    def merge_state(self, other: dict[str, torch.Tensor]) -> None:
-        own = self.metric_state
-        self.metric_state = {k: v + own[k] if own else v for k, v in other.items()} or own
 
     def compute(self) -> torch.Tensor:
         losses = self.metric_state["log_losses"].double().cpu()
@@ -145,7 +155,7 @@ class R2(Formula):
             }
         )
 
-    def merge_state(self, other: dict[str, torch.Tensor]) -> None:
+    def merge_state(self, other: Mapping[str, Any]) -> None:
         own = self.metric_state
         if not own or not other:
             self.metric_state = own or dict(other)

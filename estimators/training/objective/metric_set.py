@@ -206,12 +206,10 @@ class MetricSet:
                 else state.to(self._device, copy=True)
                 for key, state in _of_metric(first, name).items()
             }
-            if isinstance(metric, OwnState):
-                metric.load_state(own)
-            elif isinstance(metric, nn.Module):
+            if isinstance(metric, nn.Module):
                 set_states(metric, own, repr(name))
             else:
-                metric.merge_state(own)
+                metric.load_state(own)
 
     def reset(self) -> None:
         for metric in self._metrics.values():

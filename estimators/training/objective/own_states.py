@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ringspark.estimators.training.objective.losses import match_shapes
+from ringspark.estimators.training.objective.metric_formulas import Formula
 
 # The key of a state that counts rows.
 _ROWS = "#rows"
 CLASS_FAMILIES = ("Binary", "Multiclass", "Multilabel")
 
 
-class OwnState(ABC):
-    """The rows that a metric has seen, on one rank or on all."""
-
-    @property
-    @abstractmethod
-    def metric_state(self) -> dict[str, Any]:
-        """The states by name: a tensor, or a list that is empty or holds one tensor with values per row."""
-
-    @abstractmethod
-    def update(self, output: torch.Tensor, label: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def merge_state(self, state: Mapping[str, Any]) -> None:
-        """Adds the rows of another `metric_state`."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Replaces the rows by another `metric_state`."""
-        self.reset()
-        self.merge_state(state)
-
-    @abstractmethod
-    def compute(self) -> Any: ...
-
-    @abstractmethod
-    def reset(self) -> None: ...
-
-
-class RowMean(OwnState):
+class RowMean(Formula):
     """The mean of a function that returns one number per row."""
 
-    _sum: torch.Tensor
-    _rows: int
-
-    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
         self._function = function
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._device = device
-        self.reset()
-
-    @property
-    def metric_state(self) -> dict[str, Any]:
-        return {"sum": self._sum, _ROWS: torch.tensor(self._rows)}
 
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
         values = self._function(match_shapes(output, label), label)
@@ -65,47 +29,36 @@ class RowMean(OwnState):
             raise ValueError(
                 f"the function returned one number per row on the driver, but {describe_value(values)} here"
             )
-        self._sum = self._sum + values.to(self._dtype).sum()
-        self._rows += len(label)
-
-    def merge_state(self, state: Mapping[str, Any]) -> None:
-        self._sum = self._sum + state["sum"]
-        self._rows += int(state[_ROWS])
+        values = values.float() if values.device.type == "mps" else values.double()
+        self.merge_state({"sum": values.sum(), _ROWS: torch.tensor(len(label))})
 
     def compute(self) -> Any:
-        return self._sum / self._rows
-
-    def reset(self) -> None:
-        self._sum, self._rows = torch.zeros((), dtype=self._dtype, device=self._device), 0
+        return self.metric_state["sum"] / self.metric_state[_ROWS]
 
 
-class AllRows(OwnState):
+class AllRows(Formula):
     """A function that returns one number for all rows: every rank keeps the rows of all ranks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
         self._function = function
-        self.reset()
-
-    @property
-    def metric_state(self) -> dict[str, Any]:
-        return {key: [torch.cat(kept)] if kept else [] for key, kept in self._kept.items()}
-
-    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        self._kept["outputs"].append(match_shapes(output, label))
-        self._kept["labels"].append(label)
-
-    def merge_state(self, state: Mapping[str, Any]) -> None:
-        for key, kept in self._kept.items():
-            kept.extend(state.get(key, []))
-
-    def compute(self) -> Any:
-        return self._function(*(torch.cat(kept) for kept in self._kept.values()))
 
     def reset(self) -> None:
-        self._kept: dict[str, list[torch.Tensor]] = {"outputs": [], "labels": []}
+        self.metric_state = {"outputs": [], "labels": []}
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.metric_state["outputs"].append(match_shapes(output, label))
+        self.metric_state["labels"].append(label)
+
+    def merge_state(self, other: Mapping[str, Any]) -> None:
+        for key, kept in self.metric_state.items():
+            kept.extend(other.get(key, []))
+
+    def compute(self) -> Any:
+        return self._function(*(torch.cat(kept) for kept in self.metric_state.values()))
 
 
-class Reduced(OwnState):
+class Reduced:
     """A torchmetrics object, merged by the rules of its `add_state` but without torch.distributed."""
 
     def __init__(self, metric: Any, device: torch.device) -> None:
@@ -151,6 +104,10 @@ class Reduced(OwnState):
         set_states(self._metric, states, type(self._metric).__name__)
 
 
+# The rows that a metric has seen, on one rank or on all.
+OwnState = RowMean | AllRows | Reduced
+
+
 def set_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
     """Sets states of a torchmetrics object; raises ValueError for a state that it lacks."""
     # Merging them into zeros would change the shape of a state that is not summed.
@@ -189,7 +146,7 @@ def _merge(rule: Any, name: str, parts: Sequence[Mapping[str, Any]], rows: Seque
 def make_own_state(metric: Any, per_row: bool, device: torch.device) -> OwnState:
     if is_torchmetric(metric):
         return Reduced(metric, device)
-    return RowMean(metric, device) if per_row else AllRows(metric)
+    return RowMean(metric) if per_row else AllRows(metric)
 
 
 def is_torchmetric(metric: Any) -> bool:
