@@ -195,9 +195,7 @@ class EpochMeter:
             self._flops,
             self._counted_rows,
             _UNKNOWN if self._peak is None else round(self._peak),
-            # Scaled from the measured steps to all steps.
-            _UNKNOWN if found is None else found.total_ns * found.taken // found.measured,
-            _UNKNOWN if found is None else found.hidden_ns * found.taken // found.measured,
+            *(found or (_UNKNOWN, _UNKNOWN)),
         ]
         of_ranks = self._world.all_gather(torch.tensor(mine), [len(mine)] * self._world.size)
         num_bytes, joules, keys, flops, counted, peaks, communicated, hidden = zip(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +21,6 @@ from ringspark.estimators.training.observation.timeline import Timeline
 MEASURED_EVERY = 13
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass(kw_only=True)
-class Communication:
-    """Communication time in the measured steps; in `hidden_ns` of it the rank also computed."""
-
-    taken: int = 0
-    measured: int = 0
-    total_ns: int = 0
-    hidden_ns: int = 0
 
 
 def hidden_and_total(operations: Sequence[OperationTime], computing: Sequence[Interval]) -> tuple[int, int]:
@@ -60,11 +49,11 @@ class StepOverlap:
 
     def begin(self) -> None:
         """Starts an epoch, or the rest of one."""
-        self._found = Communication()
+        self.num_steps = self.num_measured = self._total_ns = self._hidden_ns = 0
 
     def step(self, number: int, num_steps: int) -> AbstractContextManager[None]:
         """Returns a context for step `number`, from 0, of the epoch's `num_steps`."""
-        self._found.taken += 1
+        self.num_steps += 1
         if not self._operations.sees_all:
             return _NOTHING
         every = MEASURED_EVERY if self._operations.in_every_step else 1
@@ -84,11 +73,15 @@ class StepOverlap:
             self._timeline.computing = None
         # A step that fails is not counted.
         hidden, total = hidden_and_total(operations, computing)
-        self._found.measured += 1
-        self._found.hidden_ns += hidden
-        self._found.total_ns += total
+        self.num_measured += 1
+        self._hidden_ns += hidden
+        self._total_ns += total
         self._timeline.add_operations(operations)
 
-    def read(self) -> Communication | None:
-        """Returns the measurements since `begin`; None if unknown."""
-        return self._found if self._found.measured and not self._is_pipeline else None
+    def read(self) -> tuple[int, int] | None:
+        """Returns the time of communication since `begin`, and its hidden part, in ns; None if unknown."""
+        if self._is_pipeline or not self.num_measured:
+            return None
+        # Scaled from the measured steps to all steps.
+        steps, measured = self.num_steps, self.num_measured
+        return self._total_ns * steps // measured, self._hidden_ns * steps // measured
