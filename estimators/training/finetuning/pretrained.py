@@ -70,7 +70,7 @@ def open_pretrained(
     """
     headers = {uri: _read_shapes(uri) for uri in find_files(setting.uri)}
     names = _choose(setting, {k: v for header in headers.values() for k, v in header.items()}, module)
-    opened = _OpenedFiles()
+    opened = _PretrainedWeights(first)
     for uri, header in headers.items():
         folder, _, name = uri.rpartition("/")
         path = opened.downloads.enter_context(local_file(folder, name, tick))
@@ -83,36 +83,31 @@ def open_pretrained(
     # One name of a tied tensor is enough.
     keys = {id(state[name]): name for name in sorted(names)}
     opened.keys = {n: keys[id(state[n])] for n in first.tensors if id(state[n]) in keys}
-    return _PretrainedWeights(first, opened)
-
-
-class _OpenedFiles:
-    """Local paths of a checkpoint's files; maps one file at a time."""
-
-    def __init__(self) -> None:
-        self.downloads = ExitStack()
-        self.paths: dict[str, str] = {}  # by the tensor's name in the file
-        self.keys: dict[str, str] = {}  # parameter -> the tensor's name in the file
-        self._path, self._tensors = "", dict[str, torch.Tensor]()
-
-    def read(self, key: str) -> torch.Tensor:
-        if self._path != self.paths[key]:
-            self._tensors = {}
-            self._path, self._tensors = self.paths[key], tensor_file.read(self.paths[key])
-        return self._tensors[key]
+    return opened
 
 
 class _PretrainedWeights(InitialWeights):
-    def __init__(self, first: InitialWeights, opened: _OpenedFiles) -> None:
+    """Initial weights in a checkpoint's files, of which one at a time is mapped."""
+
+    def __init__(self, first: InitialWeights) -> None:
         super().__init__(first._recorder, first.tensors)
-        self._opened = opened
+        self.downloads = ExitStack()
+        self.paths: dict[str, str] = {}  # by the tensor's name in the file
+        self.keys: dict[str, str] = {}  # parameter -> the tensor's name in the file
+        self._path, self._mapped = "", dict[str, torch.Tensor]()
+
+    def read(self, key: str) -> torch.Tensor:
+        if self._path != self.paths[key]:
+            self._mapped = {}
+            self._path, self._mapped = self.paths[key], tensor_file.read(self.paths[key])
+        return self._mapped[key]
 
     def initialize(self, name: str) -> torch.Tensor:
-        key = self._opened.keys.get(name)
+        key = self.keys.get(name)
         if key is None:
             return super().initialize(name)
         like = self.tensors[name]
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(self._opened.read(key))
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(self.read(key))
 
 
 def _choose(setting: Pretrained, found: Shapes, module: nn.Module, is_initial: bool = False) -> set[str]:
