@@ -615,7 +615,7 @@ def test_weights_from_a_store_are_copied_once_for_the_workers_of_an_executor(tmp
         info = save_checkpoint(uri, module)
         for _ in range(2):
             other = nn.Linear(2, 2)
-            assert map_checkpoint(uri, other, cache=str(cache)) == info
+            map_checkpoint(uri, other, cache=str(cache))
             assert other.weight.equal(module.weight)
         (kept,) = cache.glob("*.safetensors")
         assert kept.name == f"ringspark-{info.checkpoint_id}.safetensors"

@@ -171,7 +171,7 @@ def map_checkpoint(
     cache: str | None = None,
     expected_id: str | None = None,
     tick: Callable[[], None] | None = None,
-) -> CheckpointInfo:
+) -> None:
     """Replaces the module's tensors with tensors of the checkpoint `uri`, memory-mapped on the CPU.
 
     Args:
@@ -187,12 +187,11 @@ def map_checkpoint(
             fill(module, state)
     if device != "cpu":
         module.to(device)
-    return info
 
 
 def stream_checkpoint(
     uri: str, module: nn.Module, device: str = "cpu", cache: str | None = None, expected_id: str | None = None
-) -> CheckpointInfo:
+) -> None:
     """Lets the module's forward pass read each tensor of the checkpoint when it is used.
 
     Small tensors are read once and kept. The module is a meta-device module; see `map_checkpoint`.
@@ -203,7 +202,6 @@ def stream_checkpoint(
         with _model_errors(uri):
             fill(module, file.small())
     FUNCTIONS["offload_to_disk"](module, file, device)
-    return info
 
 
 def map_file(path: str, module: nn.Module, uri: str) -> None:
