@@ -20,6 +20,9 @@ from ringspark.models.generators import Tensors
 from ringspark.models.reports import CountingLayerInfo
 from ringspark.pipelines.epoch_plan import EpochPlan
 
+Inputs = Sequence[torch.Tensor]
+# The weight of all ranks' rows, which divides the losses.
+Divisor = torch.Tensor | float
 Counting = Callable[[Batch], AbstractContextManager[None]]
 # Gets the number of a micro-batch, their count, and its rows.
 Measure = Callable[[int, int, int], None]
@@ -34,17 +37,12 @@ class Passes:
         return 0
 
     def train(
-        self,
-        micro_batches: Sequence[Batch],
-        divisor: torch.Tensor | float,
-        *,
-        inputs: Sequence[torch.Tensor],
-        keeps_outputs: bool,
+        self, micro_batches: Sequence[Batch], divisor: Divisor, *, inputs: Inputs, keeps_outputs: bool
     ) -> list[MicroBatchOutput]:
         """Runs the forward and backward passes, accumulates gradients, and returns the results.
 
-        The loss is the sum over these rows, divided by `divisor`, the weight of all ranks' rows (from
-        `step.global_weights`). So the sum of all ranks' gradients is the gradient of the global mean loss.
+        The loss is the sum over these rows, divided by `divisor`, the result of `step.global_weights`. So the
+        sum of all ranks' gradients is the gradient of the global mean loss.
 
         Each micro-batch has at least one row. A rank without rows gives no micro-batches, but `inputs` with
         the right shapes and dtypes.
@@ -61,7 +59,7 @@ class Passes:
         """Returns a list with the result of one micro-batch, computed without gradients."""
         raise NotImplementedError
 
-    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+    def evaluate_without_rows(self, inputs: Inputs) -> None:
         """Takes part in the evaluation of a micro-batch without rows on this rank."""
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
@@ -85,12 +83,7 @@ class WholePasses(Passes):
         self._complete_gradients = None if layout is None else layout.complete_gradients
 
     def train(
-        self,
-        micro_batches: Sequence[Batch],
-        divisor: torch.Tensor | float,
-        *,
-        inputs: Sequence[torch.Tensor],
-        keeps_outputs: bool,
+        self, micro_batches: Sequence[Batch], divisor: Divisor, *, inputs: Inputs, keeps_outputs: bool
     ) -> list[MicroBatchOutput]:
         if not micro_batches:
             with self._recipe.timeline.span("backward"):
@@ -115,7 +108,7 @@ class WholePasses(Passes):
         network = self._sync.network
         return [forward(self._recipe, network, network, micro_batch, keeps_outputs=keeps_outputs)[1]]
 
-    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+    def evaluate_without_rows(self, inputs: Inputs) -> None:
         with backward_errors():
             self._sync.forward_without_rows(inputs)
 

@@ -13,7 +13,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.batch_sizes import Steps
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
-from ringspark.estimators.training.passes import WholePasses
+from ringspark.estimators.training.passes import Divisor, Inputs, WholePasses
 from ringspark.estimators.training.step import Recipe
 from ringspark.extras.privacy.ledger import Ledger
 from ringspark.extras.privacy.poisson_reader import plan_poisson
@@ -46,12 +46,7 @@ class PrivatePasses(WholePasses):
         self._has_begun = False
 
     def train(
-        self,
-        micro_batches: Sequence[Batch],
-        divisor: torch.Tensor | float,
-        *,
-        inputs: Sequence[torch.Tensor],
-        keeps_outputs: bool,
+        self, micro_batches: Sequence[Batch], divisor: Divisor, *, inputs: Inputs, keeps_outputs: bool
     ) -> list[MicroBatchOutput]:
         """Sets the gradients of one step, also without rows. Returns nothing: losses of rows are secret."""
         if self._ledger is not None:

@@ -15,7 +15,7 @@ from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
-from ringspark.estimators.training.passes import Passes
+from ringspark.estimators.training.passes import Divisor, Inputs, Passes
 from ringspark.estimators.training.precision import autocast
 from ringspark.estimators.training.step import Recipe, compute_losses, scale_loss, sum_layer_losses
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses
@@ -40,12 +40,7 @@ class PipelinedPasses(Passes):
         return self._pipeline.steps_in_flight
 
     def train(
-        self,
-        micro_batches: Sequence[Batch],
-        divisor: torch.Tensor | float,
-        *,
-        inputs: Sequence[torch.Tensor],
-        keeps_outputs: bool,
+        self, micro_batches: Sequence[Batch], divisor: Divisor, *, inputs: Inputs, keeps_outputs: bool
     ) -> list[MicroBatchOutput]:
         recipe, results = self._recipe, []
 
@@ -100,7 +95,7 @@ class PipelinedPasses(Passes):
         )
         return [result]
 
-    def evaluate_without_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+    def evaluate_without_rows(self, inputs: Inputs) -> None:
         if self._rounds:
             with backward_errors():
                 self._pipeline.evaluate(self._without_rows(inputs), self._autocast)
