@@ -71,11 +71,7 @@ class WholePasses(Passes):
     """Passes over the rows of a rank that has all layers, or a shard of each."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        sync: GradientSync,
-        counting: Counting,
-        measure: Measure | None = None,
+        self, recipe: Recipe, sync: GradientSync, counting: Counting, measure: Measure | None = None
     ) -> None:
         self._recipe, self._sync = recipe, sync
         self._counting, self._measure = counting, measure

@@ -124,10 +124,7 @@ def record_start(
         return None
     try:
         start = GangStart(
-            began=time.time(),
-            system=platform.platform(),
-            versions=list_versions(),
-            ranks=_parse_ranks(texts),
+            began=time.time(), system=platform.platform(), versions=list_versions(), ranks=_parse_ranks(texts)
         )
         starts = _read(config.run_uri)
         kept = [*starts[: MOST_STARTS // 2], *starts[MOST_STARTS // 2 :][-(MOST_STARTS // 2 - 1) :], start]

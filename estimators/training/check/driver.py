@@ -24,18 +24,10 @@ from ringspark.estimators.training.check.data import (
     check_losses,
     check_regression,
 )
-from ringspark.estimators.training.check.optimization import (
-    check_average,
-    check_optimization,
-    check_sparse,
-)
+from ringspark.estimators.training.check.optimization import check_average, check_optimization, check_sparse
 from ringspark.estimators.training.check.probe import PROBE_ROWS, probe, run_module, samples
 from ringspark.estimators.training.check.same_network import check_copy, check_groups, check_prediction
-from ringspark.estimators.training.check.schema import (
-    check_network,
-    check_schema,
-    find_monitor,
-)
+from ringspark.estimators.training.check.schema import check_network, check_schema, find_monitor
 from ringspark.estimators.training.check.training import CheckedTraining, Trial, build_networks, copy_objects
 from ringspark.estimators.training.checkpoint.tensor_file import check_state
 from ringspark.estimators.training.feed import zeros

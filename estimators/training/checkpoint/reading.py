@@ -208,10 +208,7 @@ def _open_shards(
 
 
 def check_optimizer(
-    uri: str,
-    record: Record,
-    optimizer: torch.optim.Optimizer,
-    remedy: str = "or give runUri a new folder",
+    uri: str, record: Record, optimizer: torch.optim.Optimizer, remedy: str = "or give runUri a new folder"
 ) -> None:
     name, groups = type(optimizer).__name__, len(optimizer.param_groups)
     if (record.optimizer, len(record.optimizer_groups)) != (name, groups):

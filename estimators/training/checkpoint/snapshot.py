@@ -32,12 +32,7 @@ from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.optimizer_state import (
-    OptimizerState,
-    RootOf,
-    first_rank,
-    gather_value,
-)
+from ringspark.estimators.parallel.optimizer_state import OptimizerState, RootOf, first_rank, gather_value
 from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import GatheredRanks
 from ringspark.estimators.training.checkpoint.record import FileSum, Position, Record

@@ -78,11 +78,7 @@ class LearningRates:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        optimizer: torch.optim.Optimizer,
-        num_steps: int,
-        is_endless: bool = False,
+        self, schedule: Schedule, optimizer: torch.optim.Optimizer, num_steps: int, is_endless: bool = False
     ) -> None:
         self._schedule = schedule
         self._is_endless = is_endless

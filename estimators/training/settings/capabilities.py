@@ -229,10 +229,7 @@ VALUES: tuple[SettingValue, ...] = (
         shown=f"optimizer={' or '.join(map(repr, sorted(_OF_WHOLE_PARAMETERS)))}",
     ),
     SettingValue(
-        "optimizer",
-        lambda c: c.optimizer == "adam1bit",
-        needs=(WHOLE_NETWORK,),
-        shown="optimizer='adam1bit'",
+        "optimizer", lambda c: c.optimizer == "adam1bit", needs=(WHOLE_NETWORK,), shown="optimizer='adam1bit'"
     ),
     SettingValue(
         "precision",

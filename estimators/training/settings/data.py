@@ -130,9 +130,7 @@ class Labels(Section):
         None, "one label column per output of the network, instead of labelCol"
     )
     loss_weights: _LossWeights | None = setting(
-        None,
-        "weight of each label's loss in their sum; unset: 1 each",
-        field="loss_weights",
+        None, "weight of each label's loss in their sum; unset: 1 each", field="loss_weights"
     )
 
 

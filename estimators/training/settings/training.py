@@ -139,9 +139,7 @@ class Training(Section):
         ),
     )
     max_grad_norm: Annotated[float, Gt(0)] | None = setting(
-        None,
-        "bound of the gradient's 2-norm; unset: no clipping",
-        remedy="leave it unset for no clipping",
+        None, "bound of the gradient's 2-norm; unset: no clipping", remedy="leave it unset for no clipping"
     )
     epochs: AtLeast1 = setting(1, "passes over the training rows", recorded_on_resume=True)
     batch_size: AtLeast1 = setting(1024, "rows per optimizer step over all workers together")
