@@ -6,7 +6,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ class Profiler:
     """
 
     def __init__(self, run_uri: str, first: int, last: int, device: torch.device) -> None:
-        self._first = first
-        self._last = last
-        self._device = device
+        self._first, self._last = first, last
+        self._activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(torch.profiler.ProfilerActivity.CUDA)
         # A resumed training may take these steps again.
         name = f"rank-0-steps-{first}-{last}-{time.time_ns() // 1_000_000}.json.gz"
         self._file = BackgroundFile(storage.join(run_uri, run_layout.PROFILE, name), "profile")
@@ -49,8 +50,12 @@ class Profiler:
 
     def steps(self, batches: Iterator[Batch], state: TrainingState) -> Iterator[Batch]:
         for batch in batches:
-            if state.step + 1 >= self._first and not self._is_done and self._profile is None:
-                self._begin(state.step + 1)
+            is_idle = self._profile is None and not self._is_done
+            if is_idle and self._first <= state.step + 1 <= self._last:
+                with self._warnings():
+                    profile = torch.profiler.profile(activities=self._activities)
+                    profile.start()
+                    self._profile = profile
             yield batch
             if self._profile is not None and state.step >= self._last:
                 self._end()
@@ -60,37 +65,22 @@ class Profiler:
             self._end()
         self._file.close()
 
-    def _begin(self, step: int) -> None:
-        self._is_done = step > self._last  # the training was resumed after them
-        if self._is_done:
-            return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        try:
-            profile = torch.profiler.profile(activities=activities)
-            profile.start()
-        except Exception as error:  # the machine's tracing library may raise any exception
-            self._give_up(error)
-            return
-        self._profile = profile
-
     def _end(self) -> None:
         profile, self._profile, self._is_done = self._profile, None, True
-        try:
+        with self._warnings(), tempfile.TemporaryDirectory(prefix="ringspark-profile-") as folder:
             profile.stop()
-            with tempfile.TemporaryDirectory(prefix="ringspark-profile-") as folder:
-                path = Path(folder, "trace.json.gz")
-                profile.export_chrome_trace(str(path))
-                data = path.read_bytes()
-        except Exception as error:
-            self._give_up(error)
-            return
-        self._file.write(lambda: data)
+            path = Path(folder, "trace.json.gz")
+            profile.export_chrome_trace(str(path))
+            data = path.read_bytes()
+            self._file.write(lambda: data)
 
-    def _give_up(self, error: Exception) -> None:
-        self._is_done = True
-        _log.warning("torch.profiler failed (%s); training continues without a profile", error)
+    @contextmanager
+    def _warnings(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the machine's tracing library may raise any exception
+            self._is_done = True
+            _log.warning("torch.profiler failed (%s); training continues without a profile", error)
 
 
 @dataclass(frozen=True, kw_only=True)
