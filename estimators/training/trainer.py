@@ -46,6 +46,10 @@ _PACED_STEPS = 4
 _PACED_FRACTION = 16
 
 
+# Buffers of a layer, a buffer's name, the buffer itself, and a copy of its values.
+_KeptBuffer = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]
+
+
 class _PauseError(Exception):
     """The training ends within an epoch, at `pause_after_step`."""
 
@@ -340,12 +344,7 @@ class Trainer:
         keeps = train_state.sums.takes_outputs and bool(micro_batches)
         return train_state.passes.train(micro_batches, divisor, inputs=batch.inputs, keeps_outputs=keeps)
 
-    def _on_skipped(
-        self,
-        step: int,
-        ranks: tuple[int, ...],
-        buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]],
-    ) -> None:
+    def _on_skipped(self, step: int, ranks: tuple[int, ...], buffers: list[_KeptBuffer]) -> None:
         if not ranks and self._config.precision == "fp16":
             return  # an overflow while the loss scale adapts
         with torch.no_grad():

@@ -147,7 +147,7 @@ def _train(
     status.phase = "comparing the clocks"
     with (
         RunLog(config.run_uri, writes=mesh.writes) as log,
-        Observation.of(config, mesh, device, is_compiled=bool(config.compile)) as observation,
+        Observation.of(config, mesh, device) as observation,
         compile_network(sync.network, config.compile, device),
     ):
         heads, stages = make_heads(config, objects, manifest), network.stages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ringspark.estimators.training.arguments import read_layout
-from ringspark.estimators.training.check.probe import PROBE_ROWS, Shape
-from ringspark.estimators.training.objective.heads import Head
+from ringspark.estimators.training.check.probe import PROBE_ROWS
+from ringspark.estimators.training.check.training import Trial
 from ringspark.estimators.training.objective.losses import resolve_loss, sees_network
-from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
 
@@ -31,18 +30,12 @@ NOT_FOR_CLASSES = {
 }
 
 
-def check_losses(
-    task: Task,
-    heads: Sequence[Head],
-    outputs: Sequence[torch.Tensor],
-    given_labels: Sequence[torch.Tensor],
-    module: nn.Module,
-) -> None:
+def check_losses(training: Trial) -> None:
     """Calls each loss once, to raise its errors before the gang starts."""
-    trained = set(module.parameters())
-    for head, output, labels in zip(heads, outputs, given_labels, strict=True):
+    trained = set(training.module.parameters())
+    for head, output, labels in zip(training.heads, training.outputs, training.labels, strict=True):
         name = head.loss_name
-        if task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
+        if training.config.task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
         own = set(head.loss.parameters()) if isinstance(head.loss, nn.Module) else set()
         _check_no_parameters(name, own - trained)
@@ -132,7 +125,8 @@ def _check_weights(name: str, manifest: ShardManifest) -> None:
             raise ValueError(f"weightCol {name!r} {reason[0]} in all {split} rows, {reason[1]}")
 
 
-def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
+def check_classes(training: Trial) -> None:
+    head, model, shape = training.heads[0], type(training.module).__name__, training.shapes[0]
     label, loss = head.label, head.loss
     if len(shape) > 2:
         raise ValueError(
@@ -149,7 +143,7 @@ def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape)
     # An ensemble of binary networks returns one logit per member.
     per_member = isinstance(loss, str) and loss.startswith("bce_with_logits")
     num_classes = 2 if per_member or is_binary else shape[1]
-    for split, columns in manifest.stats.items():
+    for split, columns in training.manifest.stats.items():
         stats = columns[label]
         if not stats.rows:
             continue
@@ -168,14 +162,14 @@ def check_classes(head: Head, manifest: ShardManifest, model: str, shape: Shape)
             )
 
 
-def check_regression(head: Head, manifest: ShardManifest, model: str, shape: Shape) -> None:
-    label = head.label
-    row_shape = manifest.array(label).shape
+def check_regression(training: Trial) -> None:
+    label, shape = training.heads[0].label, training.shapes[0]
+    row_shape = training.manifest.array(label).shape
     label_shape = (PROBE_ROWS, *row_shape)
     squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
     if squeezed != label_shape:
         wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"
         raise ValueError(
-            f"model {model} must return {wanted} for labelCol {label!r}, "
+            f"model {type(training.module).__name__} must return {wanted} for labelCol {label!r}, "
             f"got {tuple(shape)} for {PROBE_ROWS} rows; change the model's last layer"
         )

@@ -191,13 +191,12 @@ def _check_batch_transform(training: Trial) -> Trial:
 
 
 def _check_task(training: Trial) -> Trial:
-    config, name = training.config, type(training.module).__name__
-    if config.task == "classification":
-        check_classes(training.heads[0], training.manifest, name, training.shapes[0])
-    elif config.task == "regression":
-        check_regression(training.heads[0], training.manifest, name, training.shapes[0])
-    if not config.has_own_step:
-        check_losses(config.task, training.heads, training.outputs, training.labels, training.module)
+    if training.config.task == "classification":
+        check_classes(training)
+    elif training.config.task == "regression":
+        check_regression(training)
+    if not training.config.has_own_step:
+        check_losses(training)
     return training
 
 

@@ -22,10 +22,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ringspark.estimators.collectives import Collective
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.history import EpochCost
 from ringspark.estimators.training.observation.overlap import StepOverlap
+from ringspark.estimators.training.settings.config import TrainConfig
 
 RAPL_FOLDER = Path("/sys/class/powercap")
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")
@@ -132,22 +133,14 @@ class NvmlEnergy:
 
 
 class EpochMeter:
-    """Measures one epoch after another on one rank. `ranks_per_copy`: ranks that share the same rows."""
+    """Measures one epoch after another on one rank."""
 
     def __init__(
-        self,
-        world: Collective,
-        device: torch.device,
-        *,
-        precision: str,
-        is_compiled: bool = False,
-        overlap: StepOverlap | None = None,
-        ranks_per_copy: int = 1,
+        self, config: TrainConfig, mesh: RankMesh, device: torch.device, overlap: StepOverlap | None
     ) -> None:
-        self._world = world
-        self._overlap = overlap
+        self._world, self._overlap = mesh.world, overlap
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops(name, precision)
+        self._peak = peak_flops(name, config.precision)
         self._energy: RaplEnergy | NvmlEnergy | None = None
         # No energy if the machine does not report it; NVMLError is of a package that may be missing.
         with suppress(Exception):
@@ -156,10 +149,10 @@ class EpochMeter:
         key = hashlib.sha256(device_key(device).encode()).digest()
         self._shared = int.from_bytes(key[:7], "big")
         # Under the count, compiled code would run uncompiled.
-        self._counts_next = not is_compiled
+        self._counts_next = not config.compile
         self._flops = _UNKNOWN
         self._counted_rows = 0
-        self._ranks_per_copy = ranks_per_copy
+        self._ranks_per_replica = mesh.replica.size  # they share the same rows
         self._bytes_before: int | None = None
         self._joules_before: float | None = None
 
@@ -205,7 +198,7 @@ class EpochMeter:
         known = [(f, n) for f, n in zip(flops, counted, strict=True) if n]
         total = None
         if known and all(f > 0 for f, _ in known):
-            counted_rows = sum(n for _, n in known) / self._ranks_per_copy
+            counted_rows = sum(n for _, n in known) / self._ranks_per_replica
             total = round(rows * sum(f for f, _ in known) / counted_rows)
         # Ranks that share a host or a GPU all read the same counter.
         all_joules = _sum(dict(zip(keys, joules, strict=True)).values())

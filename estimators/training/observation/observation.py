@@ -94,9 +94,7 @@ class Observation(AbstractContextManager["Observation"]):
     profiler: Profiler | None = None
 
     @classmethod
-    def of(
-        cls, config: TrainConfig, mesh: RankMesh, device: torch.device, *, is_compiled: bool = False
-    ) -> Observation:
+    def of(cls, config: TrainConfig, mesh: RankMesh, device: torch.device) -> Observation:
         made = (each.make_timeline(config, mesh, device) for each in techniques_of(config))
         timeline: Timeline = first_made(made) or Timeline()
         overlap = None
@@ -109,14 +107,7 @@ class Observation(AbstractContextManager["Observation"]):
             profiler = Profiler(config.run_uri, *config.profile_steps, device)
         return cls(
             losses=StepLog(config.run_uri, mesh.writes, 0 if config.hides_rows else config.log_every_steps),
-            meter=EpochMeter(
-                mesh.world,
-                device,
-                precision=config.precision,
-                is_compiled=is_compiled,
-                overlap=overlap,
-                ranks_per_copy=mesh.replica.size,
-            ),
+            meter=EpochMeter(config, mesh, device, overlap),
             timeline=timeline,
             overlap=overlap,
             profiler=profiler,
