@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from inspect import Signature, signature
 from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+from torch import nn
 
 from ringspark.models.network_copy import NetworkPickler, copy_by_pickle
 
@@ -126,3 +128,11 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
     finally:
         for module in mine:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def signature_of(called: Any) -> Signature:
+    """Returns the signature of a function or of a module's `forward`; any arguments if it has none."""
+    try:
+        return signature(called.forward if isinstance(called, nn.Module) else called)
+    except (TypeError, ValueError):  # a function in C, or no function
+        return signature(lambda *args, **kwargs: None)

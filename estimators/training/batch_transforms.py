@@ -7,7 +7,6 @@ all ranks. If the attribute `changes_held_out` is true, the function also change
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from torch import nn
 
 from ringspark.estimators.training.arguments import InputLayout, count_rows
 from ringspark.estimators.training.feed import Batch
+from ringspark.estimators.user_code import signature_of
 from ringspark.models.generators import common_seed, keep_shared_generators, seed_rank
 from ringspark.models.meta_device import copy_module
 
@@ -105,11 +105,7 @@ def apply_transform(
 
 
 def takes(function: Any, name: str) -> bool:
-    try:
-        called = function.forward if isinstance(function, nn.Module) else function
-        return name in inspect.signature(called).parameters
-    except (TypeError, ValueError):  # a function in C
-        return False
+    return name in signature_of(function).parameters
 
 
 def try_transform(

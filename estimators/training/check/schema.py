@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -21,6 +20,7 @@ from ringspark.estimators.training.objective.own_metrics import find_metric, hig
 from ringspark.estimators.training.objective.own_states import is_torchmetric
 from ringspark.estimators.training.optimizers.groups import group_parameters
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
+from ringspark.estimators.user_code import signature_of
 from ringspark.models import ModelSpec
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.network_copy import HOOKS
@@ -214,11 +214,7 @@ def _check_transforms(
 def _refusal(called: Callable[..., Any], num_arguments: int, **named: Any) -> str:
     """Returns why a function or module cannot take these arguments; "" if it can or has no signature."""
     try:
-        signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
-    except (TypeError, ValueError):  # a function in C has no signature
-        return ""
-    try:
-        signature.bind(*[None] * num_arguments, **named)
+        signature_of(called).bind(*[None] * num_arguments, **named)
     except TypeError as error:
         return str(error)
     return ""

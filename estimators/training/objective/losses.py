@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.user_code import signature_of
 
 RowLoss = Callable[..., torch.Tensor]
 RowWeights = Callable[[torch.Tensor], torch.Tensor]
@@ -198,10 +199,7 @@ class NetworkLoss(CallableLoss):
 
 def sees_network(loss: object) -> bool:
     """Returns whether a loss takes (module, inputs, outputs, labels): four arguments without defaults."""
-    try:
-        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a name, or a builtin without a signature
-        return False
+    parameters = signature_of(loss).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is p.empty for p in parameters.values()) == 4
 
@@ -258,17 +256,10 @@ def _wrap_module(loss: nn.Module) -> RowLoss:
 
 
 def _wrap_callable(loss: Callable[..., torch.Tensor]) -> CallableLoss:
-    if not isinstance(loss, nn.Module) and _reduces(loss):
+    given = None if isinstance(loss, nn.Module) else signature_of(loss).parameters.get("reduction")
+    if given is not None and given.default == "mean":
         loss = partial(loss, reduction="none")  # a function of torch.nn.functional returns a mean by default
     return (NetworkLoss if sees_network(loss) else CallableLoss)(loss)
-
-
-def _reduces(loss: Callable[..., torch.Tensor]) -> bool:
-    try:
-        given = inspect.signature(loss).parameters.get("reduction")
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
-    return given is not None and given.default == "mean"
 
 
 def _check_arguments(name: str) -> None:
