@@ -42,16 +42,11 @@ class BatchTransform:
         gpus = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=gpus), keep_shared_generators():
             seed_rank(self._seed, step, self._rank)
-            # Without rows only shapes and dtypes matter; a row of zeros shows them.
-            inputs, labels = batch.inputs, batch.labels
-            if not batch.num_rows:
-                inputs, labels = _row_of_zeros(inputs), _row_of_zeros(labels)
             function = self._function
             if takes(function, "step_seed"):
                 function = partial(function, step_seed=common_seed(self._seed, step))
-            inputs, labels = apply_transform(function, "transformBatch", inputs, labels, batch.layout)
-        if not batch.num_rows:
-            inputs, labels = (tuple(t[:0] for t in tensors) for tensors in (inputs, labels))
+            given = (batch.inputs, batch.labels, batch.layout)
+            inputs, labels = apply_transform(function, "transformBatch", *given)
         return replace(batch, inputs=inputs, labels=labels)
 
 
@@ -70,10 +65,7 @@ class PreparedNetwork(nn.Module):
 def prepare_inputs(function: Any, inputs: Tensors, layout: InputLayout = ()) -> Tensors:
     if function is None:
         return inputs
-    has_rows = count_rows(inputs, layout) > 0
-    given = inputs if has_rows else _row_of_zeros(inputs)
-    result, _ = apply_transform(function, "transformInPrediction", given, layout=layout)
-    return result if has_rows else tuple(t[:0] for t in result)
+    return apply_transform(function, "transformInPrediction", inputs, layout=layout)[0]
 
 
 def prepare_function(function: Any, device: torch.device, training: bool) -> Any:
@@ -86,12 +78,14 @@ def prepare_function(function: Any, device: torch.device, training: bool) -> Any
 def apply_transform(
     function: Any, setting: str, inputs: Tensors, labels: Tensors | None = None, layout: InputLayout = ()
 ) -> tuple[Tensors, Tensors]:
-    """Calls the function on a batch, and checks that it returns the expected number of tensors and rows.
-
-    The batch must have at least one row.
-    """
-    # The number of values may change if rows vary in length.
+    """Calls the function on a batch, and checks that it returns the expected number of tensors and rows."""
     num_rows = count_rows(inputs, layout)
+    if not num_rows:
+        # Only shapes and dtypes matter; a row of zeros shows them.
+        zeros = _row_of_zeros(inputs), labels and _row_of_zeros(labels)
+        found, others = apply_transform(function, setting, *zeros, layout)
+        return tuple(t[:0] for t in found), tuple(t[:0] for t in others)
+    # The number of values may change if rows vary in length.
     of_inputs = [num_rows if not layout or layout[i] in (None, i) else None for i in range(len(inputs))]
     if labels is None or not takes(function, "labels"):
         return _check_result(function(*inputs), setting, "inputs", of_inputs), labels or ()
