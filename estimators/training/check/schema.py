@@ -45,7 +45,9 @@ def check_schema(
     layout = _layout(columns, inputs)
     if objects.transform_batch is not None or objects.transform_in_prediction is not None:
         _check_transforms(config, objects, inputs, layout)
-    if _has_constructor_of_ours(config, objects):
+    is_ours = config.model is not None and ModelSpec.from_json(config.model).target in MODELS
+    # The constructor of a user's class may fail on the meta device.
+    if is_ours or (config.model is None and objects.module is not None):
         empty = build_empty(config, objects)
         check_network(config, objects, empty)
         if config.parameter_groups:
@@ -67,13 +69,6 @@ def check_schema(
                 "attribute higher_is_better to True or False, or monitor something else"
             )
     return heads
-
-
-def _has_constructor_of_ours(config: TrainConfig, objects: UserObjects) -> bool:
-    """Whether the network can be built on the meta device without the constructor of a user's class."""
-    if config.model is None:
-        return objects.module is not None
-    return ModelSpec.from_json(config.model).target in MODELS
 
 
 def check_network(config: TrainConfig, objects: UserObjects, module: nn.Module) -> None:
