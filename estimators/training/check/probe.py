@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.batch_transforms import try_transform
-from ringspark.estimators.training.feed import network_dtype
+from ringspark.estimators.training.feed import zeros
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.models.outputs import as_outputs
 from ringspark.pipelines import ShardManifest
@@ -70,7 +69,7 @@ def _make_rows(
     layout, inputs = read_layout(manifest, names), []
     for number, name in enumerate(names):
         array, column = manifest.described(name), manifest.column_of(name)
-        values = torch.from_numpy(np.zeros((num_rows, *array.shape), network_dtype(array.dtype)))
+        values = zeros(array, num_rows)
         if layout and layout[number] == number:
             values[:] = torch.arange(num_rows)  # where each row starts
         else:
