@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -56,27 +56,17 @@ class Batch:
         parts = max(1, min(parts, self.num_rows))
         if parts == 1:
             return [self]
-        labels = [torch.tensor_split(t, parts) for t in self.labels]
-        weights, soft_labels = (
-            [None] * parts if values is None else torch.tensor_split(values, parts)
-            for values in (self.weight, self.soft_labels)
+        ends = accumulate(len(part) for part in torch.tensor_split(self.labels[0], parts))
+        return [self._slice(start, stop) for start, stop in pairwise([0, *ends])]
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        return replace(
+            self,
+            inputs=tuple(slice_rows(self.inputs, self.layout, start, stop)),
+            labels=tuple(values[start:stop] for values in self.labels),
+            weight=None if self.weight is None else self.weight[start:stop],
+            soft_labels=None if self.soft_labels is None else self.soft_labels[start:stop],
         )
-        inputs: Sequence[Sequence[torch.Tensor]]
-        if self.layout:
-            ends = pairwise([0, *accumulate(len(part) for part in labels[0])])
-            inputs = [slice_rows(self.inputs, self.layout, start, stop) for start, stop in ends]
-        else:
-            inputs = list(zip(*(torch.tensor_split(t, parts) for t in self.inputs), strict=True))
-        return [
-            Batch(
-                inputs=tuple(inputs[i]),
-                labels=tuple(t[i] for t in labels),
-                weight=weights[i],
-                layout=self.layout,
-                soft_labels=soft_labels[i],
-            )
-            for i in range(parts)
-        ]
 
 
 def network_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
