@@ -248,7 +248,7 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "fit_on_table": f"{_IN_PLACE}.fits:fit_on_table",
         "find_scan": f"{_IN_PLACE}.file_scan:find_scan",
         "find_table": f"{_IN_PLACE}.catalog:find_table",
-        "keep_source": f"{_IN_PLACE}.tables:keep_source",
+        "keep_source": f"{_IN_PLACE}.fits:keep_source",
         "noise_meter": "ringspark.extras.tuning.noise_scale:NoiseMeter",
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
         "plan_least": "ringspark.extras.planning.memory.budget:plan_least",

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.extras.external_tables.in_place.row_pages import find_leaves, has_page_rows
 from ringspark.pipelines import storage
-from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.kinds.base import is_list
-from ringspark.pipelines.local_python import choose_python
-from ringspark.pipelines.spark_errors import explain_worker_errors
-from ringspark.pipelines.typed_json import parse_object, record
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-# The driver reads this many footers itself, in threads; a Spark job reads more.
-_ON_DRIVER = 256
-_THREADS = 16
+_THREADS = 32
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 _SHORT_BYTES = {"INT_8": 1, "UINT_8": 2, "INT_16": 2}  # as Spark reads them
 
@@ -53,22 +43,13 @@ class Footer:
     problem: str = ""
 
 
-def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
-    """Reads the footers of all files.
+def read_footers(uris: Sequence[str], names: Sequence[str]) -> list[Footer]:
+    """Reads the footers of all files, on the driver.
 
     Raises ValueError if a file cannot be read or lacks a column, or if column types differ.
     """
-    if len(uris) <= _ON_DRIVER:
-        with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
-            footers = list(pool.map(partial(read_footer, names=names), uris))
-    else:
-        choose_python(spark)
-        with explain_worker_errors(), name_jobs(spark, f"read the footers of {len(uris)} files"):
-            rows = spark.range(0, len(uris)).mapInArrow(partial(_in_task, uris, names), "report string")
-            found = [parse_object(row["report"]) for row in rows.collect()]
-        footers = [
-            record(Footer, entry["footer"]) for entry in sorted(found, key=lambda entry: entry["number"])
-        ]
+    with ThreadPoolExecutor(min(_THREADS, len(uris)), thread_name_prefix="ringspark-footer") as pool:
+        footers = list(pool.map(partial(_read_footer, names=names), uris))
     for uri, footer in zip(uris, footers, strict=True):
         if footer.problem:
             raise ValueError(f"{uri!r} {footer.problem}")
@@ -86,7 +67,7 @@ def read_footers(spark: SparkSession, uris: Sequence[str], names: Sequence[str])
     return footers
 
 
-def read_footer(uri: str, names: Sequence[str]) -> Footer:
+def _read_footer(uri: str, names: Sequence[str]) -> Footer:
     try:
         with storage.store_errors(uri), storage.open_file(uri) as source:
             file = pq.ParquetFile(source)
@@ -126,13 +107,6 @@ def _decoded_bytes(metadata: Any, group: int, leaf: int) -> int:
     chunk, converted = metadata.row_group(group).column(leaf), metadata.schema.column(leaf).converted_type
     value_bytes = _SHORT_BYTES.get(converted, _VALUE_BYTES.get(chunk.physical_type))
     return int(chunk.total_uncompressed_size if value_bytes is None else chunk.num_values * value_bytes)
-
-
-def _in_task(uris: Sequence[str], names: Sequence[str], batches: Iterator[Any]) -> Iterator[Any]:
-    for batch in batches:
-        numbers = batch.column(0).to_pylist()
-        entries = [{"number": n, "footer": asdict(read_footer(uris[n], names))} for n in numbers]
-        yield pa.RecordBatch.from_pydict({"report": [json.dumps(entry) for entry in entries]})
 
 
 def _plain(data_type: Any) -> str:

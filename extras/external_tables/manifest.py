@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ringspark.extras.external_tables.footers import Footer, read_footers
-from ringspark.extras.external_tables.in_place.conversion import decode_column
 from ringspark.extras.external_tables.in_place.listing import Listing, escape_glob
+from ringspark.extras.external_tables.in_place.referenced_rows import decode_column
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.columns import Column, columns_from_spark, quote
@@ -102,7 +102,7 @@ def table_manifest(
         names = [column.name for column in found]
         raise ValueError(f"columns {names} are all partition columns; add a column from the files")
     uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
-    footers = read_footers(spark, uris, [column.name for column in in_files])
+    footers = read_footers(uris, [column.name for column in in_files])
     _check_types(in_files, footers[0], uris[0])
     if not any(sum(footer.row_groups) for footer in footers):
         raise ValueError(f"the table {listing.source.uri!r} has no rows; pass a table that has rows")

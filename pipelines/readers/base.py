@@ -268,7 +268,7 @@ class ShardReader(ABC):
                     dtype = kind.arrays(name)[name].dtype
                     row_group[name] = np.full(self._row_groups[index], external.values[name], dtype=dtype)
                 elif self.manifest.table is not None:
-                    row_group[name] = in_place("conversion").decode_column(
+                    row_group[name] = in_place("referenced_rows").decode_column(
                         one_chunk(table.column(name)), kind
                     )
                 else:

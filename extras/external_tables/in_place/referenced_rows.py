@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ringspark.extras.external_tables.in_place.conversion import encode_column
+from ringspark.extras.external_tables.in_place.listing import Int64Array
 from ringspark.extras.external_tables.in_place.row_pages import (
     KeptPages,
     PageReader,
@@ -27,8 +26,10 @@ from ringspark.extras.external_tables.in_place.row_pages import (
 )
 from ringspark.pipelines import storage
 from ringspark.pipelines.columns import Column
+from ringspark.pipelines.kinds import Binary, Kind
 from ringspark.pipelines.kinds.base import number_type, one_chunk
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
+from ringspark.pipelines.rows import Rows
 from ringspark.pipelines.source_files import FileState
 from ringspark.pipelines.table_files import (
     FILE,
@@ -46,7 +47,6 @@ _ROWS_AT_ONCE = 1 << 16
 # A larger row group must have a page index: else each row group of a shard decodes all of it again.
 _MOST_UNSPLIT_ROWS = 1 << 17
 
-Int64Array = npt.NDArray[np.int64]
 OpenFile = Callable[[str, int], Any]
 
 
@@ -203,19 +203,13 @@ class _TableFile:
 
     def _by_group(self, rows: Int64Array) -> Iterator[tuple[int, Int64Array]]:
         """Yields row groups and the rows in each, in the order of `rows`."""
-        if _is_run(rows):
-            first, last = np.searchsorted(self._starts, rows[[0, -1]], side="right") - 1
-            groups = np.arange(first, last + 1)
-            cuts = self._starts[first + 1 : last + 1] - rows[0]
-        else:
-            numbers = np.searchsorted(self._starts, rows, side="right") - 1
-            cuts = np.flatnonzero(np.diff(numbers)) + 1
-            groups = numbers[[0, *cuts]]
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        groups = numbers[[0, *cuts]]
         for group, start, stop in zip(
             groups.tolist(), [0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True
         ):
-            if start < stop:
-                yield group, rows[start:stop] - self._starts[group]
+            yield group, rows[start:stop] - self._starts[group]
 
     def _read_whole(self, wanted: Sequence[tuple[int, int, Int64Array]]) -> Any:
         names = list(dict.fromkeys(self._names))
@@ -236,6 +230,27 @@ class _TableFile:
             low, high = int(wanted.min()), int(wanted.max()) + 1
             yield _take(self._pages.read(group, names, low, high), wanted - low)
             at = stop
+
+
+def decode_column(values: Any, kind: Kind) -> Rows:
+    """Returns the rows of a file's column, given as one Arrow array without nulls, or raises ValueError."""
+    return kind.decode(encode_column(values, kind))
+
+
+def encode_column(values: Any, kind: Kind) -> list[Any]:
+    """Returns the arrays that `write_shards` would store for a file's column, or raises ValueError.
+
+    The values are converted to the array that Spark would pass to the writer, and then go through the same
+    `Kind.encode`. The numbers are therefore bitwise the same.
+    """
+    values = kind.read_values(values)
+    if isinstance(kind, Binary):
+        # The bytes were checked one by one when the rows were measured.
+        return [values]
+    values, problems = kind.read(values)
+    if problems:
+        raise ValueError(next(iter(problems.values())))
+    return kind.encode(values).arrays
 
 
 def _starts(numbers: Any) -> Any:

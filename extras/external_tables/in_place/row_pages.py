@@ -228,8 +228,14 @@ class PageReader:
             if column.has_dictionary_page and 0 < (column.dictionary_page_offset or 0) < begin:
                 begin = column.dictionary_page_offset
             end = begin + column.total_compressed_size
-            index = _from_index if 4 in chunk and 5 in chunk else _from_headers
-            places[key] = index(self, chunk, begin, end, rows)
+            has_index = 4 in chunk and 5 in chunk
+            found = _from_index(self, chunk) if has_index else _from_headers(self, chunk, begin, end, rows)
+            first_rows, starts = (np.asarray(numbers, dtype=np.int64) for numbers in found)
+            pages = _Pages(
+                first_rows=np.append(first_rows, rows), starts=starts, dictionary=(begin, int(starts[0]))
+            )
+            _check_pages(pages, begin, end)
+            places[key] = pages
         return places[key]
 
     def _dictionary(self, row_group: int, leaf: int, pages: _Pages) -> bytes:
@@ -293,24 +299,22 @@ def _strip_footer(footer: Struct) -> Struct:
     return kept | {4: (LIST, (STRUCT, groups))}
 
 
-def _from_index(reader: PageReader, chunk: Struct, begin: int, end: int, rows: int) -> _Pages:
+def _from_index(reader: PageReader, chunk: Struct) -> tuple[list[int], list[int]]:
+    """Returns the first row of each page, and the start of each page with the end of the last one."""
     start, size = chunk[4][1], chunk[5][1]
     index, _ = read_struct(reader._bytes(start, start + size))
     locations: list[Struct] = index[1][1][1]
-    starts = [page[1][1] for page in locations]
     last = locations[-1]
-    pages = _Pages(
-        first_rows=np.asarray([page[3][1] for page in locations] + [rows], dtype=np.int64),
-        starts=np.asarray([*starts, last[1][1] + last[2][1]], dtype=np.int64),
-        dictionary=(begin, starts[0]),
-    )
-    return _check_pages(pages, begin, end)
+    starts = [page[1][1] for page in locations]
+    return [page[3][1] for page in locations], [*starts, last[1][1] + last[2][1]]
 
 
-def _from_headers(reader: PageReader, chunk: Struct, begin: int, end: int, rows: int) -> _Pages:
+def _from_headers(
+    reader: PageReader, chunk: Struct, begin: int, end: int, rows: int
+) -> tuple[list[int], list[int]]:
+    """Returns the same as `_from_index`, for a column with one value per row."""
     num_values = chunk[3][1][5][1]
-    first_rows, starts, at, row = [], [], begin, 0
-    stop = begin
+    first_rows, starts, at, row, stop = [], [], begin, 0, begin
     while row < num_values and at < end:
         header, body = reader._header(at, end)
         kind, following = header[1][1], body + header[3][1]
@@ -322,12 +326,7 @@ def _from_headers(reader: PageReader, chunk: Struct, begin: int, end: int, rows:
         at = following
     if row != rows:
         raise ValueError(f"its pages hold {row} values for {rows} rows")
-    pages = _Pages(
-        first_rows=np.asarray([*first_rows, rows], dtype=np.int64),
-        starts=np.asarray([*starts, stop], dtype=np.int64),
-        dictionary=(begin, starts[0]),
-    )
-    return _check_pages(pages, begin, end)
+    return first_rows, [*starts, stop]
 
 
 def _values_of(header: Struct) -> tuple[int, int]:
@@ -336,12 +335,11 @@ def _values_of(header: Struct) -> tuple[int, int]:
     return header[8][1][1][1], header[8][1][4][1]
 
 
-def _check_pages(pages: _Pages, begin: int, end: int) -> _Pages:
+def _check_pages(pages: _Pages, begin: int, end: int) -> None:
     """Raises ValueError if page positions are impossible; they determine what is read, and how much."""
     places = np.concatenate([[begin], pages.starts, [end]])
     if pages.first_rows[0] != 0 or (np.diff(pages.first_rows) < 0).any() or (np.diff(places) < 0).any():
         raise ValueError("its index of pages is damaged")
-    return pages
 
 
 def _join_leaves(parts: Sequence[Any]) -> Any:

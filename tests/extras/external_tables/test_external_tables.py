@@ -13,7 +13,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from spark_tables import spark_conf
 
-from ringspark.extras.external_tables import footers, list_parquet, table_manifest
+from ringspark.extras.external_tables import list_parquet, table_manifest
 from ringspark.extras.external_tables import manifest as manifest_module
 from ringspark.extras.external_tables.in_place.delta import list_delta
 from ringspark.pipelines import (
@@ -251,16 +251,6 @@ def test_a_delta_table_with_deleted_rows_is_refused(spark: Any, tmp_path: Path) 
     ((name, _, _),) = listing.files
     with pytest.raises(ValueError, match=r"has deleted rows or .* use fitOnDelta"):
         table_manifest(spark, replace(listing, deleted={name: np.array([1])}))
-
-
-def test_many_footers_are_read_by_a_job(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(5):
-        pq.write_table(_rows(10 * number, 10 - number), tmp_path / f"{number}.parquet")
-    listing = list_parquet(spark, str(tmp_path))
-    by_driver = table_manifest(spark, listing)
-    monkeypatch.setattr(footers, "_ON_DRIVER", 4)
-    assert table_manifest(spark, listing) == by_driver
-    assert by_driver.row_groups == (10, 9, 8, 7, 6)
 
 
 def test_names_of_folders_and_files_are_those_that_spark_reads(spark: Any, tmp_path: Path) -> None:
