@@ -146,9 +146,11 @@ def _print_lines(title: str, lines: Sequence[str]) -> None:
 
 
 def _list_faults(facts: RunFacts) -> list[str]:
+    from ringspark.extras.report.facts import failure_of
+
     faults = [*facts.problems]
     faults += [
-        f"rank {sign.rank} on {sign.host}: {sign.failure}" for sign in facts.heartbeats if sign.failure
+        f"rank {beat.rank} on {beat.host}: {failure_of(beat)}" for beat in facts.heartbeats if beat.failure
     ]
     if facts.outcome is not None:
         faults += [f"started again: {reason}" for reason in facts.outcome.restart_reasons]

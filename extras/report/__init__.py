@@ -15,6 +15,5 @@ if TYPE_CHECKING:
     from ringspark.extras.report.page import loss_figure as loss_figure
     from ringspark.extras.report.page import report as report
     from ringspark.extras.report.page import report_summary as report_summary
-    from ringspark.extras.report.page import write_report as write_report
 
 __getattr__, __dir__, __all__ = export_lazily(__name__)

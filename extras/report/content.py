@@ -1,22 +1,11 @@
-"""Content of a report: facts about the run, and the blocks that the template turns into HTML."""
+"""Blocks of a report, which the template turns into HTML."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from ringspark.extras.report.facts import RunFacts
-from ringspark.extras.report.held_out.findings import HeldOut
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """A run, and the model's results on held-out rows; the results are None if no rows were given."""
-
-    run: RunFacts
-    held_out: HeldOut | None = None
 
 
 class Block:
@@ -67,15 +56,6 @@ class Chart(Block):
 
     svg: str
     caption: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One part of the page; `name` is its anchor, and a section without blocks is omitted."""
-
-    name: str
-    title: str
-    make: Callable[[Facts], Sequence[Block]]
 
 
 def show(value: Any) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
+import pandas as pd
 
 from ringspark.extras.report.content import shorten
 
@@ -27,8 +27,6 @@ COLORS = (BLUE, ORANGE, GREEN, RED, "#6b46c1", "#b7791f", "#0987a0", "#97266d", 
 MOST_POINTS = 500
 # Width of the page in inches.
 WIDTH = 10.0
-
-Numbers = npt.NDArray[np.float64]
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -80,21 +78,15 @@ def draw_svg(draw: Callable[[Figure], None], height: float) -> str:
 
 
 def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: str, **more: Any) -> None:
-    """Draws a line through at most `MOST_POINTS` points; values that are not finite leave gaps."""
-    xs, ys = thin_points(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
-    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(xs) <= 40 else {}
-    axes.plot(xs, ys, color=color, label=label, linewidth=1.5, **(marker | more))
+    """Draws a line through at most `MOST_POINTS` points, each the mean of neighbours.
 
-
-def thin_points(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
-    """Reduces points to at most `most`, each the mean of neighbours; ignores values that are not finite."""
-    y = np.where(np.isfinite(y), y, np.nan)
-    if len(x) <= most:
-        return x, y
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Mean of empty slice")
-        xs, ys = np.array_split(x, most), np.array_split(y, most)
-        return np.array([part.mean() for part in xs]), np.array([np.nanmean(part) for part in ys])
+    Values that are not finite leave gaps.
+    """
+    points = pd.DataFrame({"x": x, "y": y}, dtype=np.float64).replace([np.inf, -np.inf], np.nan)
+    places = np.arange(len(points)) * MOST_POINTS // max(MOST_POINTS, len(points))
+    shown = points.groupby(places).mean()
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(shown) <= 40 else {}
+    axes.plot(shown.x, shown.y, color=color, label=label, linewidth=1.5, **(marker | more))
 
 
 def whole_ticks(axes: Axes) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.failures import Failure
+from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.training.history import EpochRecord, TrainingProgress, read_history, read_progress
@@ -17,11 +18,10 @@ from ringspark.estimators.training.run_environment import DataFacts, Environment
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.step_log import StepRecord, read_steps
 from ringspark.estimators.training.worker import FinishedRun
+from ringspark.extras.report.held_out.findings import HeldOut
 from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.typed_json import parse_object
 
 T = TypeVar("T")
-
 
 # File -> description of its content.
 _EXPECTED = {
@@ -32,14 +32,6 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastHeartbeat:
-    rank: int
-    host: str
-    phase: str
-    failure: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """The content of a run's folder; a missing or damaged file leaves its attribute empty.
 
@@ -47,6 +39,7 @@ class RunFacts:
         time_shares: Rank -> type of work -> share of its time, from 0 to 1.
         problems: One sentence per file that could not be read.
         missing: Name of each missing file -> description of its content.
+        held_out: The model's results on held-out rows; None if no rows were given.
     """
 
     run_uri: str
@@ -57,33 +50,22 @@ class RunFacts:
     progress: TrainingProgress | None = None
     environment: Environment = field(default_factory=Environment)
     data: DataFacts | None = None
-    heartbeats: tuple[LastHeartbeat, ...] = ()
+    heartbeats: tuple[Beat, ...] = ()
     time_shares: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        return self._so_far[0]
-
-    @property
-    def num_steps(self) -> int:
-        return self._so_far[1]
-
-    @property
-    def seconds(self) -> float:
-        return self._so_far[2]
+    held_out: HeldOut | None = None
 
     @property
     def rows_per_second(self) -> float:
         """Mean rate of the epochs, with validation but without startup; NaN before the first rows."""
         rows, seconds = sum(r.rows for r in self.history), sum(r.seconds for r in self.history)
         if not rows:
-            rows, _, seconds = self._so_far
+            rows, _, seconds = self.so_far
         return rows / seconds if rows and seconds else math.nan
 
     @property
-    def _so_far(self) -> tuple[int, int, float]:
+    def so_far(self) -> tuple[int, int, float]:
         """Rows, steps and seconds of the training so far, from the file with the most steps."""
         if self.outcome is not None:
             return self.outcome.rows, self.outcome.steps, self.outcome.seconds
@@ -159,24 +141,20 @@ def _read_data(uri: str, config: TrainConfig | None) -> DataFacts | None:
         return DataFacts.of(ShardManifest.load(config.shards_uri))
 
 
-def _read_heartbeats(uri: str) -> tuple[LastHeartbeat, ...]:
+def failure_of(beat: Beat) -> str:
+    """Returns the error that ended a rank, as "type: message"; "" if it has not failed."""
+    failure = None if beat.failure is None else Failure.from_json(beat.failure)
+    return "" if failure is None else f"{failure.type}: {failure.message}"
+
+
+def _read_heartbeats(uri: str) -> tuple[Beat, ...]:
     folder = storage.join(uri, run_layout.HEARTBEAT)
     found = []
     for name in storage.list_names(folder):
-        if not name.endswith(".json"):
-            continue
-        with suppress(ValueError, FileNotFoundError):
-            beat = parse_object(storage.read_bytes(storage.join(folder, name)))
-            failure = Failure.from_json(beat["failure"]) if beat.get("failure") else None
-            found.append(
-                LastHeartbeat(
-                    rank=int(beat.get("rank", -1)),
-                    host=str(beat.get("host", "")),
-                    phase=str(beat.get("phase", "")),
-                    failure="" if failure is None else f"{failure.type}: {failure.message}",
-                )
-            )
-    return tuple(sorted(found, key=lambda beat: beat.rank))
+        if name.endswith(".json"):
+            with suppress(FileNotFoundError):
+                found.append(Beat.from_json(storage.read_bytes(storage.join(folder, name))))
+    return tuple(sorted(filter(None, found), key=lambda beat: beat.rank))
 
 
 def _read_time_shares(uri: str) -> dict[int, dict[str, float]]:

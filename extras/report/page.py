@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ringspark.extras.report.content import Facts, Section
+from ringspark.extras.report.content import Block
 from ringspark.extras.report.drawing import figure_of
 from ringspark.extras.report.facts import RunFacts, read_run, run_of_summary
 from ringspark.extras.report.held_out.findings import HeldOut
 from ringspark.extras.report.sections import (
-    attribution,
-    classification,
     curves,
     data,
     environment,
     faults,
     headline,
-    memory,
-    regression,
+    held_out_rows,
     settings,
     throughput,
-    time_shares,
 )
 from ringspark.extras.report.template import PAGE
 from ringspark.pipelines import storage
@@ -31,20 +28,21 @@ from ringspark.pipelines import storage
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# In the order of the page.
-SECTIONS: tuple[Section, ...] = (
-    headline.SECTION,
-    curves.SECTION,
-    classification.SECTION,
-    regression.SECTION,
-    attribution.SECTION,
-    throughput.SECTION,
-    time_shares.SECTION,
-    memory.SECTION,
-    data.SECTION,
-    settings.SECTION,
-    faults.SECTION,
-    environment.SECTION,
+# In the order of the page: anchor, title, and the function that makes the blocks. A section without blocks is
+# omitted.
+SECTIONS: tuple[tuple[str, str, Callable[[RunFacts], Sequence[Block]]], ...] = (
+    ("headline", "Summary", headline.make),
+    ("curves", "Loss, metrics, learning rate", curves.make),
+    ("classes", "Held-out rows: classes", held_out_rows.make_classes),
+    ("numbers", "Held-out rows: predictions", held_out_rows.make_numbers),
+    ("features", "Features", held_out_rows.make_features),
+    ("throughput", "Throughput", throughput.make),
+    ("time", "Share of time", throughput.make_time_shares),
+    ("memory", "Memory", environment.make_memory),
+    ("data", "Data", data.make),
+    ("settings", "Settings", settings.make),
+    ("faults", "Faults and restarts", faults.make),
+    ("environment", "Environment", environment.make),
 )
 
 
@@ -55,15 +53,15 @@ def report(run_uri: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
         ImportError: jinja2 or matplotlib is not installed.
         ValueError: The folder holds no run.
     """
-    write_report(Facts(run=read_run(os.fspath(run_uri))), path)
+    _write(read_run(os.fspath(run_uri)), path)
 
 
 def report_summary(summary: Any, path: str | os.PathLike[str], held_out: HeldOut | None = None) -> None:
     """Writes the report of a `TrainingSummary` and its run folder to a file.
 
-    Raises the errors of `write_report`.
+    Raises ImportError if jinja2 or matplotlib is not installed.
     """
-    write_report(Facts(run=run_of_summary(summary), held_out=held_out), path)
+    _write(replace(run_of_summary(summary), held_out=held_out), path)
 
 
 def loss_figure(summary: Any) -> Figure:
@@ -71,13 +69,6 @@ def loss_figure(summary: Any) -> Figure:
     check_packages("a plot", ("matplotlib",))
     run = RunFacts(run_uri=summary.run_uri, outcome=summary, history=summary.epochs)
     return figure_of(lambda figure: curves.draw_losses(figure, run), 3.4)
-
-
-def write_report(facts: Facts, path: str | os.PathLike[str]) -> None:
-    """Writes the page to a file on any store. Raises ImportError without jinja2 or matplotlib."""
-    check_packages()
-    page = make_page(facts).encode("utf-8", "replace")
-    storage.write_atomic(storage.normalize(os.fspath(path)), page)
 
 
 def check_packages(subject: str = "a report", names: Sequence[str] = ("jinja2", "matplotlib")) -> None:
@@ -90,18 +81,19 @@ def check_packages(subject: str = "a report", names: Sequence[str] = ("jinja2", 
         )
 
 
-def make_page(facts: Facts) -> str:
+def _write(run: RunFacts, path: str | os.PathLike[str]) -> None:
+    check_packages()
     from jinja2 import Environment, StrictUndefined
 
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(PAGE)
     sections = [
-        {"name": section.name, "title": section.title, "blocks": blocks}
-        for section in SECTIONS
-        if (blocks := list(section.make(facts)))
+        {"name": name, "title": title, "blocks": blocks}
+        for name, title, make in SECTIONS
+        if (blocks := list(make(run)))
     ]
-    config, title = facts.run.config, "Training of a network"
-    if config is not None and config.task != "any":
-        title = f"Training for {config.task}"
-    return template.render(title=title, subtitle=facts.run.run_uri, sections=sections)
+    task = "any" if run.config is None else run.config.task
+    title = "Training of a network" if task == "any" else f"Training for {task}"
+    page = template.render(title=title, subtitle=run.run_uri, sections=sections)
+    storage.write_atomic(storage.normalize(os.fspath(path)), page.encode("utf-8", "replace"))

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from ringspark.extras.report.content import (
     Block,
     Chart,
-    Facts,
-    Section,
     Table,
     Text,
     first_and_last,
@@ -40,8 +38,7 @@ MOST_METRICS = 12
 MOST_EPOCHS = 15
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    run = facts.run
+def make(run: RunFacts) -> Sequence[Block]:
     blocks: list[Block] = []
     if run.history:
         caption = (
@@ -153,6 +150,3 @@ def _table(run: RunFacts) -> Table:
     note = f"{note} The marked row is the model's epoch.".strip() if marked else note
     header = ["epoch", *names, "learning rate", "time"]
     return Table(header, rows, words=frozenset(), note=note, marked=marked)
-
-
-SECTION = Section(name="curves", title="Loss, metrics, learning rate", make=_make)

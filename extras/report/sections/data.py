@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 from ringspark.estimators.training.run_environment import DataFacts
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.report.content import Block, Facts, Section, Table, Text, shorten, show
+from ringspark.extras.report.content import Block, Table, Text, shorten, show
+from ringspark.extras.report.facts import RunFacts
 from ringspark.pipelines.column_use import ColumnUse
 
 MOST_COLUMNS = 60
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    data = facts.run.data
+def make(run: RunFacts) -> Sequence[Block]:
+    data = run.data
     if data is None:
         return []
     title = "External table" if data.is_table else "Shards"
     skipped = f"{data.skipped_rows:,} rows were left out: they held a null or NaN, or could not be read."
     notes = [Text(skipped)] if data.skipped_rows else []
-    uses = facts.run.outcome.column_uses if facts.run.outcome is not None else ()
+    uses = run.outcome.column_uses if run.outcome is not None else ()
     return [
         Text(f"{title}: {data.uri}"),
         _splits(data),
@@ -85,6 +86,3 @@ def _uses(uses: Sequence[ColumnUse]) -> Table:
         note += f" The first {MOST_COLUMNS} of {len(uses):,} columns."
     header = ["column of the table", "type", "values", "missing", "use", "why"]
     return Table(header, rows, words=frozenset({0, 1, 4, 5}), note=note)
-
-
-SECTION = Section(name="data", title="Data", make=_make)

@@ -1,4 +1,4 @@
-"""Versions, hosts and devices of the last launch of the training; one line for each earlier launch."""
+"""The last launch of the training: versions, hosts, devices and memory; one line for each earlier launch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from datetime import datetime, timezone
 
 from ringspark.estimators.training.run_environment import GangStart
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
-from ringspark.extras.report.content import Block, Facts, Section, Table, show
+from ringspark.extras.report.content import Block, Table, show
+from ringspark.extras.report.facts import RunFacts
 
-MOST_HOSTS = 40
+MOST_HOSTS, MOST_RANKS = 40, 40
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    starts = facts.run.environment.starts
+def make(run: RunFacts) -> Sequence[Block]:
+    starts = run.environment.starts
     if not starts:
         return []
     last = starts[-1]
     versions = [["began", _time(last)], ["system", last.system], *map(list, last.versions.items())]
-    versions.append(["folder", facts.run.run_uri])
+    versions.append(["folder", run.run_uri])
     blocks: list[Block] = [Table(["", "value on rank 0"], versions, words=frozenset({0, 1})), _hosts(last)]
     if len(starts) > 1:
         rows = []
@@ -49,4 +50,27 @@ def _time(start: GangStart) -> str:
     return datetime.fromtimestamp(start.began, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-SECTION = Section(name="environment", title="Environment", make=_make)
+def make_memory(run: RunFacts) -> Sequence[Block]:
+    starts = run.environment.starts
+    if not starts or not any(rank.peak_memory for rank in starts[-1].ranks):
+        return []
+    ranks = list(enumerate(starts[-1].ranks))
+    shown = sorted(ranks, key=lambda entry: -entry[1].peak_memory)[:MOST_RANKS]
+    rows = [
+        [
+            f"{number}",
+            rank.host,
+            show_bytes(rank.peak_memory),
+            show_bytes(rank.peak_device_memory) if rank.peak_device_memory else "",
+            show_bytes(rank.host_memory),
+        ]
+        for number, rank in shown
+    ]
+    note = (
+        "The peak of the process includes its libraries, and earlier tasks if Spark reused the Python "
+        "worker. Ranks on one host may share memory pages."
+    )
+    if len(ranks) > len(shown):
+        note += f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown."
+    header = ["rank", "host", "peak of the process", "peak of the GPU", "memory of the host"]
+    return [Table(header, rows, words=frozenset({1}), note=note)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringspark.extras.report.content import Block, Facts, Section, Table, Text, first_and_last, shorten, show
+from ringspark.extras.report.content import Block, Table, Text, first_and_last, shorten, show
+from ringspark.extras.report.facts import RunFacts, failure_of
 
 MOST = 30
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    run = facts.run
+def make(run: RunFacts) -> Sequence[Block]:
     blocks: list[Block] = []
     none = "Restarts and their reasons are recorded when a run finishes."
     if (outcome := run.outcome) is not None:
@@ -28,7 +28,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         blocks.append(Text(sentence))
     if run.heartbeats and outcome is None:
         rows = [
-            [show(beat.rank), beat.host, beat.phase, shorten(beat.failure, 400)]
+            [show(beat.rank), beat.host, beat.phase, shorten(failure_of(beat), 400)]
             for beat in run.heartbeats[:MOST]
         ]
         count, title = len(run.heartbeats), "Last heartbeats of the ranks"
@@ -44,6 +44,3 @@ def _listed(title: str, entries: Sequence[str]) -> Table:
     note = f"{left_out:,} of {len(entries):,} entries, from the middle, are not shown." if left_out else ""
     rows = [[show(place + 1), shorten(entries[place], 600)] for place in places]
     return Table(["", title], rows, words=frozenset({0, 1}), note=note)
-
-
-SECTION = Section(name="faults", title="Faults and restarts", make=_make)

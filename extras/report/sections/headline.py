@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.settings.config import TrainConfig
-from ringspark.extras.report.content import Block, Cards, Facts, Section, Table, Text, seconds, show
+from ringspark.extras.report.content import Block, Cards, Table, Text, seconds, show
 from ringspark.extras.report.facts import RunFacts
 
 MOST_METRICS = 40
@@ -35,17 +35,17 @@ def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
     return False if name.startswith("loss") else None
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    run = facts.run
+def make(run: RunFacts) -> Sequence[Block]:
     planned = run.config.epochs if run.config is not None else None
+    rows, steps, took = run.so_far
     rate = run.rows_per_second
     ended = "finished" if run.outcome is not None else "failed" if _has_failed(run) else "not finished"
     cards = [
         ("state", ended),
         ("epochs", f"{len(run.history):,}" + (f" of {planned:,}" if planned else "")),
-        ("optimizer steps", show(run.num_steps)),
-        ("rows seen", show(run.rows)),
-        ("training time, including start", seconds(run.seconds)),
+        ("optimizer steps", show(steps)),
+        ("rows seen", show(rows)),
+        ("training time, including start", seconds(took)),
         ("rows/s in epochs", f"{rate:,.0f}" if math.isfinite(rate) else ""),
     ]
     if run.config is not None:
@@ -58,8 +58,8 @@ def _make(facts: Facts) -> Sequence[Block]:
         blocks.append(Text(_unfinished(run), warns=True))
     elif run.outcome.stop_reason is not None:
         blocks.append(Text(f"Stopped before its last epoch: {run.outcome.stop_reason}."))
-    if facts.held_out is not None:
-        blocks.extend(Text(note) for note in facts.held_out.notes)
+    if run.held_out is not None:
+        blocks.extend(Text(note) for note in run.held_out.notes)
     blocks.extend(Text(problem, warns=True) for problem in run.problems)
     if run.missing:
         names = ", ".join(f"{name} ({content})" for name, content in run.missing.items())
@@ -97,6 +97,3 @@ def _results(run: RunFacts) -> Table:
     more = len(entries) - MOST_METRICS
     note = f"{more:,} more entries of the history are not shown." if more > 0 else ""
     return Table(["loss or metric", "last epoch", "best", "at epoch"], rows, note=note)
-
-
-SECTION = Section(name="headline", title="Summary", make=_make)

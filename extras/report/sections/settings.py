@@ -10,7 +10,8 @@ from typing import Any
 
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.settings.table import SETTINGS
-from ringspark.extras.report.content import Block, Facts, Section, Table, shorten
+from ringspark.extras.report.content import Block, Table, shorten
+from ringspark.extras.report.facts import RunFacts
 
 # Settings per row in the table of defaults.
 SETTINGS_PER_ROW = 3
@@ -37,8 +38,8 @@ def _split_settings(config: TrainConfig) -> tuple[list[list[str]], list[list[str
     return changed, sorted(unchanged)
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    config = facts.run.config
+def make(run: RunFacts) -> Sequence[Block]:
+    config = run.config
     if config is None:
         return []
     changed, unchanged = _split_settings(config)
@@ -78,6 +79,3 @@ def _text(value: Any) -> str:
 
 def _inner(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-SECTION = Section(name="settings", title="Settings", make=_make)

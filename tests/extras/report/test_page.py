@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from read_page import Page
 from small_training import config_of, epoch_record, train_gang
 
 from ringspark.estimators.failures import Failure
+from ringspark.estimators.launch.heartbeat import Beat
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.estimators.training.worker import TrainResult
 from ringspark.extras.report import report
-from ringspark.extras.report.content import Facts, seconds, show
+from ringspark.extras.report.content import seconds, show
 from ringspark.extras.report.facts import RunFacts
-from ringspark.extras.report.sections.headline import SECTION
+from ringspark.extras.report.sections import headline
 from ringspark.models import ModelSpec
 
 EVIL = '<script>alert("x")</script>'
@@ -96,7 +97,7 @@ def test_the_numbers_of_the_page_are_those_of_the_run(make_shards: Any, tmp_path
 
 def test_of_equally_good_epochs_the_first_is_named() -> None:
     history = tuple(epoch_record(e, train_loss=x) for e, x in ((1, 2.0), (2, 1.0), (3, 1.0)))
-    *_, table = SECTION.make(Facts(run=RunFacts(run_uri="", history=history)))
+    *_, table = headline.make(RunFacts(run_uri="", history=history))
     assert table.rows == [["train_loss", show(1.0), show(1.0), "2"]]
 
 
@@ -178,8 +179,9 @@ def test_a_run_that_failed_before_its_first_epoch_says_why(make_shards: Any, tmp
     (run / "config.json").write_text(config.to_json())
     (run / "owner.json").write_text("{}")
     failure = Failure.of(RuntimeError(f"no space {EVIL}"), 1, "training, epoch 1, step 3", False)
-    beat = {"rank": 1, "host": "b", "phase": "training", "failure": failure.to_json()}
-    (run / "heartbeat" / "rank-1.json").write_text(json.dumps(beat))
+    state = {"token": "t", "task": 1, "pid": 9, "launch": 0, "phase": "training", "ticks": 3, "beats": 5}
+    beat = Beat(rank=1, host="b", failure=failure.to_json(), **state)
+    (run / "heartbeat" / "rank-1.json").write_text(json.dumps(asdict(beat)))
     page = _report(config, tmp_path)
     assert page.cards["state"] == "failed"
     assert "No epoch has been finished." in page.text["headline"]

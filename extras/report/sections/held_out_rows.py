@@ -1,4 +1,4 @@
-"""Results of a classifier on held-out rows: confusion matrix, ROC curve, calibration."""
+"""Results on held-out rows: of a classifier, of a regression, and the importance of the features."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.extras.report.content import Block, Cards, Chart, Facts, Section, Table, Text, show
+from ringspark.extras.report.content import Block, Cards, Chart, Table, Text, show
 from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, draw_svg, plain
-from ringspark.extras.report.held_out.findings import ClassFindings
+from ringspark.extras.report.facts import RunFacts
+from ringspark.extras.report.held_out.findings import Attribution, ClassFindings, NumberFindings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 # Classes in the matrix; the largest are shown separately, all smaller classes as one.
 MOST_CLASSES = 20
 MOST_CONFUSIONS = 15
+MOST_FEATURES = 30
+TITLES = {"permutation": "Permutation importance", "integrated_gradients": "Integrated gradients"}
 
 Matrix = npt.NDArray[np.int64]
 
 
-def _make(facts: Facts) -> Sequence[Block]:
-    found = facts.held_out.classes if facts.held_out is not None else None
+def make_classes(run: RunFacts) -> Sequence[Block]:
+    found = run.held_out.classes if run.held_out is not None else None
     if found is None:
         return []
     if not found.rows:
@@ -52,7 +55,7 @@ def _make(facts: Facts) -> Sequence[Block]:
         )
     blocks: list[Block] = [
         Cards(cards),
-        Chart(draw_svg(lambda figure: _draw(figure, found), 3.8), _caption(found) + note),
+        Chart(draw_svg(lambda figure: _draw_classes(figure, found), 3.8), _caption(found) + note),
         Chart(draw_svg(lambda figure: _draw_matrix(figure, names, matrix), 1.6 + 0.3 * len(names)), caption),
     ]
     return [*blocks, _confusions(found)] if found.num_classes > 2 else blocks
@@ -95,7 +98,7 @@ def _positive(found: ClassFindings, most: int | None = None) -> str:
     return f'class "{name}"' if found.names else f"class {name}"
 
 
-def _draw(figure: Figure, found: ClassFindings) -> None:
+def _draw_classes(figure: Figure, found: ClassFindings) -> None:
     grid = figure.add_gridspec(2, 1 if found.roc is None else 2, height_ratios=[3, 1])
     if found.roc is not None:
         axes = figure.add_subplot(grid[:, 0])
@@ -156,4 +159,74 @@ def _confusions(found: ClassFindings) -> Table:
     return Table(header, rows, words=frozenset({0, 1}), title="Most frequent confusions", note=note)
 
 
-SECTION = Section(name="classes", title="Held-out rows: classes", make=_make)
+def make_numbers(run: RunFacts) -> Sequence[Block]:
+    found = run.held_out.numbers if run.held_out is not None else None
+    if found is None:
+        return []
+    if not found.numbers:
+        return [Text("None of the held-out rows has a label and a prediction.")]
+    cards = [
+        ("held-out numbers", show(found.numbers)),
+        ("R2", show(found.r2)),
+        ("RMSE", show(found.rmse)),
+        ("MAE", show(found.mae)),
+        ("mean residual", show(found.bias)),
+    ]
+    note = f" {found.skipped:,} rows without a prediction are left out." if found.skipped else ""
+    shown = f"all {found.numbers:,} numbers"
+    if len(found.sample) < found.numbers:
+        shown = f"{len(found.sample):,} of {found.numbers:,} numbers, drawn at random"
+    caption = (
+        f"Left: {shown}, and the mean label of all numbers in bins of the prediction. Right: all residuals, "
+        f"prediction minus label.{note}"
+    )
+    return [Cards(cards), Chart(draw_svg(lambda figure: _draw_numbers(figure, found), 3.8), caption)]
+
+
+def _draw_numbers(figure: Figure, found: NumberFindings) -> None:
+    left, right = figure.subplots(1, 2)
+    predicted, true = found.sample.T
+    left.plot(predicted, true, ".", markersize=3, alpha=0.4, color=BLUE, label="sample")
+    known = np.isfinite(found.bin_true)
+    means = found.bin_predicted[known], found.bin_true[known]
+    left.plot(*means, "o-", markersize=4, color=ORANGE, label="mean")
+    ends = [min(predicted.min(), true.min()), max(predicted.max(), true.max())]
+    left.plot(ends, ends, ":", color=GRAY, label="perfect")
+    left.set(title="Label against prediction", xlabel="prediction", ylabel="label")
+    left.legend()
+    widths = np.diff(found.residual_edges)
+    right.bar(found.residual_edges[:-1], found.residual_counts, width=widths, align="edge", color=BLUE)
+    right.axvline(0, color=GRAY, linestyle=":")
+    right.set(title="Residuals", xlabel="prediction minus label", ylabel="numbers")
+
+
+def make_features(run: RunFacts) -> Sequence[Block]:
+    found = run.held_out.attribution if run.held_out is not None else None
+    if found is None or not found.features:
+        return []
+    order = sorted(range(len(found.features)), key=lambda i: -found.values[i])
+    shown = order[:MOST_FEATURES]
+    cut = f" The {MOST_FEATURES} largest of {len(order):,} features." if len(order) > len(shown) else ""
+    caption = f"{TITLES[found.method]}: {found.unit}, over {found.rows:,} rows.{cut} {found.note}".rstrip()
+    header = ["feature", found.unit, *(["standard deviation"] if found.spread else [])]
+    rows = [
+        [found.features[i], show(found.values[i]), *([show(found.spread[i])] if found.spread else [])]
+        for i in shown
+    ]
+    height = 0.9 + 0.24 * len(shown)
+    return [
+        Chart(draw_svg(lambda figure: _draw_features(figure, found, shown), height), caption),
+        Table(header, rows),
+    ]
+
+
+def _draw_features(figure: Figure, found: Attribution, shown: Sequence[int]) -> None:
+    axes = figure.subplots()
+    places = range(len(shown))
+    errors = [found.spread[i] for i in shown] if found.spread else None
+    axes.barh(places, [found.values[i] for i in shown], xerr=errors, color=BLUE, ecolor=GRAY, height=0.7)
+    axes.set_yticks(places, [plain(found.features[i]) for i in shown])
+    axes.invert_yaxis()
+    axes.axvline(0, color=GRAY, linewidth=0.8)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(found.unit)
