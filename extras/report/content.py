@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Block:
-    """One block of a section."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the template's part that shows the block."""
-        return type(self).__name__.lower()
-
-
 @dataclass(frozen=True)
-class Text(Block):
+class Text:
     """A paragraph; it is highlighted if `warns` is True."""
 
     text: str
@@ -26,14 +17,14 @@ class Text(Block):
 
 
 @dataclass(frozen=True)
-class Cards(Block):
+class Cards:
     """A few pairs (name, value), each shown as a card."""
 
     entries: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Table(Block):
+class Table:
     """A table of text.
 
     Attributes:
@@ -51,11 +42,14 @@ class Table(Block):
 
 
 @dataclass(frozen=True)
-class Chart(Block):
+class Chart:
     """An SVG drawing with a caption that describes it."""
 
     svg: str
     caption: str
+
+
+Block = Text | Cards | Table | Chart
 
 
 def show(value: Any) -> str:

@@ -77,7 +77,7 @@ def draw_svg(draw: Callable[[Figure], None], height: float) -> str:
     return re.sub(r"\s*\n\s*", "\n", svg[svg.index("<svg") :])
 
 
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: str, **more: Any) -> None:
+def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: str) -> None:
     """Draws a line through at most `MOST_POINTS` points, each the mean of neighbours.
 
     Values that are not finite leave gaps.
@@ -86,7 +86,7 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: 
     places = np.arange(len(points)) * MOST_POINTS // max(MOST_POINTS, len(points))
     shown = points.groupby(places).mean()
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(shown) <= 40 else {}
-    axes.plot(shown.x, shown.y, color=color, label=label, linewidth=1.5, **(marker | more))
+    axes.plot(shown.x, shown.y, color=color, label=label, linewidth=1.5, **marker)
 
 
 def whole_ticks(axes: Axes) -> None:

@@ -53,13 +53,13 @@ figure svg { width: 100%; min-width: 720px; height: auto; display: block; }
 <section id="{{ section.name }}">
 <h2>{{ section.title }}</h2>
 {% for block in section.blocks %}
-{% if block.kind == "text" %}
+{% if block.text is defined %}
 <p{% if block.warns %} class="warns"{% endif %}>{{ block.text }}</p>
-{% elif block.kind == "cards" %}
+{% elif block.entries is defined %}
 <div class="cards">{% for name, value in block.entries %}
 <div class="card"><b>{{ value }}</b><span>{{ name }}</span></div>{% endfor %}
 </div>
-{% elif block.kind == "table" %}
+{% elif block.header is defined %}
 <div class="wide"><table>
 {% if block.title %}<caption>{{ block.title }}</caption>{% endif %}
 <thead><tr>{% for name in block.header -%}

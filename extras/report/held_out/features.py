@@ -6,27 +6,25 @@ Otherwise the whole column is one feature: its values, lengths and null mask are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 from ringspark.estimators.training.feed import Array
 
 # Columns with more numbers per row than this are one feature.
 MOST_FEATURES = 200
 
+# Index of a feature's numbers in a row; `...` is the whole row.
+Entries = list[int] | EllipsisType
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Feature:
-    """A part of a network's inputs whose importance is measured.
-
-    Attributes:
-        inputs: Indexes of the input arrays that belong to the feature.
-        entries: For each of these arrays, the indexes of the feature's numbers in a row; None for whole rows.
-    """
+    """A part of a network's inputs whose importance is measured: `parts` has its entries of each input."""
 
     name: str
-    inputs: tuple[int, ...]
-    entries: tuple[tuple[int, ...], ...] | None = None
+    parts: Mapping[int, Entries]
 
 
 def features_of(
@@ -50,10 +48,10 @@ def features_of(
         distinct = dict.fromkeys(label for place in places for label in labels[place])
         if not has_names or not 1 < len(distinct) <= MOST_FEATURES:
             is_named = len(distinct) == 1 and any(names[place] for place in places)
-            found.append(Feature(name=next(iter(distinct)) if is_named else column, inputs=places))
+            name = next(iter(distinct)) if is_named else column
+            found.append(Feature(name, dict.fromkeys(places, ...)))
             continue
         for name in distinct:
-            parts = {p: tuple(i for i, label in enumerate(labels[p]) if label == name) for p in places}
-            parts = {place: entries for place, entries in parts.items() if entries}
-            found.append(Feature(name=name, inputs=tuple(parts), entries=tuple(parts.values())))
+            parts = {p: [i for i, label in enumerate(labels[p]) if label == name] for p in places}
+            found.append(Feature(name, {place: entries for place, entries in parts.items() if entries}))
     return found

@@ -1,4 +1,4 @@
-"""Results of a model on held-out rows, as numbers for the sections."""
+"""Compares predictions with labels, for a report on held-out rows. Pure functions and their results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torchmetrics.functional.classification import binary_roc
 
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 # Bins of equal width for the calibration of the confidence.
 CONFIDENCE_BINS = 15
+# Lower limit of probabilities, because the logarithm of 0 is not finite.
+LEAST_PROBABILITY = 1e-15
+RESIDUAL_BINS = 41
+PREDICTION_BINS = 20
+# Fewest rows per bin: a mean of few rows is noise.
+BIN_ROWS = 20
+# Points of the scatter plot; each is an element of the page.
+MOST_POINTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +36,8 @@ class ClassFindings:
         confidence: (bins, 3): for each bin of confidence, the number of rows, the sum of their confidences,
             and the number of correct rows. With two classes, the confidence is the probability of class 1,
             and rows of class 1 count as correct.
+        calibration_error: Mean difference between confidence and accuracy per bin, weighted by rows (Naeini
+            et al., 2015).
         roc: False and true positive rates, from the highest threshold to the lowest. None if there are more
             than two classes, or if all rows have the same class.
         skipped: Number of rows that have no prediction, or whose label is ignored or not finite.
@@ -32,29 +45,16 @@ class ClassFindings:
     """
 
     num_classes: int
+    rows: int
     confusion: dict[tuple[int, int], int]
     confidence: Numbers
-    roc: tuple[Numbers, Numbers] | None
+    accuracy: float
+    calibration_error: float
     log_loss: float
+    roc: tuple[Numbers, Numbers] | None
     skipped: int = 0
     names: Sequence[str] = ()
     has_thresholds: bool = False
-
-    @property
-    def rows(self) -> int:
-        return sum(self.confusion.values())
-
-    @property
-    def accuracy(self) -> float:
-        hits = sum(count for (true, found), count in self.confusion.items() if true == found)
-        return hits / self.rows if self.rows else math.nan
-
-    @property
-    def expected_calibration_error(self) -> float:
-        """Mean difference between confidence and accuracy per bin, weighted by rows (Naeini et al., 2015)."""
-        rows, confidence, right = self.confidence.T
-        total = rows.sum()
-        return float(np.abs(confidence - right).sum() / total) if total else math.nan
 
     def name(self, number: int) -> str:
         """Returns the name of a class; its number if classes have no names."""
@@ -74,7 +74,7 @@ class NumberFindings:
     """Results of a regression on a sample of the held-out rows; counts every number of a vector label.
 
     Attributes:
-        total_squares: Sum of the labels' squared differences from their mean.
+        bias: Mean of prediction minus label.
         residual_edges, residual_counts: Histogram of prediction minus label.
         bin_predicted, bin_true: Mean prediction and mean label in each bin; quantiles of the predictions
             separate the bins.
@@ -83,33 +83,16 @@ class NumberFindings:
     """
 
     numbers: int
-    total_squares: float
-    sum_squared: float
-    sum_absolute: float
-    sum_residual: float
+    r2: float
+    rmse: float
+    mae: float
+    bias: float
     residual_edges: Numbers
     residual_counts: Counts
     bin_predicted: Numbers
     bin_true: Numbers
     sample: Numbers
     skipped: int = 0
-
-    @property
-    def rmse(self) -> float:
-        return math.sqrt(self.sum_squared / self.numbers) if self.numbers else math.nan
-
-    @property
-    def mae(self) -> float:
-        return self.sum_absolute / self.numbers if self.numbers else math.nan
-
-    @property
-    def bias(self) -> float:
-        """Mean of prediction minus label."""
-        return self.sum_residual / self.numbers if self.numbers else math.nan
-
-    @property
-    def r2(self) -> float:
-        return 1 - self.sum_squared / self.total_squares if self.total_squares else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +116,98 @@ class Attribution:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """All results on held-out rows."""
+    """All results on held-out rows; `classes` and `numbers` are None if no row can be compared."""
 
     classes: ClassFindings | None = None
     numbers: NumberFindings | None = None
     attribution: Attribution | None = None
     notes: Sequence[str] = ()
+
+
+def class_findings(
+    probabilities: Numbers,
+    predicted: Counts,
+    labels: Counts,
+    *,
+    names: Sequence[str] = (),
+    skipped: int = 0,
+    has_thresholds: bool = False,
+) -> ClassFindings:
+    """Compares predicted classes with labels, each (rows,); `probabilities` is (rows, classes)."""
+    pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
+    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    num_classes, roc = probabilities.shape[1], None
+    if num_classes == 2:
+        confidence, right = probabilities[:, 1], labels == 1
+        if 0 < right.sum() < len(right):
+            false, true, _ = binary_roc(torch.tensor(confidence), torch.tensor(labels))
+            roc = false.numpy(), true.numpy()
+    bins = _bin_confidence(confidence, right)
+    return ClassFindings(
+        num_classes=num_classes,
+        rows=len(labels),
+        confusion={(int(true), int(found)): int(n) for (true, found), n in zip(pairs, counts, strict=True)},
+        confidence=bins,
+        accuracy=float((predicted == labels).mean()),
+        calibration_error=float(np.abs(bins[:, 1] - bins[:, 2]).sum() / len(labels)),
+        roc=roc,
+        log_loss=log_loss(probabilities, labels),
+        skipped=skipped,
+        names=names,
+        has_thresholds=has_thresholds,
+    )
+
+
+def log_loss(probabilities: Numbers, labels: Counts) -> float:
+    """Returns the mean negative logarithm of the probability of the true class; NaN if there are no rows."""
+    if not len(labels):
+        return math.nan
+    of_true = probabilities[np.arange(len(labels)), labels]
+    return float(-np.log(np.maximum(of_true, LEAST_PROBABILITY)).mean())
+
+
+def _bin_confidence(confidence: Numbers, right: Flags) -> Numbers:
+    places = np.minimum((confidence * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
+    sums = [
+        np.bincount(places, weights=weights, minlength=CONFIDENCE_BINS)
+        for weights in (np.ones(len(confidence)), confidence, right.astype(np.float64))
+    ]
+    return np.stack(sums, axis=1)
+
+
+def number_findings(
+    predicted: Numbers, labels: Numbers, *, seed: int = 0, skipped: int = 0
+) -> NumberFindings:
+    """Compares predictions with labels, each (numbers,)."""
+    residuals = predicted - labels
+    kept = np.random.default_rng(seed).permutation(len(labels))[:MOST_POINTS]
+    counts, edges = np.histogram(residuals, bins=RESIDUAL_BINS, range=_range(residuals))
+    # Bins with equal numbers of predictions; equal predictions leave some bins empty.
+    num_bins = min(PREDICTION_BINS, max(1, len(labels) // BIN_ROWS))
+    ends = np.unique(np.quantile(predicted, np.linspace(0, 1, num_bins + 1)))
+    places = np.searchsorted(ends[1:-1], predicted, side="right")
+    bins = [places == number for number in np.unique(places)]
+    spread = labels.var()
+    return NumberFindings(
+        numbers=len(labels),
+        r2=float(1 - (residuals**2).mean() / spread) if spread else math.nan,
+        rmse=float(np.sqrt((residuals**2).mean())),
+        mae=float(np.abs(residuals).mean()),
+        bias=float(residuals.mean()),
+        residual_edges=edges,
+        residual_counts=counts.astype(np.int64),
+        bin_predicted=np.array([predicted[rows].mean() for rows in bins]),
+        bin_true=np.array([labels[rows].mean() for rows in bins]),
+        sample=np.stack([predicted, labels], axis=1)[kept],
+        skipped=skipped,
+    )
+
+
+def _range(values: Numbers) -> tuple[float, float]:
+    """Returns the range of a histogram; it is widened if the values differ only by rounding errors."""
+    low, high = float(values.min()), float(values.max())
+    least = 2 * RESIDUAL_BINS * float(np.spacing(max(abs(low), abs(high))))
+    if high - low > least:
+        return low, high
+    half = max(0.5, least)
+    return (low + high) / 2 - half, (low + high) / 2 + half

@@ -5,7 +5,7 @@ Sundararajan, Taly and Yan, Axiomatic Attribution for Deep Networks (2017).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def integrated_gradients(
     from captum.attr import IntegratedGradients
 
     real = [place for place, array in enumerate(arrays) if array.dtype.kind == "f"]
-    explained = [feature for feature in features if set(feature.inputs) <= set(real)]
+    explained = [feature for feature in features if feature.parts.keys() <= set(real)]
     sums = [np.zeros(arrays[place].shape[1:]) for place in real]
     means = [torch.from_numpy(_mean_row(arrays[place])) for place in real]
     rows = len(arrays[0])
@@ -65,8 +65,11 @@ def integrated_gradients(
             for total, part in zip(sums, found, strict=True):
                 # A number that is missing, NaN, cannot be varied.
                 total += part.detach().abs().nan_to_num().sum(dim=0).double().numpy()
-    by_place = dict(zip(real, sums, strict=True))
-    values = [_sum_of(by_place, feature) / rows for feature in explained]
+    totals = dict(zip(real, sums, strict=True))
+    values = [
+        sum(float(totals[place][entries].sum()) for place, entries in feature.parts.items()) / rows
+        for feature in explained
+    ]
     left_out = [feature.name for feature in features if feature not in explained]
     note = f"Inputs of whole numbers are not explained: {', '.join(left_out[:10])}." if left_out else ""
     return Attribution(
@@ -77,13 +80,6 @@ def integrated_gradients(
         unit="mean absolute attribution",
         note=f"Relative to the mean row. {note}".strip(),
     )
-
-
-def _sum_of(by_place: Mapping[int, Array], feature: Feature) -> float:
-    if feature.entries is None:
-        return sum(float(by_place[place].sum()) for place in feature.inputs)
-    pairs = zip(feature.inputs, feature.entries, strict=True)
-    return sum(float(by_place[place][list(entries)].sum()) for place, entries in pairs)
 
 
 def _mean_row(array: Array) -> Array:

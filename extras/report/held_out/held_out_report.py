@@ -29,10 +29,15 @@ from ringspark.estimators.names import check_name
 from ringspark.estimators.options.checked import AtLeast1, NotNegative, check
 from ringspark.estimators.training.feed import Array
 from ringspark.extras.report.held_out.features import features_of
-from ringspark.extras.report.held_out.findings import Attribution, HeldOut
+from ringspark.extras.report.held_out.findings import (
+    Attribution,
+    HeldOut,
+    class_findings,
+    log_loss,
+    number_findings,
+)
 from ringspark.extras.report.held_out.gradients import integrated_gradients
 from ringspark.extras.report.held_out.permutation import permutation_importance
-from ringspark.extras.report.held_out.scores import class_findings, log_loss, number_findings
 from ringspark.extras.report.page import check_packages, report_summary
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path
@@ -63,20 +68,24 @@ class Question:
     names: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
 class HeldOutReport:
     """Writes a model's report with its predictions for held-out rows; the constructor checks the options."""
 
-    def __init__(self, attributions: str, rows: int, seed: int) -> None:
+    attributions: str
+    rows: int
+    seed: int
+
+    def __post_init__(self) -> None:
         check_packages()
-        check_name("attributions", attributions, ATTRIBUTIONS, otherwise="")
-        check(AtLeast1, rows, "rows of a report")
-        check(NotNegative, seed, "seed of a report")
-        if attributions == "captum" and find_spec("captum") is None:
+        check_name("attributions", self.attributions, ATTRIBUTIONS, otherwise="")
+        check(AtLeast1, self.rows, "rows of a report")
+        check(NotNegative, self.seed, "seed of a report")
+        if self.attributions == "captum" and find_spec("captum") is None:
             raise ImportError(
                 "attributions='captum' needs captum, which is not installed; "
                 "pip install 'ringspark[attribution]', or choose attributions='permutation'"
             )
-        self._options: dict[str, Any] = {"attributions": attributions, "rows": rows, "seed": seed}
 
     def write(
         self,
@@ -96,25 +105,18 @@ class HeldOutReport:
         Raises:
             ValueError: There are no rows, or the labels do not fit the predictions.
         """
-        found = held_out_findings(dataset, columns, label, Question(**question), **self._options)
+        found = _findings(dataset, [*columns, label], Question(**question), self)
         report_summary(summary, path, found)
 
 
-def held_out_findings(
-    dataset: DataFrame,
-    columns: Sequence[Column],
-    label: Column,
-    question: Question,
-    *,
-    attributions: str,
-    rows: int,
-    seed: int,
+def _findings(
+    dataset: DataFrame, columns: Sequence[Column], question: Question, options: HeldOutReport
 ) -> HeldOut:
-    """Returns the results on a sample of the rows. Raises ValueError if the labels do not fit the output."""
+    """Returns the results on a sample of the rows; the label is the last of the columns."""
     row_bytes = sum(item.column.kind.row_bytes for item in question.inputs if item.column is not None)
-    wanted, rows = rows, max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
+    rows, seed = max(1, min(options.rows, CHUNK_BYTES // max(1, row_bytes))), options.seed
     # One additional row shows whether there are more.
-    *values, labels = _sample(dataset, [*columns, label], rows + 1, seed)
+    *values, labels = _sample(dataset, columns, rows + 1, seed)
     has_more = len(labels) > rows
     values, labels = [array[:rows] for array in values], labels[:rows]
     arrays, valid = inputs_of(question.predictor, values)
@@ -123,58 +125,61 @@ def held_out_findings(
     given, problem = question.evaluation.check_labels(labels)
     if problem is not None:
         raise ValueError(problem.replace("before evaluate", "before report"))
-    skipped = 0 if valid is None else int((~valid).sum())
-    module = cached_module(question.predictor)
-    outputs = question.predictor.predict(module, arrays)
-    notes = [f"Held-out rows: all {len(outputs):,} rows of the given DataFrame."]
+    notes = [f"Held-out rows: all {len(labels):,} rows of the given DataFrame."]
     if has_more:
-        why = f", fewer than the {wanted:,} asked for, because they are large" if rows < wanted else ""
-        sample = f"{len(outputs):,} rows of the given DataFrame, drawn at random with seed {seed}{why}"
+        asked = f", fewer than the {options.rows:,} asked for, because they are large"
+        why = asked if rows < options.rows else ""
+        sample = f"{len(labels):,} rows of the given DataFrame, drawn at random with seed {seed}{why}"
         notes = [f"Held-out rows: {sample}."]
-    of_rows = given.reshape(len(outputs), -1)
-    finite = np.isfinite(outputs).all(axis=1) & np.isfinite(of_rows).all(axis=1)
+    nothing = HeldOut(notes=[*notes, "None of the held-out rows has a label and a prediction."])
+    if not len(labels):
+        return nothing
+    skipped = 0 if valid is None else int((~valid).sum())
+    module, classes = cached_module(question.predictor), question.classes
+    outputs, true = question.predictor.predict(module, arrays), given.reshape(len(labels), -1)
+    finite = np.isfinite(outputs).all(axis=1) & np.isfinite(true).all(axis=1)
     if not finite.all():
         # They would make means and bins NaN.
-        outputs, given, infinite = outputs[finite], of_rows[finite].reshape(-1), int((~finite).sum())
+        infinite = int((~finite).sum())
         skipped += infinite
         notes.append(
             f"{infinite:,} of these rows are left out below, because their prediction or label is not finite."
         )
-    classes = question.classes
+    outputs, true, arrays = outputs[finite], true[finite], [array[finite] for array in arrays]
+    counted = np.ones(len(true), dtype=bool) if classes is None else true[:, 0] != question.evaluation.ignored
+    if not counted.any():
+        return nothing
     if classes is None:
-        numbers = number_findings(outputs.reshape(-1), given, seed=seed, skipped=skipped)
+        numbers = number_findings(outputs.reshape(-1), true.reshape(-1), seed=seed, skipped=skipped)
         found = HeldOut(numbers=numbers, notes=notes)
     else:
-        ignored = question.evaluation.ignored
-        counted = np.ones(len(given), dtype=bool) if ignored is None else given != ignored
-        found = HeldOut(
-            classes=class_findings(
-                classes.probabilities(outputs)[counted],
-                classes.decide(outputs)[counted].astype(np.int64),
-                given[counted].astype(np.int64),
-                names=question.names,
-                skipped=skipped + int((~counted).sum()),
-                has_thresholds=classes.thresholds is not None,
-            ),
-            notes=notes,
+        of_classes = class_findings(
+            classes.probabilities(outputs)[counted],
+            classes.decide(outputs)[counted].astype(np.int64),
+            true[counted, 0].astype(np.int64),
+            names=question.names,
+            skipped=skipped + int((~counted).sum()),
+            has_thresholds=classes.thresholds is not None,
         )
-    if attributions == "none" or not len(outputs):
+        found = HeldOut(classes=of_classes, notes=notes)
+    if options.attributions == "none":
         return found
     if question.predictor.layout:
         notes.append("Rows vary in length, so feature attributions are not available.")
         return found
-    explained = [array[finite][:ATTRIBUTED_ROWS] for array in arrays]
-    true = given.reshape(len(outputs), -1)[:ATTRIBUTED_ROWS]
-    return replace(found, attribution=_attribute(question, module, explained, true, attributions, seed))
+    explained = [array[:ATTRIBUTED_ROWS] for array in arrays]
+    return replace(
+        found, attribution=_attribute(question, module, explained, true[:ATTRIBUTED_ROWS], options)
+    )
 
 
 def _attribute(
-    question: Question, module: nn.Module, arrays: list[Array], true: Array, method: str, seed: int
+    question: Question, module: nn.Module, arrays: list[Array], true: Array, options: HeldOutReport
 ) -> Attribution:
     classes, predictor = question.classes, question.predictor
     names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
     features = features_of([field.name for field in question.fields], arrays, names)
-    if method == "captum":
+    if options.attributions == "captum":
         return integrated_gradients(module, arrays, features, is_classifier=classes is not None)
 
     def loss(inputs: Sequence[Array]) -> float:
@@ -185,7 +190,7 @@ def _attribute(
         return log_loss(classes.probabilities(values)[use], true[use, 0].astype(np.int64))
 
     unit = "RMSE" if classes is None else "log loss"
-    return permutation_importance(loss, arrays, features, unit=unit, seed=seed)
+    return permutation_importance(loss, arrays, features, unit=unit, seed=options.seed)
 
 
 def _sample(dataset: DataFrame, columns: Sequence[Column], rows: int, seed: int) -> list[pa.Array]:

@@ -51,11 +51,7 @@ def permutation_importance(
 
 def _shuffle(arrays: Sequence[Array], feature: Feature, order: Array) -> list[Array]:
     changed = list(arrays)
-    for number, place in enumerate(feature.inputs):
-        if feature.entries is None:
-            changed[place] = arrays[place][order]
-        else:
-            some = list(feature.entries[number])
-            changed[place] = arrays[place].copy()
-            changed[place][:, some] = arrays[place][order][:, some]
+    for place, entries in feature.parts.items():
+        changed[place] = arrays[place].copy()
+        changed[place][:, entries] = arrays[place][order][:, entries]
     return changed

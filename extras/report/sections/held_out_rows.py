@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.extras.report.content import Block, Cards, Chart, Table, Text, show
+from ringspark.extras.report.content import Block, Cards, Chart, Table, show
 from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, draw_svg, plain
 from ringspark.extras.report.facts import RunFacts
 from ringspark.extras.report.held_out.findings import Attribution, ClassFindings, NumberFindings
@@ -30,13 +30,11 @@ def make_classes(run: RunFacts) -> Sequence[Block]:
     found = run.held_out.classes if run.held_out is not None else None
     if found is None:
         return []
-    if not found.rows:
-        return [Text("None of the held-out rows has a label and a prediction.")]
     cards = [
         ("held-out rows", show(found.rows)),
         ("accuracy", f"{found.accuracy:.4f}"),
         ("log loss", show(found.log_loss)),
-        ("expected calibration error", f"{found.expected_calibration_error:.4f}"),
+        ("expected calibration error", f"{found.calibration_error:.4f}"),
     ]
     note = ""
     if found.num_classes == 2:
@@ -163,8 +161,6 @@ def make_numbers(run: RunFacts) -> Sequence[Block]:
     found = run.held_out.numbers if run.held_out is not None else None
     if found is None:
         return []
-    if not found.numbers:
-        return [Text("None of the held-out rows has a label and a prediction.")]
     cards = [
         ("held-out numbers", show(found.numbers)),
         ("R2", show(found.r2)),

@@ -147,6 +147,17 @@ def test_rows_of_no_finite_output_are_counted(classifier: Any, frame: Any, tmp_p
             assert both.cards.get(name) == first.cards.get(name)
 
 
+def test_a_sample_without_any_prediction_is_reported_in_a_sentence(
+    classifier: Any, frame: Any, tmp_path: Path
+) -> None:
+    model = classifier.copy({classifier.handleInvalid: "keep"})
+    page = _page(
+        model, tmp_path, frame.limit(5).withColumn("features", F.expr("if(amount > 9, features, null)"))
+    )
+    assert "None of the held-out rows has a label and a prediction." in page.text["headline"]
+    assert not {"classes", "features"} & set(page.tables)
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [

@@ -10,9 +10,9 @@ from small_networks import Net
 from torch import nn
 
 from ringspark.extras.report.held_out.features import Feature, features_of
+from ringspark.extras.report.held_out.findings import class_findings, number_findings
 from ringspark.extras.report.held_out.gradients import integrated_gradients
 from ringspark.extras.report.held_out.permutation import permutation_importance
-from ringspark.extras.report.held_out.scores import class_findings, number_findings
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 
@@ -128,7 +128,7 @@ def _first_shuffle(inputs: list[Array], features: list[Feature]) -> list[Array]:
 def test_arrays_of_one_column_are_shuffled_together() -> None:
     values, lengths, other = _table()[:, :2], np.arange(400), np.arange(400)
     features = features_of(["text", "text", "n"], [values, lengths, other], [[], [], []])
-    assert features == [Feature(name="text", inputs=(0, 1)), Feature(name="n", inputs=(2,))]
+    assert features == [Feature("text", {0: ..., 1: ...}), Feature("n", {2: ...})]
     first = _first_shuffle([values, lengths, other], features)
     assert not np.array_equal(first[1], lengths)
     assert np.array_equal(first[0], values[first[1]])
@@ -165,9 +165,9 @@ def test_the_numbers_and_ids_of_a_tables_column_are_one_feature() -> None:
     numbers, ids = _table()[:, :3], np.arange(800).reshape(400, 2)
     features = features_of(["t", "t"], [numbers, ids], [["day", "price", "day"], ["price", "city"]])
     assert features == [
-        Feature(name="day", inputs=(0,), entries=((0, 2),)),
-        Feature(name="price", inputs=(0, 1), entries=((1,), (0,))),
-        Feature(name="city", inputs=(1,), entries=((1,),)),
+        Feature("day", {0: [0, 2]}),
+        Feature("price", {0: [1], 1: [0]}),
+        Feature("city", {1: [1]}),
     ]
     first = _first_shuffle([numbers, ids], features[1:2])
     order = first[1][:, 0] // 2
