@@ -206,15 +206,9 @@ class RowWindows:
         )
 
 
-def number_type(fields: Sequence[StructField]) -> str:
-    leaves = {_leaf(field.dataType) for field in fields}
-    if leaves <= set(WHOLE):
-        return "bigint"
-    return "float" if leaves <= set(_SINGLE) else "double"
-
-
 def numbers_of(fields: Sequence[StructField]) -> Column:
-    to = number_type(fields)
+    leaves = {_leaf(field.dataType) for field in fields}
+    to = "bigint" if leaves <= set(WHOLE) else "float" if leaves <= set(_SINGLE) else "double"
     # Without arrays, one array: concatenating many arrays of one number would copy each of them.
     if not any(isinstance(field.dataType, VectorUDT | ArrayType) for field in fields):
         return F.array(*(_col(field).cast(to) for field in fields))

@@ -9,33 +9,15 @@ from pyspark.ml import Transformer
 from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame
-from pyspark.sql.types import (
-    ArrayType,
-    BooleanType,
-    DataType,
-    DoubleType,
-    FloatType,
-    LongType,
-    NumericType,
-    StructField,
-    StructType,
-)
+from pyspark.sql.types import ArrayType, BooleanType, NumericType, StructField, StructType
 
 from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.model_params import check_free
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
-from ringspark.extras.windows.row_windows import (
-    MICROSECONDS_PER_DAY,
-    WHOLE,
-    RowWindows,
-    number_type,
-    numbers_of,
-    value_of,
-)
+from ringspark.estimators.stages.storage_root import active_session
+from ringspark.extras.windows.row_windows import MICROSECONDS_PER_DAY, WHOLE, RowWindows, numbers_of, value_of
 from ringspark.extras.windows.window_params import WindowParams, days_and_microseconds
 from ringspark.pipelines.columns import check_frame, is_case_sensitive
-
-_NUMBERS = {"bigint": LongType(), "float": FloatType(), "double": DoubleType()}
 
 
 class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["SequenceWindows"]):
@@ -64,8 +46,7 @@ class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["Sequenc
         return counts
 
     def transformSchema(self, schema: StructType) -> StructType:
-        plan = self._windows(schema)
-        return StructType([*schema.fields, *self._added(plan, schema, exact=False)])
+        return self._transform(active_session().createDataFrame([], schema)).schema
 
     def write(self) -> StageWriter:
         return StageWriter(self)
@@ -76,17 +57,21 @@ class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["Sequenc
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         plan = self._plan(dataset, "transform")
-        self._added(plan, dataset.schema, is_case_sensitive(dataset.sparkSession))
+        outputs, targets = [(self.getOutputCol(), numbers_of(plan.values))], []
         if self.isSet(self.outputCols):
-            outputs = {n: value_of(f) for n, f in zip(self.getOutputCols(), plan.values, strict=True)}
-        else:
-            outputs = {self.getOutputCol(): numbers_of(plan.values)}
-        targets = {}
+            names = self.getOutputCols()
+            if len(names) != len(plan.values):
+                raise ValueError(
+                    f"outputCols must name a column for each of the {len(plan.values)} valueCols, got {names}"
+                )
+            outputs = list(zip(names, map(value_of, plan.values), strict=True))
         if plan.target is not None:
-            targets[self.getLabelCol()] = plan.label()
+            targets.append((self.getLabelCol(), plan.label()))
             if (end := self.getTargetTimeCol()) is not None:
-                targets[end] = plan.end()
-        return plan.over(dataset, outputs, targets)
+                targets.append((end, plan.end()))
+        added = [name for name, _ in [*outputs, *targets]]
+        check_free(dataset.schema, added, is_case_sensitive(dataset.sparkSession))
+        return plan.over(dataset, dict(outputs), dict(targets))
 
     def _plan(self, dataset: DataFrame, method: str) -> RowWindows:
         check_frame(dataset, method)
@@ -95,9 +80,7 @@ class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["Sequenc
                 "SequenceWindows takes no stream, because Spark cannot order its rows; store the last rows "
                 "of each key, and call the stage in foreachBatch, on these rows and the batch"
             )
-        return self._windows(dataset.schema, is_case_sensitive(dataset.sparkSession))
-
-    def _windows(self, schema: StructType, exact: bool = False) -> RowWindows:
+        schema, exact = dataset.schema, is_case_sensitive(dataset.sparkSession)
         for name in ("keyCols", "timeCol", "valueCols", "steps"):
             if not self.isSet(name):
                 raise ValueError(f"SequenceWindows needs {name}: {self.getParam(name).doc}")
@@ -130,36 +113,6 @@ class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["Sequenc
             skips_invalid=self.getHandleInvalid() == "skip",
             keeps_unlabeled=self.getHandleUnlabeled() == "keep",
         )
-
-    def _added(self, plan: RowWindows, schema: StructType, exact: bool) -> list[StructField]:
-        if self.isSet(self.outputCols):
-            names = self.getOutputCols()
-            if len(names) != len(plan.values):
-                raise ValueError(
-                    f"outputCols must name a column for each of the {len(plan.values)} valueCols, got {names}"
-                )
-            types = [
-                ArrayType(FloatType(), False) if isinstance(field.dataType, VectorUDT) else field.dataType
-                for field in plan.values
-            ]
-            windows = [(n, ArrayType(t, False)) for n, t in zip(names, types, strict=True)]
-        else:
-            # Spark does not look into concatenated arrays, so it takes their numbers as nullable.
-            may_be_null = any(
-                f.nullable or isinstance(f.dataType, ArrayType | VectorUDT) for f in plan.values
-            )
-            row = ArrayType(_NUMBERS[number_type(plan.values)], may_be_null)
-            windows = [(self.getOutputCol(), ArrayType(row, False))]
-        added = [StructField(name, kind, nullable=False) for name, kind in windows]
-        if plan.target is not None:
-            kind: DataType = plan.target.dataType
-            added.append(
-                StructField(self.getLabelCol(), ArrayType(kind, False) if plan.horizon > 1 else kind)
-            )
-            if (end := self.getTargetTimeCol()) is not None:
-                added.append(StructField(end, plan.time.dataType))
-        check_free(schema, [field.name for field in added], exact)
-        return added
 
 
 def _check_values(fields: Sequence[StructField]) -> None:
