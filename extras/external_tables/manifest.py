@@ -25,26 +25,17 @@ from ringspark.pipelines import storage
 from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.columns import Column, columns_from_spark, quote
 from ringspark.pipelines.job_names import name_jobs
-from ringspark.pipelines.kinds import (
-    HashBuckets,
-    Image,
-    Kind,
-    Scalar,
-    Sparse,
-    Struct,
-    Tokens,
-    Vector,
-    Vocabulary,
-)
+from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
 from ringspark.pipelines.kinds.base import number_type
 from ringspark.pipelines.kinds.strings import fill_vocabulary
+from ringspark.pipelines.kinds.table_row import TableRow
 from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors, report_task_errors
 from ringspark.pipelines.spark_paths import to_spark_uri
 from ringspark.pipelines.table_files import TableFile
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
-from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
+from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, WritePlan, write_partition
 from ringspark.pipelines.writing.shards import learn
 from ringspark.pipelines.writing.task_reports import join_reports
 
@@ -60,8 +51,6 @@ parquet-mr and Arrow write pages of at most this many rows, so windows match pag
 MAX_UNSPLIT_BYTES = 2 << 30
 """Largest total size of the row groups in memory that cannot be split, over all readers, in bytes."""
 
-# Column types that let Spark convert values; `Kind.read_values` does the same without Spark.
-_CONVERTED = (Scalar, Vector, Sparse, Struct, Vocabulary, HashBuckets, Tokens, Image)
 # The streams of an epoch, with two row groups each (see `epoch_plan`).
 _GROUPS_IN_USE = 96
 _MEASURED_ROWS = 16_384
@@ -161,16 +150,12 @@ def _columns(
     chosen = {name: kind for name, kind in kinds.items() if name in names}
     found = columns_from_spark(StructType([listing.schema[name] for name in names]), chosen)
     for column in found:
-        _check_kind(column.name, column.kind)
+        if isinstance(column.kind, TableRow):
+            raise ValueError(
+                f"column {column.name!r} has type {column.kind.tag}, which is computed when rows are "
+                "written, but an external table is read in place; use fit(df), or write_shards"
+            )
     return found
-
-
-def _check_kind(name: str, kind: Kind) -> None:
-    if type(kind).select is not Kind.select and not isinstance(kind, _CONVERTED):
-        raise ValueError(
-            f"column {name!r} has type {kind.tag}, which is computed when rows are written, but an external "
-            "table is read in place; use fit(df), or write_shards"
-        )
 
 
 def _add_folder_columns(
@@ -205,12 +190,11 @@ def _measure_table(
     columns: Sequence[Column],
     splits: Sequence[Split],
 ) -> ShardManifest:
-    error: HandleInvalid = "error"
     plan = WritePlan(
         uri=listing.source.uri,
         folder="",
         columns=tuple(columns),
-        handle_invalid=(error,) * len(columns),
+        handle_invalid=("error",) * len(columns),
         splits=True,
         only_measures=True,
     )
@@ -351,16 +335,14 @@ def _can_split(footer: Footer, window: int) -> bool:
 
 
 def _check_unsplit(listing: Listing, footers: Sequence[Footer], window: int) -> None:
-    uncut = [
-        (num_bytes, rows, path)
-        for (path, _, _), footer in zip(listing.files, footers, strict=True)
-        for can_be_cut in (_can_split(footer, window),)
+    uncut = []
+    for (path, _, _), footer in zip(listing.files, footers, strict=True):
+        can_be_cut = _can_split(footer, window)
         # With windows, only lists may be longer than the mean that determined the windows.
-        for rows, num_bytes in zip(
-            footer.row_groups, footer.list_bytes if can_be_cut else footer.num_bytes, strict=True
-        )
-        if not can_be_cut or (rows < 2 * window and num_bytes > ROW_GROUP_BYTES)
-    ]
+        sizes = footer.list_bytes if can_be_cut else footer.num_bytes
+        for rows, num_bytes in zip(footer.row_groups, sizes, strict=True):
+            if not can_be_cut or (rows < 2 * window and num_bytes > ROW_GROUP_BYTES):
+                uncut.append((num_bytes, rows, path))
     held = sorted(uncut, reverse=True)[:_GROUPS_IN_USE]
     total = sum(num_bytes for num_bytes, _, _ in held)
     if total > MAX_UNSPLIT_BYTES:

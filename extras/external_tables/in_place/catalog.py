@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringspark.extras.external_tables.in_place.delta import list_delta
 from ringspark.extras.external_tables.in_place.listing import Listing
+from ringspark.extras.iceberg import list_iceberg
 from ringspark.pipelines.columns import quote
 from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_ICEBERG = "ringspark.extras.iceberg"
 _DETAILS = "# Detailed Table Information"
 
 
@@ -104,7 +103,7 @@ def _list_iceberg(spark: SparkSession, found: str, parts: list[str], *of_table: 
             f"{found}, and Iceberg tables need the package pyiceberg; check the name, or pip install "
             "'ringspark[iceberg]'"
         ) from None
-    listing: Listing | None = import_module(_ICEBERG).list_iceberg(spark, parts, *of_table)
+    listing = list_iceberg(spark, parts, *of_table)
     if listing is None:
         raise ValueError(
             f"{found}, and pyiceberg finds no Iceberg table of this name; check the name, and pyiceberg's "

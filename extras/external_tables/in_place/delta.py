@@ -10,13 +10,13 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 
+from ringspark.extras.external_tables.delta_log import copy_log, find_version, restore_types
 from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID, MAPPED_ID, PHYSICAL
 from ringspark.extras.external_tables.in_place.listing import Int64Array, Listing
 from ringspark.pipelines import storage
@@ -33,7 +33,6 @@ _FEATURES = {
     "columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview",
     "v2Checkpoint", "vacuumProtocolCheck", "variantType", "variantType-preview",
 }  # fmt: skip
-_LOG = "ringspark.extras.external_tables.delta_log"
 _MAPPING = "delta.columnMapping.mode"
 
 
@@ -78,7 +77,7 @@ def _list_table(spark: SparkSession, root: str, table: Any) -> Listing:
         raise ValueError(f"Delta table {root!r} has no rows in version {table.version()}; pass another")
     fields = json.loads(table.schema().to_json())
     if "ringspark.type" in str(fields):
-        fields = import_module(_LOG).restore_types(fields)
+        fields = restore_types(fields)
     schema = StructType.fromJson(fields)
     folders, settings = table.metadata().partition_columns, table.metadata().configuration
     return Listing(
@@ -103,12 +102,12 @@ def _open_table(spark: SparkSession, root: str, version: int | str | None, stack
     if storage.is_local(root) and not storage.exists(root):
         raise ValueError(f"there is no folder {root!r}; pass a folder that holds a Delta table")
     if isinstance(version, str):
-        number: int | None = import_module(_LOG).find_version(root, parse_time(spark, version))
+        number: int | None = find_version(root, parse_time(spark, version))
     else:
         number = version
 
     def open_copy() -> Any:
-        return DeltaTable(stack.enter_context(import_module(_LOG).copy_log(root)), version=number)
+        return DeltaTable(stack.enter_context(copy_log(root)), version=number)
 
     try:
         # deltalake would open the folder `unquote(root)`.
