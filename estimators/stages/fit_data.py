@@ -69,7 +69,7 @@ class FitData:
         try:
             scan = FUNCTIONS["find_scan"](dataset, self.columns)
             self._check_scan(scan, dataset.schema)
-            manifest = self._write(dataset, uri, scan)
+            manifest = self._write(dataset, uri, scan.columns)
         except InPlaceError as error:
             if self.place == "inPlace" and not self._is_plain_table:
                 raise ValueError(
@@ -103,7 +103,7 @@ class FitData:
         if len(computed) == len(self.columns):
             raise InPlaceError(f"Spark computes all columns, {computed}")
 
-    def _write(self, dataset: DataFrame, uri: str, scan: Any) -> ShardManifest:
+    def _write(self, dataset: DataFrame, uri: str, references: Any) -> ShardManifest:
         kinds = {name: kind_from_json(kind) for name, kind in json.loads(self.kinds).items()}
         valid = None
         if self.drops_invalid:
@@ -129,7 +129,7 @@ class FitData:
                 validation_fraction=self.validation_fraction,
                 seed=self.seed,
                 imports=self.imports,
-                references=scan,
+                references=references,
                 valid=valid,
             )
         except ValueError as error:

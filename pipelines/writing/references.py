@@ -1,9 +1,9 @@
-"""The columns and the interface by which a write stores references to rows of files instead of the rows."""
+"""The columns by which a write stores references to rows of files instead of the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,19 +11,7 @@ import pyarrow as pa
 from ringspark.pipelines.columns import Column
 from ringspark.pipelines.kinds import Scalar
 from ringspark.pipelines.rows import NumpyArray
-from ringspark.pipelines.table_files import FILE, ROW, FileColumn, describe_file
-from ringspark.pipelines.writing.shard_file import ShardFileWriter
-
-
-class RowReferences(Protocol):
-    """Implemented by `external.file_scan.FileScan`; a task gets it with the plan of the write."""
-
-    @property
-    def columns(self) -> Mapping[str, FileColumn]:
-        """The columns that stay in the files."""
-
-    def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
-        """Returns a writer of rows; the last of its `columns` are `REFERENCES`."""
+from ringspark.pipelines.table_files import FILE, ROW, describe_file
 
 
 class _FileKind(Scalar):

@@ -21,12 +21,12 @@ import pyarrow.compute as pc
 
 from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.columns import MASK, Column
+from ringspark.pipelines.in_place import in_place
 from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
-from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, RowsDifferError
-from ringspark.pipelines.writing.references import RowReferences
+from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn, RowsDifferError
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 HandleInvalid = Literal["error", "skip", "keep"]
@@ -51,7 +51,8 @@ class WritePlan:
         filters: Whether batches have an additional last column that is true for rows to write.
         row_group_rows: Rows per row group; None sizes row groups by bytes.
         imports: Modules that a task imports because a later Spark stage in the same process needs them.
-        references: If set, the shards refer to rows of files, and the last columns are `REFERENCES`.
+        references: The columns that stay in files, by name. If set, the shards refer to rows of the files,
+            and the last columns are `REFERENCES`.
     """
 
     uri: str
@@ -64,7 +65,7 @@ class WritePlan:
     compression: str = "zstd"
     only_measures: bool = False
     imports: tuple[str, ...] = ()
-    references: RowReferences | None = None
+    references: dict[str, FileColumn] | None = None
 
     @property
     def stored_columns(self) -> tuple[Column, ...]:
@@ -79,7 +80,7 @@ class WritePlan:
     def stored_types(self) -> dict[str, Any]:
         stored: dict[str, Any] = {}
         for column in self.stored_columns:
-            if self.references is None or column.name not in self.references.columns:
+            if self.references is None or column.name not in self.references:
                 stored |= column.kind.stored(column.name)
         return stored if self.references is None else stored | {NUM_BYTES: pa.int64()}
 
@@ -87,13 +88,15 @@ class WritePlan:
         """Returns a writer for rows of Spark; `new_file` returns a writer for rows of other shards."""
         if self.references is None:
             return self.new_file(task, split)
-        return self.references.new_writer(
+        writer: ShardFileWriter = in_place("reference_file").ReferenceFileWriter(
             self.uri,
             self._new_path(task, split),
             self.columns,
+            self.references,
             row_group_rows=self.row_group_rows,
             compression=self.compression,
         )
+        return writer
 
     def new_file(self, task: int, split: Split) -> ShardFileWriter:
         return ShardFileWriter(

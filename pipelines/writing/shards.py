@@ -40,7 +40,7 @@ from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.typed_json import record
 from ringspark.pipelines.writing.commit import clean, commit, discard, previous_folders
 from ringspark.pipelines.writing.rebalance import FILES_PER_CORE, copy_files, plan_even_files
-from ringspark.pipelines.writing.references import REFERENCE_SQL, REFERENCES, RowReferences
+from ringspark.pipelines.writing.references import REFERENCE_SQL, REFERENCES
 from ringspark.pipelines.writing.row_counts import check_copies, check_rows, check_tasks
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_structs
 from ringspark.pipelines.writing.split import check_indicator, split_expression
@@ -78,7 +78,7 @@ def write_shards(
     seed: int = 0,
     overwrite: bool = False,
     imports: Sequence[str] = (),
-    references: RowReferences | None = None,
+    references: dict[str, FileColumn] | None = None,
     valid: SparkColumn | None = None,
 ) -> ShardManifest:
     """Writes all columns of `df` as shards and commits their manifest. Runs on the driver.
@@ -110,7 +110,7 @@ def write_shards(
             complete.
         imports: Modules that the Python workers import during the write, because a later stage needs them.
             Missing modules are skipped.
-        references: From `find_scan`: columns that stay in the Parquet files below `df`. The shards then refer
+        references: Columns of `find_scan` that stay in the Parquet files below `df`. The shards then refer
             to the rows of these files, which must not change as long as the shards are read.
         valid: Condition. Rows for which it is not true are left out, and counted as skipped.
 
@@ -200,7 +200,7 @@ def _write(
         manifest = join_reports(plan, reports, files)
         check_rows(manifest, reports)
         if plan.references is not None:
-            manifest = _without_references(manifest, dict(plan.references.columns))
+            manifest = _without_references(manifest, plan.references)
         commit(manifest, overwrite)
     except storage.BrokenOffError:
         raise  # its files belong to the manifest that the message names

@@ -158,7 +158,7 @@ def test_fields_of_structs_are_found_by_their_ids(spark: Any, catalog: Any, tmp_
         scan = find_scan(frame, ["id", "st"])
         assert scan.columns.keys() == {"id", "st"}
         # The write compares each row of the files with Spark's.
-        shards = write_shards(frame, str(tmp_path / "shards"), references=scan)
+        shards = write_shards(frame, str(tmp_path / "shards"), references=scan.columns)
     (batch,) = open_reader(shards, batch_size=4).batches(1)
     assert sorted(batch["st"].tolist()) == [[i, -i] for i in range(4)]
 

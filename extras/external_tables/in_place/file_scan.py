@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ringspark.extras.external_tables.in_place.reference_file import ReferenceFileWriter
-from ringspark.pipelines.columns import Column, quote
+from ringspark.pipelines.columns import quote
 from ringspark.pipelines.spark_plans import explain, find_changing_call, is_cached, parse_size, section
 from ringspark.pipelines.table_files import FileColumn, InPlaceError
 from ringspark.pipelines.writing.references import REFERENCE_SQL
-from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -43,9 +41,6 @@ class FileScan:
 
     columns: dict[str, FileColumn]
     num_bytes: float = 0.0
-
-    def new_writer(self, uri: str, path: str, columns: Sequence[Column], **settings: Any) -> ShardFileWriter:
-        return ReferenceFileWriter(uri, path, columns, self.columns, **settings)
 
 
 def find_scan(df: DataFrame, names: Sequence[str]) -> FileScan:

@@ -105,7 +105,7 @@ def test_columns_keep_their_values_under_new_names(spark: Any, tmp_path: Path, m
         scan = find_scan(frame, ["size"])
         assert scan.columns.keys() == {"size"}
         # The write compares each row of the files with Spark's.
-        write_shards(frame, str(tmp_path / "shards"), references=scan)
+        write_shards(frame, str(tmp_path / "shards"), references=scan.columns)
 
 
 def test_partition_values_of_all_types_and_characters(spark: Any, tmp_path: Path) -> None:
