@@ -153,13 +153,14 @@ class _TableFile:
             )
             metadata, schema = self._file.metadata, self._file.schema_arrow
             self._names = [_find_name(column, schema, path) for column in wanted]
+            self._distinct = list(dict.fromkeys(self._names))
             self._fields = [
                 (schema.field(name), column.fields) for name, column in zip(self._names, wanted, strict=True)
             ]
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
             leaves = find_leaves(metadata)
-            chosen = [leaf for name in dict.fromkeys(self._names) for leaf in leaves[name]]
+            chosen = [leaf for name in self._distinct for leaf in leaves[name]]
             # The page reader joins the leaves of a struct only if none is in a struct inside of it.
             is_flat = all(_depth(schema.field(name).type) < 2 for name in self._names)
             self._splits = [is_flat and has_page_rows(metadata, group, chosen) for group in range(len(sizes))]
@@ -184,17 +185,15 @@ class _TableFile:
         for group, local in self._by_group(rows):
             size = int(self._starts[group + 1] - self._starts[group])
             span = int(local.max() - local.min()) + 1
-            if size <= _PAGE_ROWS or span * 10 >= size * 7 or not self._splits[group]:
-                # One call reads several small row groups.
-                if whole and sum(n for _, n, _ in whole) + size > _ROWS_AT_ONCE:
-                    parts.append(self._read_whole(whole))
-                    whole = []
-                whole.append((group, size, local))
-                continue
-            if whole:
+            by_pages = size > _PAGE_ROWS and span * 10 < size * 7 and self._splits[group]
+            # One call reads several small row groups.
+            if whole and (by_pages or sum(n for _, n, _ in whole) + size > _ROWS_AT_ONCE):
                 parts.append(self._read_whole(whole))
                 whole = []
-            parts += self._read_pages(group, local)
+            if by_pages:
+                parts += self._read_pages(group, local)
+            else:
+                whole.append((group, size, local))
         if whole:
             parts.append(self._read_whole(whole))
         table = pa.concat_tables(parts)
@@ -205,22 +204,19 @@ class _TableFile:
         """Yields row groups and the rows in each, in the order of `rows`."""
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         cuts = np.flatnonzero(np.diff(numbers)) + 1
-        groups = numbers[[0, *cuts]]
-        for group, start, stop in zip(
-            groups.tolist(), [0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True
-        ):
-            yield group, rows[start:stop] - self._starts[group]
+        for group, part in zip(numbers[[0, *cuts]].tolist(), np.split(rows, cuts), strict=True):
+            yield group, part - self._starts[group]
 
     def _read_whole(self, wanted: Sequence[tuple[int, int, Int64Array]]) -> Any:
-        names = list(dict.fromkeys(self._names))
-        table = self._file.read_row_groups([group for group, _, _ in wanted], names, use_threads=False)
+        table = self._file.read_row_groups(
+            [group for group, _, _ in wanted], self._distinct, use_threads=False
+        )
         starts = np.cumsum([0, *(size for _, size, _ in wanted)])
         return _take(
             table, np.concatenate([s + rows for s, (_, _, rows) in zip(starts, wanted, strict=False)])
         )
 
     def _read_pages(self, group: int, rows: Int64Array) -> Iterator[Any]:
-        names = list(dict.fromkeys(self._names))
         at = 0
         while at < len(rows):
             low = int(rows[at])
@@ -228,7 +224,7 @@ class _TableFile:
             stop = max(at + 1, int(np.searchsorted(rows, low + _ROWS_AT_ONCE)))
             wanted = rows[at:stop]
             low, high = int(wanted.min()), int(wanted.max()) + 1
-            yield _take(self._pages.read(group, names, low, high), wanted - low)
+            yield _take(self._pages.read(group, self._distinct, low, high), wanted - low)
             at = stop
 
 
