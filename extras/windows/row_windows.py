@@ -61,22 +61,22 @@ class RowWindows:
     skips_invalid: bool
     keeps_unlabeled: bool
 
-    def over(self, frame: DataFrame, outputs: dict[str, Column], targets: dict[str, Column]) -> DataFrame:
+    def over(self, frame: DataFrame, outputs: dict[str, Column], targets: Sequence[str]) -> DataFrame:
         """Returns the rows at which a window ends, with additional columns. Runs no Spark job.
 
         `outputs` are expressions for one row; each becomes an array of its values in the last `steps` rows.
-        `targets` are expressions that use the results of the methods `label()` and `end()`.
+        `targets` names the column of the label, and then the column of the last target's time.
         """
         histories = {
             name: F.collect_list(value).over(self._order.rowsBetween(1 - self.steps, 0))
             for name, value in outputs.items()
         }
         rows = self._judged(frame, histories)
-        added = {name: F.when(self._has_targets(), value) for name, value in targets.items()}
-        kept = rows.where(F.col(_REASON).isNull())
-        return kept.select(
+        label = F.col(_TARGETS) if self.horizon > 1 else F.get(F.col(_TARGETS), F.lit(0))
+        added = zip(targets, (label, F.col(_END)), strict=False)
+        return rows.where(F.col(_REASON).isNull()).select(
             *(F.col(quote(name)) for name in [*frame.columns, *histories]),
-            *(value.alias(name) for name, value in added.items()),
+            *(F.when(self._has_targets(), value).alias(name) for name, value in added),
         )
 
     def counts(self, frame: DataFrame) -> DataFrame:
@@ -86,12 +86,6 @@ class RowWindows:
             return rows
         unplaced = frame.where(self._unplaced()).agg(F.count(F.lit(1)).alias("count"))
         return rows.unionByName(unplaced.select(F.lit("null").alias("reason"), "count"))
-
-    def label(self) -> Column:
-        return F.col(_TARGETS) if self.horizon > 1 else F.get(F.col(_TARGETS), F.lit(0))
-
-    def end(self) -> Column:
-        return F.col(_END)
 
     def _judged(self, frame: DataFrame, more: dict[str, Column]) -> DataFrame:
         """Adds the columns `more`, the targets, and `_REASON` with the columns that `_REASON` needs.

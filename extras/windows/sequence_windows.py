@@ -57,7 +57,7 @@ class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["Sequenc
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         plan = self._plan(dataset, "transform")
-        outputs, targets = [(self.getOutputCol(), numbers_of(plan.values))], []
+        outputs = [(self.getOutputCol(), numbers_of(plan.values))]
         if self.isSet(self.outputCols):
             names = self.getOutputCols()
             if len(names) != len(plan.values):
@@ -65,13 +65,11 @@ class SequenceWindows(WindowParams, Transformer, MLWritable, MLReadable["Sequenc
                     f"outputCols must name a column for each of the {len(plan.values)} valueCols, got {names}"
                 )
             outputs = list(zip(names, map(value_of, plan.values), strict=True))
-        if plan.target is not None:
-            targets.append((self.getLabelCol(), plan.label()))
-            if (end := self.getTargetTimeCol()) is not None:
-                targets.append((end, plan.end()))
-        added = [name for name, _ in [*outputs, *targets]]
+        asked = [self.getLabelCol(), self.getTargetTimeCol()] if plan.target is not None else []
+        targets = [name for name in asked if name is not None]
+        added = [*(name for name, _ in outputs), *targets]
         check_free(dataset.schema, added, is_case_sensitive(dataset.sparkSession))
-        return plan.over(dataset, dict(outputs), dict(targets))
+        return plan.over(dataset, dict(outputs), targets)
 
     def _plan(self, dataset: DataFrame, method: str) -> RowWindows:
         check_frame(dataset, method)
