@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ringspark.extras.keras_models.custom import find_custom
-from ringspark.extras.keras_models.library import import_keras
+from ringspark.extras.keras_models.library import find_custom, import_keras
 from ringspark.extras.keras_models.network import (
     FROZEN,
     STATE,
@@ -125,9 +124,8 @@ def _name_variables(model: Any) -> list[tuple[str, str]]:
     named: dict[str, str] = {}
     for variable in model.weights:
         path = variable.path.replace(".", "_")
-        path = (
-            path if "/" in path else f"variables/{path}"
-        )  # with a slash, it is never the name of an attribute
+        # With a slash, it is never the name of an attribute.
+        path = path if "/" in path else f"variables/{path}"
         name, number = path, 1
         while name in named:
             number += 1

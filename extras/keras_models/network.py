@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringspark.extras.keras_models.custom import Custom, find_custom, missing_names
-from ringspark.extras.keras_models.library import import_keras
+from ringspark.extras.keras_models.library import Custom, find_custom, import_keras, missing_names
 from ringspark.models.adapters import AdaptedNetwork
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators
