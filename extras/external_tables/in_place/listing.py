@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -15,13 +15,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ringspark.pipelines import storage
+from ringspark.pipelines.kinds.scalar import number_of
 from ringspark.pipelines.source_files import FileState, path_states
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
 from ringspark.pipelines.table_files import TableSource
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructField, StructType
+    from pyspark.sql.types import DataType, StructField, StructType
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -140,31 +142,23 @@ def _folder_columns(spark: SparkSession, schema: StructType, paths: Sequence[str
 def _cast_folder_names(
     spark: SparkSession, fields: Sequence[StructField], texts: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Converts folder names to Arrow arrays of the columns' types; Spark casts them all in one job."""
+    """Converts folder names to Arrow arrays of the columns' numbers; Spark casts them all in one job."""
     from pyspark.sql import functions as F
 
     distinct = {name: sorted(set(values) - {_NULL_FOLDER}) for name, values in texts.items()}
-    # Spark type -> the function that gives its number, and the Arrow type of the number.
-    numbers = {
-        "date": (F.unix_date, pa.int32()),
-        "timestamp": (F.unix_micros, pa.int64()),
-        "timestamp_ntz": (F.unix_micros, pa.int64()),
-    }
     columns = []
-    for index, field in enumerate(fields):
+    for field in fields:
         # One literal for all names, because a table may have thousands.
         names = F.from_json(F.lit(json.dumps(distinct[field.name])), "array<string>")
-        simple = field.dataType.simpleString()
-        cast_to = "timestamp" if simple == "timestamp_ntz" else simple
-        values = names.cast(f"array<{cast_to}>")
-        if simple in numbers:
-            values = F.transform(values, numbers[simple][0])
-        columns.append(values.alias(f"c{index}"))
+        columns.append(F.transform(names, _to_number(field.dataType)).alias(f"c{len(columns)}"))
     row = spark.range(1).select(*columns).first()
     assert row is not None
     found = {}
-    for index, field in enumerate(fields):
-        known: dict[str, Any] = dict(zip(distinct[field.name], row[index], strict=True))
-        _, arrow_type = numbers.get(field.dataType.simpleString(), (None, None))
-        found[field.name] = pa.array([known.get(text) for text in texts[field.name]], arrow_type)
+    for field, values in zip(fields, row, strict=True):
+        known: dict[str, Any] = dict(zip(distinct[field.name], values, strict=True))
+        found[field.name] = pa.array([known.get(text) for text in texts[field.name]])
     return found
+
+
+def _to_number(data_type: DataType) -> Callable[[SparkColumn], SparkColumn]:
+    return lambda name: number_of(name.cast(data_type), data_type.simpleString())

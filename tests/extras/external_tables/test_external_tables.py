@@ -234,6 +234,18 @@ def test_a_column_of_the_folders_holds_out_whole_files(spark: Any, tmp_path: Pat
     assert manifest.select("train").num_rows == manifest.stats["train"]["id"].rows == 60
 
 
+def test_a_folder_of_a_time_without_zone_has_its_number_in_any_time_zone(spark: Any, tmp_path: Path) -> None:
+    conf = {"spark.sql.session.timeZone": "Europe/Zurich", "spark.sql.timestampType": "TIMESTAMP_NTZ"}
+    with spark_conf(spark, conf):
+        hours = spark.range(3).selectExpr(
+            "id", "timestamp_ntz'2024-07-01 12:00:00' + make_dt_interval(0, int(id)) t"
+        )
+        hours.write.partitionBy("t").parquet(f"{tmp_path}/t")
+        read = spark.read.parquet(f"{tmp_path}/t")
+        assert read.schema["t"].dataType.simpleString() == "timestamp_ntz"
+        _assert_equal(_manifest(spark, tmp_path / "t"), write_shards(read, f"{tmp_path}/s"))
+
+
 def test_a_vocabulary_counts_files_of_training_rows_alone(spark: Any, tmp_path: Path) -> None:
     columns = "if(id < 20, 'new', 'old') as city", "int(id < 20) as held", "if(id < 20, 'x', 'y') as region"
     frame = spark.range(30).selectExpr("id", *columns)
