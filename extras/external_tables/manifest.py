@@ -35,7 +35,7 @@ from ringspark.pipelines.spark_errors import explain_worker_errors, report_task_
 from ringspark.pipelines.spark_paths import to_spark_uri
 from ringspark.pipelines.table_files import TableFile
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
-from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, WritePlan, write_partition
+from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
 from ringspark.pipelines.writing.shards import learn
 from ringspark.pipelines.writing.task_reports import join_reports
 
@@ -190,11 +190,12 @@ def _measure_table(
     columns: Sequence[Column],
     splits: Sequence[Split],
 ) -> ShardManifest:
+    error: HandleInvalid = "error"
     plan = WritePlan(
         uri=listing.source.uri,
         folder="",
         columns=tuple(columns),
-        handle_invalid=("error",) * len(columns),
+        handle_invalid=(error,) * len(columns),
         splits=True,
         only_measures=True,
     )

@@ -86,7 +86,7 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, color: 
     places = np.arange(len(points)) * MOST_POINTS // max(MOST_POINTS, len(points))
     shown = points.groupby(places).mean()
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(shown) <= 40 else {}
-    axes.plot(shown.x, shown.y, color=color, label=label, linewidth=1.5, **marker)
+    axes.plot(shown["x"], shown["y"], color=color, label=label, linewidth=1.5, **marker)
 
 
 def whole_ticks(axes: Axes) -> None:

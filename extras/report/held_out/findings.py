@@ -136,7 +136,8 @@ def class_findings(
     """Compares predicted classes with labels, each (rows,); `probabilities` is (rows, classes)."""
     pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
-    num_classes, roc = probabilities.shape[1], None
+    num_classes = probabilities.shape[1]
+    roc: tuple[Numbers, Numbers] | None = None
     if num_classes == 2:
         confidence, right = probabilities[:, 1], labels == 1
         if 0 < right.sum() < len(right):

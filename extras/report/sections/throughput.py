@@ -1,14 +1,13 @@
-"""Rows per second in training, per epoch and between two recorded steps; how each rank spent its time."""
+"""Rows per second in each epoch, and how each rank spent its time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from ringspark.extras.report.content import Block, Chart, Table, seconds
-from ringspark.extras.report.drawing import BLUE, COLORS, GREEN, draw_svg, line, plain, whole_ticks
+from ringspark.extras.report.drawing import BLUE, COLORS, draw_svg, line, plain, whole_ticks
 from ringspark.extras.report.facts import RunFacts
 
 if TYPE_CHECKING:
@@ -19,71 +18,39 @@ MOST_RANKS = 32
 Shares = Mapping[int, Mapping[str, float]]
 
 
-def rates_by_epoch(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns (epoch, rows per second); an epoch's time includes its validation."""
-    return [(r.epoch, r.rows / r.seconds) for r in run.history if r.seconds > 0]
-
-
-def rates_by_step(run: RunFacts) -> list[tuple[int, float]]:
-    """Returns (step, rows per second since the previous recorded step)."""
-    found = []
-    for before, after in pairwise(run.steps):
-        took = after.seconds - before.seconds
-        if took > 0 and after.rows > before.rows:
-            found.append((after.step, (after.rows - before.rows) / took))
-    return found
-
-
 def make(run: RunFacts) -> Sequence[Block]:
-    by_epoch, by_step = rates_by_epoch(run), rates_by_step(run)
-    if not by_epoch:
+    rates = [(r.epoch, r.rows / r.seconds) for r in run.history if r.seconds > 0]
+    if not rates:
         return []
-    slowest, fastest = (choose(by_epoch, key=lambda pair: pair[1]) for choose in (min, max))
-    middle = median(rate for _, rate in by_epoch)
+    slowest, fastest = (choose(rates, key=lambda pair: pair[1]) for choose in (min, max))
+    middle = median(rate for _, rate in rates)
     ranks = run.config.num_workers if run.config is not None else 1
     rows = [
-        ["slowest epoch", f"{slowest[0]:,}", f"{slowest[1]:,.0f}", f"{slowest[1] / ranks:,.0f}"],
-        ["median epoch", "", f"{middle:,.0f}", f"{middle / ranks:,.0f}"],
-        ["fastest epoch", f"{fastest[0]:,}", f"{fastest[1]:,.0f}", f"{fastest[1] / ranks:,.0f}"],
+        [name, epoch, f"{rate:,.0f}", f"{rate / ranks:,.0f}"]
+        for name, epoch, rate in (
+            ("slowest epoch", f"{slowest[0]:,}", slowest[1]),
+            ("median epoch", "", middle),
+            ("fastest epoch", f"{fastest[0]:,}", fastest[1]),
+        )
     ]
     took = sum(record.seconds for record in run.history)
     note = (
         f"The epochs took {seconds(took)}, including validation. All ranks take the same steps and share "
-        f"each batch, so a rank's rate is its share of the total.{_describe_communication(run)}"
+        "each batch, so a rank's rate is its share of the total."
     )
-    svg = draw_svg(lambda figure: _draw(figure, by_epoch, by_step), 2.8)
     return [
-        Chart(svg, "Rows per second, all ranks together."),
+        Chart(draw_svg(lambda figure: _draw(figure, rates), 2.8), "Rows per second, all ranks together."),
         Table(["", "epoch", "rows/s", "rows/s per rank"], rows, note=note),
     ]
 
 
-def _describe_communication(run: RunFacts) -> str:
-    """Returns a sentence about the epochs in which communication was measured; "" if there are none."""
-    costs = [r.cost for r in run.history if r.cost is not None and r.cost.communication_seconds is not None]
-    total = sum(cost.communication_seconds or 0.0 for cost in costs)
-    if not total:
-        return ""
-    parts = ((c.communication_seconds or 0.0) * (c.communication_hidden or 0.0) for c in costs)
-    return (
-        f" In {len(costs):,} epochs a rank communicated for {seconds(total)}, and "
-        f"{sum(parts) / total:.0%} of that overlapped with computation."
-    )
-
-
-def _draw(
-    figure: Figure, by_epoch: Sequence[tuple[int, float]], by_step: Sequence[tuple[int, float]]
-) -> None:
-    plots = [(by_epoch, "by epoch", "epoch", BLUE)]
-    if len(by_step) > 1:
-        plots.append((by_step, "between records of steps", "optimizer step", GREEN))
-    grid = figure.subplots(1, len(plots), squeeze=False)
-    for axes, (rates, title, x, color) in zip(grid.flat, plots, strict=True):
-        axes.set(title=f"Rows/s {title}", xlabel=x)
-        line(axes, [at for at, _ in rates], [rate for _, rate in rates], "rows/s", color)
-        whole_ticks(axes)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+def _draw(figure: Figure, rates: Sequence[tuple[int, float]]) -> None:
+    axes = figure.subplots()
+    axes.set(title="Rows/s by epoch", xlabel="epoch")
+    line(axes, [epoch for epoch, _ in rates], [rate for _, rate in rates], "rows/s", BLUE)
+    whole_ticks(axes)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def make_time_shares(run: RunFacts) -> Sequence[Block]:
