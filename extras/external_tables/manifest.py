@@ -7,36 +7,34 @@ into windows, which readers and `plan_epoch` handle like row groups.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ringspark.extras.external_tables.footers import Footer, read_footers
-from ringspark.extras.external_tables.in_place.listing import Listing, escape_glob
+from ringspark.extras.external_tables.in_place.listing import Listing
 from ringspark.extras.external_tables.in_place.referenced_rows import decode_column
+from ringspark.extras.external_tables.in_place.table_frame import read_listing
 from ringspark.pipelines import storage
-from ringspark.pipelines.column_stats import ColumnStats, measure
-from ringspark.pipelines.columns import Column, columns_from_spark, quote
+from ringspark.pipelines.columns import Column, columns_from_spark
 from ringspark.pipelines.job_names import name_jobs
-from ringspark.pipelines.kinds import Kind, Scalar, Vocabulary
+from ringspark.pipelines.kinds import Kind, Scalar
 from ringspark.pipelines.kinds.base import number_type
-from ringspark.pipelines.kinds.strings import fill_vocabulary
 from ringspark.pipelines.kinds.table_row import TableRow
 from ringspark.pipelines.local_python import choose_python
-from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest, Split
+from ringspark.pipelines.manifest import ShardFile, ShardManifest, Split
 from ringspark.pipelines.spark_errors import explain_worker_errors, report_task_errors
-from ringspark.pipelines.spark_paths import to_spark_uri
 from ringspark.pipelines.table_files import TableFile
 from ringspark.pipelines.writing.shard_file import ROW_GROUP_BYTES
 from ringspark.pipelines.writing.shard_writer import REPORT_SCHEMA, HandleInvalid, WritePlan, write_partition
-from ringspark.pipelines.writing.shards import learn
+from ringspark.pipelines.writing.shards import learn, must_learn
 from ringspark.pipelines.writing.task_reports import join_reports
 
 if TYPE_CHECKING:
@@ -93,28 +91,30 @@ def table_manifest(
     uris = [storage.join(listing.source.uri, path) for path, _, _ in listing.files]
     footers = read_footers(uris, [column.name for column in in_files])
     _check_types(in_files, footers[0], uris[0])
-    if not any(sum(footer.row_groups) for footer in footers):
-        raise ValueError(f"the table {listing.source.uri!r} has no rows; pass a table that has rows")
     rows = [sum(footer.row_groups) for footer in footers]
+    if not any(rows):
+        raise ValueError(f"the table {listing.source.uri!r} has no rows; pass a table that has rows")
     splits = _splits(listing, validation_col)
-    if any(isinstance(column.kind, Vocabulary) and column.kind.words is None for column in in_files):
-        seen = [file for file, split in zip(listing.files, splits, strict=True) if split == "train"]
-        root = listing.source.uri
-        paths = [to_spark_uri(spark, storage.join(root, path)) for path, _, _ in seen or listing.files]
-        frame = spark.read.parquet(*map(escape_glob, paths)).select(*(quote(c.name) for c in in_files))
-        in_files = [learn(frame, column) for column in in_files]
+    if any(map(must_learn, found)):
+        seen = [n for n, split in enumerate(splits) if split == "train"] or list(range(len(splits)))
+        of_folders = {name: of_files.take(seen) for name, of_files in listing.folder_columns.items()}
+        files_seen = tuple(listing.files[number] for number in seen)
+        frame = read_listing(spark, replace(listing, files=files_seen, folder_columns=of_folders))
+        found = tuple(learn(frame, column) for column in found)
     folders = {
-        column.name: _FolderColumn.create(column, listing.folder_columns[column.name], rows, splits)
+        column.name: _folder_values(column, listing.folder_columns[column.name], rows)
         for column in found
         if column.name in listing.folder_columns
     }
-    measured = _measure_table(spark, listing, footers, in_files, splits)
-    _check_calendar(spark, listing, footers, measured)
-    manifest = _add_folder_columns(measured, folders, found)
+    manifest = _measure_table(spark, listing, footers, found, folders, splits)
+    _check_calendar(spark, listing, footers, manifest, [column.name for column in in_files])
     # As many rows as fill a row group of our shards, or a page.
     row_bytes = sum(map(manifest.mean_row_bytes, manifest.columns))
     window = max(1, min(WINDOW_ROWS, int(ROW_GROUP_BYTES / max(1, row_bytes))))
     _check_unsplit(listing, footers, window)
+    values: dict[str, Any] = {
+        name: decode_column(of_files, manifest.column(name).kind) for name, of_files in folders.items()
+    }
     files = [
         ShardFile(
             path=path,
@@ -125,7 +125,7 @@ def table_manifest(
             table=TableFile(
                 state=state,
                 window_rows=window if _can_split(footer, window) else 0,
-                values={name: folder.values[number] for name, folder in folders.items()},
+                values={name: of_files[number].item() for name, of_files in values.items()},
             ),
         )
         for number, ((path, num_bytes, state), footer) in enumerate(zip(listing.files, footers, strict=True))
@@ -158,20 +158,6 @@ def _columns(
     return found
 
 
-def _add_folder_columns(
-    manifest: ShardManifest, folders: Mapping[str, _FolderColumn], found: Sequence[Column]
-) -> ShardManifest:
-    names = [column.name for column in found]
-    settled = {column.name: column for column in manifest.columns}
-    settled |= {name: folder.column for name, folder in folders.items()}
-    stats: dict[str, dict[str, ColumnStats]] = {}
-    for split in SPLITS:
-        if split in manifest.stats:
-            known = manifest.stats[split] | {name: folder.stats[split] for name, folder in folders.items()}
-            stats[split] = {name: known[name] for name in names}
-    return replace(manifest, columns=tuple(settled[name] for name in names), stats=stats)
-
-
 def _check_types(columns: Sequence[Column], footer: Footer, uri: str) -> None:
     """Raises ValueError if Spark reads a time column as numbers: Arrow may count in another unit of time."""
     times = ("date", "time", "duration")
@@ -188,6 +174,7 @@ def _measure_table(
     listing: Listing,
     footers: Sequence[Footer],
     columns: Sequence[Column],
+    folders: Mapping[str, Any],
     splits: Sequence[Split],
 ) -> ShardManifest:
     error: HandleInvalid = "error"
@@ -200,13 +187,13 @@ def _measure_table(
         only_measures=True,
     )
     work = [
-        (path, group, split == "validation")
-        for (path, _, _), footer, split in zip(listing.files, footers, splits, strict=True)
+        (number, path, group, splits[number] == "validation")
+        for number, ((path, _, _), footer) in enumerate(zip(listing.files, footers, strict=True))
         for group in range(len(footer.row_groups))
     ]
     choose_python(spark)
     with explain_worker_errors(), name_jobs(spark, f"measure {len(work)} row groups"):
-        tasks = spark.range(0, len(work)).mapInArrow(partial(_measure, plan, work), REPORT_SCHEMA)
+        tasks = spark.range(0, len(work)).mapInArrow(partial(_measure, plan, folders, work), REPORT_SCHEMA)
         reports = [json.loads(row["report"]) for row in tasks.collect()]
     rows = sum(report["rows"] for report in reports)
     for index, column in enumerate(columns):
@@ -221,10 +208,14 @@ def _measure_table(
 
 
 def _check_calendar(
-    spark: SparkSession, listing: Listing, footers: Sequence[Footer], measured: ShardManifest
+    spark: SparkSession,
+    listing: Listing,
+    footers: Sequence[Footer],
+    measured: ShardManifest,
+    names: Sequence[str],
 ) -> None:
     """Raises ValueError for times in the Julian calendar, which Spark and Arrow read differently."""
-    for index, column in enumerate(measured.columns):
+    for index, column in enumerate(map(measured.column, names)):
         lowest = measured.range_of(column.name)
         if column.source not in _FIRST_EQUAL or lowest is None or lowest[0] >= _FIRST_EQUAL[column.source]:
             continue
@@ -240,23 +231,33 @@ def _check_calendar(
                 )
 
 
-def _measure(plan: WritePlan, work: Sequence[tuple[str, int, bool]], batches: Iterator[Any]) -> Iterator[Any]:
+def _measure(
+    plan: WritePlan,
+    folders: Mapping[str, Any],
+    work: Sequence[tuple[int, str, int, bool]],
+    batches: Iterator[Any],
+) -> Iterator[Any]:
     numbers = (number for batch in batches for number in batch.column(0).to_pylist())
-    rows = chain.from_iterable(_row_group(plan, *work[number]) for number in numbers)
+    rows = chain.from_iterable(_row_group(plan, folders, *work[number]) for number in numbers)
     yield from write_partition(plan, rows)
 
 
-def _row_group(plan: WritePlan, path: str, group: int, is_held_out: bool) -> Iterator[Any]:
+def _row_group(
+    plan: WritePlan, folders: Mapping[str, Any], file: int, path: str, group: int, is_held_out: bool
+) -> Iterator[Any]:
     uri = storage.join(plan.uri, path)
     names = [column.name for column in plan.columns]
+    in_file = [name for name in names if name not in folders]
     with (
         report_task_errors(f"reading {uri!r} failed"),
         storage.store_errors(uri),
         storage.open_file(uri) as source,
     ):
-        file = pq.ParquetFile(source, coerce_int96_timestamp_unit="us")
-        for batch in file.iter_batches(_MEASURED_ROWS, [group], names, use_threads=False):
-            arrays = [_given(batch.column(column.name), column) for column in plan.columns]
+        parquet = pq.ParquetFile(source, coerce_int96_timestamp_unit="us")
+        for batch in parquet.iter_batches(_MEASURED_ROWS, [group], in_file, use_threads=False):
+            values = {name: pa.repeat(of_files[file], batch.num_rows) for name, of_files in folders.items()}
+            values |= {name: batch.column(name) for name in in_file}
+            arrays = [_given(values[column.name], column) for column in plan.columns]
             arrays.append(pa.array(np.full(batch.num_rows, is_held_out)))
             yield pa.RecordBatch.from_arrays(arrays, names=[*names, ""])
 
@@ -276,44 +277,19 @@ def _describe_nulls(name: str, nulls: int, rows: int) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FolderColumn:
-    """A partition column, its value in each file as a number, and its statistics per split."""
-
-    column: Column
-    values: list[bool | int | float]
-    stats: dict[Split, ColumnStats]
-
-    @classmethod
-    def create(
-        cls, column: Column, given: Any, rows: Sequence[int], splits: Sequence[Split]
-    ) -> _FolderColumn:
-        if given.null_count:
-            nulls = sum(n for n, value in zip(rows, given, strict=True) if not value.is_valid)
-            raise ValueError(_describe_nulls(column.name, nulls, sum(rows)))
-        if isinstance(column.kind, Vocabulary) and column.kind.words is None:
-            counts: Counter[str] = Counter()
-            for word, number, split in zip(given.to_pylist(), rows, splits, strict=True):
-                counts[word] += number if split == "train" else 0
-            column = replace(column, kind=fill_vocabulary(column.kind, [c for c in counts.items() if c[1]]))
-        if isinstance(column.kind, Scalar) and (
-            pa.types.is_integer(given.type) or pa.types.is_floating(given.type)
-        ):
-            given = given.cast(number_type(column.kind.dtype))
-        numbers = decode_column(given, column.kind)
-        assert isinstance(numbers, np.ndarray)
-        stats = {split: ColumnStats() for split in SPLITS}
-        for index, number in enumerate(rows):
-            one = measure(1, numbers[index : index + 1], is_scalar=isinstance(column.kind, Scalar))
-            if one.nans or one.infs:
-                raise ValueError(
-                    f"partition column {column.name!r} is NaN or infinite in a folder; give it a finite value"
-                )
-            if number:
-                fractional = one.fractional * number
-                one = replace(one, rows=number, values=number, fractional=fractional)
-                stats[splits[index]] = stats[splits[index]].merge(one)
-        return cls(column=column, values=numbers.tolist(), stats=stats)
+def _folder_values(column: Column, given: Any, rows: Sequence[int]) -> Any:
+    """Returns a partition column's value for each file as an Arrow array, or raises ValueError."""
+    if given.null_count:
+        nulls = sum(n for n, value in zip(rows, given, strict=True) if not value.is_valid)
+        raise ValueError(_describe_nulls(column.name, nulls, sum(rows)))
+    is_number = pa.types.is_integer(given.type) or pa.types.is_floating(given.type)
+    if isinstance(column.kind, Scalar) and is_number:
+        given = given.cast(number_type(column.kind.dtype))
+    if pa.types.is_floating(given.type) and not pc.all(pc.is_finite(given)).as_py():
+        raise ValueError(
+            f"partition column {column.name!r} is NaN or infinite in a folder; give it a finite value"
+        )
+    return given
 
 
 def _splits(listing: Listing, validation_col: str | None) -> list[Split]:
