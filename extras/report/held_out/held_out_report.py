@@ -28,7 +28,11 @@ from ringspark.estimators.inference.results import Classes
 from ringspark.estimators.names import check_name
 from ringspark.estimators.options.checked import AtLeast1, NotNegative, check
 from ringspark.estimators.training.feed import Array
-from ringspark.extras.report.held_out.features import features_of
+from ringspark.extras.report.held_out.attributions import (
+    features_of,
+    integrated_gradients,
+    permutation_importance,
+)
 from ringspark.extras.report.held_out.findings import (
     Attribution,
     HeldOut,
@@ -36,8 +40,6 @@ from ringspark.extras.report.held_out.findings import (
     log_loss,
     number_findings,
 )
-from ringspark.extras.report.held_out.gradients import integrated_gradients
-from ringspark.extras.report.held_out.permutation import permutation_importance
 from ringspark.extras.report.page import check_packages, report_summary
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path

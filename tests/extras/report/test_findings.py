@@ -9,10 +9,13 @@ import torch
 from small_networks import Net
 from torch import nn
 
-from ringspark.extras.report.held_out.features import Feature, features_of
+from ringspark.extras.report.held_out.attributions import (
+    Feature,
+    features_of,
+    integrated_gradients,
+    permutation_importance,
+)
 from ringspark.extras.report.held_out.findings import class_findings, number_findings
-from ringspark.extras.report.held_out.gradients import integrated_gradients
-from ringspark.extras.report.held_out.permutation import permutation_importance
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 
