@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ringspark.extras.external_tables.in_place.referenced_rows import ReferencedRows
 from ringspark.pipelines.columns import Column
-from ringspark.pipelines.kinds.base import is_list, list_offsets, numbers, one_chunk
+from ringspark.pipelines.kinds.base import is_list, list_offsets, one_chunk
 from ringspark.pipelines.manifest import ShardFile, Split
 from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn, RowsDifferError
 from ringspark.pipelines.writing.shard_file import ShardFileWriter, num_bytes
@@ -81,15 +81,12 @@ def _row_bytes(arrays: Sequence[Any]) -> Any:
 
 def _is_same(left: Any, right: Any) -> bool:
     """Returns whether two arrays without nulls have equal bits; NaN equals NaN, and 0.0 differs from -0.0."""
-    if left.type != right.type and not (is_list(left.type) and is_list(right.type)):
+    if left.null_count or right.null_count:
         return False
-    if len(left) != len(right) or left.null_count or right.null_count:
-        return False
-    if is_list(left.type):
-        return np.array_equal(list_offsets(left), list_offsets(right)) and _is_same(
-            left.flatten(), right.flatten()
-        )
-    if not pa.types.is_floating(left.type):
-        return bool(left.equals(right))
-    bits = f"i{left.type.bit_width // 8}"
-    return np.array_equal(numbers(left).view(bits), numbers(right).view(bits))
+    if is_list(left.type) and is_list(right.type):
+        has_same_lengths = np.array_equal(list_offsets(left), list_offsets(right))
+        return has_same_lengths and _is_same(left.flatten(), right.flatten())
+    if left.type == right.type and pa.types.is_floating(left.type):
+        bits = f"int{left.type.bit_width}"
+        left, right = left.view(bits), right.view(bits)
+    return bool(left.type == right.type and left.equals(right))
