@@ -7,13 +7,6 @@ The report looks the same for running, failed and finished runs. `model.summary.
 held-out rows.
 """
 
-from typing import TYPE_CHECKING
+from ringspark.extras.report.page import loss_figure, report, report_summary
 
-from ringspark.lazy_names import export_lazily
-
-if TYPE_CHECKING:
-    from ringspark.extras.report.page import loss_figure as loss_figure
-    from ringspark.extras.report.page import report as report
-    from ringspark.extras.report.page import report_summary as report_summary
-
-__getattr__, __dir__, __all__ = export_lazily(__name__)
+__all__ = ["loss_figure", "report", "report_summary"]
