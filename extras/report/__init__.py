@@ -3,7 +3,7 @@
     from ringspark.extras.report import report
     report(run_uri, "page.html")
 
-The report looks the same for running, failed and finished runs. `model.summary.report` adds results on
+The report looks the same for running, failed and finished runs. `model.report` adds results on
 held-out rows.
 """
 
