@@ -35,9 +35,7 @@ class ArrowReader(ShardReader):
 
     def read_tables(self, indexes: Sequence[int]) -> Iterator[Any]:
         names = self.stored_names
-        # Of an external table, some rows of a row group are read without the others.
-        has_windows = any(self.window(index) is not None for index in indexes)
-        kept = in_place("row_pages").KeptPages() if has_windows else None
+        kept = None if self.manifest.table is None else in_place("row_pages").KeptPages()
         files: OrderedDict[str, tuple[Any, Any, ExitStack]] = OrderedDict()
         try:
             for number, index in enumerate(indexes):
