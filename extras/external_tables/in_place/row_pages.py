@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,12 +160,22 @@ class PageReader:
             body = self._bytes(low, high)
             # (number of values, encoding) of each page
             found = [_values_of(read_struct(body, start - low)[0]) for start in (low, *starts)]
-            is_encoded = any(encoding in _BY_DICTIONARY for _, encoding in found)
-            dictionary = self._dictionary(row_group, leaf, pages) if is_encoded else b""
-            num_values = sum(number for number, _ in found)
-            chunks.append(self._chunk(row_group, leaf, num_values, size, len(dictionary), len(body)))
+            dictionary = b""
+            if any(encoding in _BY_DICTIONARY for _, encoding in found):
+                read = partial(self._bytes, *pages.dictionary)
+                dictionary = self._kept.dictionary((self._path, row_group, leaf), read)
+            num_bytes, known = len(dictionary) + len(body), self._chunk_of(row_group, leaf)[3][1]
+            chunk: Struct = known | {
+                5: (I64, sum(number for number, _ in found)),  # Arrow allocates memory for all values
+                6: (I64, num_bytes),
+                7: (I64, num_bytes),
+                9: (I64, size + len(dictionary)),
+            }
+            if dictionary:
+                chunk[11] = (I64, size)
+            chunks.append({2: (I64, size), 3: (STRUCT, chunk)})
             parts += dictionary, body
-            size += len(dictionary) + len(body)
+            size += num_bytes
         footer = self._whole_footer()
         metadata: Struct = {
             1: footer[1],
@@ -182,21 +193,6 @@ class PageReader:
                 sink.write(part)
         file = pq.ParquetFile(pa.BufferReader(data), coerce_int96_timestamp_unit="us")
         return file.read(use_threads=False)
-
-    def _chunk(
-        self, row_group: int, leaf: int, num_values: int, begin: int, dictionary_bytes: int, page_bytes: int
-    ) -> Struct:
-        known: Struct = self._chunk_of(row_group, leaf)[3][1]
-        size = dictionary_bytes + page_bytes
-        metadata = known | {
-            5: (I64, num_values),  # Arrow allocates memory for all values
-            6: (I64, size),
-            7: (I64, size),
-            9: (I64, begin + dictionary_bytes),
-        }
-        if dictionary_bytes:
-            metadata[11] = (I64, begin)
-        return {2: (I64, begin), 3: (STRUCT, metadata)}
 
     def _schema(self, leaves: Sequence[int]) -> list[Struct]:
         elements: list[Struct] = self._whole_footer()[2][1][1]
@@ -237,12 +233,6 @@ class PageReader:
             _check_pages(pages, begin, end)
             places[key] = pages
         return places[key]
-
-    def _dictionary(self, row_group: int, leaf: int, pages: _Pages) -> bytes:
-        start, stop = pages.dictionary
-        if start == stop:
-            return b""
-        return self._kept.dictionary((self._path, row_group, leaf), lambda: self._bytes(start, stop))
 
     def _chunk_of(self, row_group: int, leaf: int) -> Struct:
         group: Struct = self._whole_footer()[4][1][1][row_group]
