@@ -29,8 +29,9 @@ class Table:
 
     Attributes:
         words: Indexes of the columns that are left-aligned; all other columns are right-aligned.
-        note: Text below the table, such as which rows are omitted or how to read the table.
+        note: Text below the table, such as how to read it.
         marked: Indexes of the rows that are highlighted.
+        most: Rows that the page shows; a sentence says how many others there are.
     """
 
     header: Sequence[str]
@@ -39,6 +40,7 @@ class Table:
     note: str = ""
     title: str = ""
     marked: frozenset[int] = frozenset()
+    most: int = 40
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,13 @@ figure svg { width: 100%; min-width: 720px; height: auto; display: block; }
 {% if block.title %}<caption>{{ block.title }}</caption>{% endif %}
 <thead><tr>{% for name in block.header -%}
 <th{% if loop.index0 in block.words %} class="word"{% endif %}>{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>{% for row in block.rows %}
+<tbody>{% for row in block.rows[:block.most] %}
 <tr{% if loop.index0 in block.marked %} class="marked"{% endif %}>{% for cell in row -%}
 <td{% if loop.index0 in block.words %} class="word"{% endif %}>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
+{% if block.rows | length > block.most %}
+<p class="note">The first {{ block.most }} of {{ "{:,}".format(block.rows | length) }} rows are shown.</p>
+{% endif %}
 {% if block.note %}<p class="note">{{ block.note }}</p>{% endif %}
 {% else %}
 <figure><div class="wide">{{ block.svg | safe }}</div><figcaption>{{ block.caption }}</figcaption></figure>

@@ -10,7 +10,7 @@ from ringspark.extras.report.content import Block, Table, Text, shorten, show
 from ringspark.extras.report.facts import RunFacts
 from ringspark.pipelines.column_use import ColumnUse
 
-MOST_COLUMNS = 60
+MOST_ROWS = 120
 
 
 def make(run: RunFacts) -> Sequence[Block]:
@@ -53,10 +53,8 @@ def _columns(data: DataFacts) -> Table:
         found = [stats[name] for stats in data.stats.values() if name in stats]
         return sum(s.nulls + s.nans + s.infs for s in found)
 
-    ordered = sorted(data.columns, key=lambda column: -bad(column[0]))
-    shown = ordered[:MOST_COLUMNS]
     rows = []
-    for column in shown:
+    for column in sorted(data.columns, key=lambda column: -bad(column[0])):
         first, name = [shorten(text) for text in column], column[0]
         found = [(split, stats[name]) for split, stats in data.stats.items() if name in stats]
         if not found:
@@ -65,24 +63,20 @@ def _columns(data: DataFacts) -> Table:
             numbers = (s.nulls, s.nans + s.infs, s.minimum, s.maximum, s.mean, s.std)
             rows.append([*first, split, *map(show, numbers)])
             first = ["", "", ""]
-    left_out = len(data.columns) - len(shown)
-    note = "Statistics of the finite values; an array or vector column counts all its values together."
-    if left_out:
-        note += (
-            f" Shows {len(shown)} of {len(data.columns):,} columns, with missing or infinite values first."
-        )
+    note = (
+        "Statistics of the finite values; an array or vector column counts all its values together. Columns "
+        "with missing or infinite values come first."
+    )
     header = ["column", "in a batch", "Spark type", "split", "nulls", "NaN or infinite", "min", "max", "mean"]
-    return Table([*header, "std"], rows, words=frozenset({0, 1, 2, 3}), note=note)
+    return Table([*header, "std"], rows, words=frozenset({0, 1, 2, 3}), note=note, most=MOST_ROWS)
 
 
 def _uses(uses: Sequence[ColumnUse]) -> Table:
     """Returns a table of how an automatically chosen network uses each column of the DataFrame."""
     rows = [
         [shorten(use.column), use.type, show(use.distinct), f"{use.missing:.1%}", use.use, use.reason]
-        for use in uses[:MOST_COLUMNS]
+        for use in uses
     ]
     note = "How the network uses each column of the table."
-    if len(uses) > MOST_COLUMNS:
-        note += f" The first {MOST_COLUMNS} of {len(uses):,} columns."
     header = ["column of the table", "type", "values", "missing", "use", "why"]
-    return Table(header, rows, words=frozenset({0, 1, 4, 5}), note=note)
+    return Table(header, rows, words=frozenset({0, 1, 4, 5}), note=note, most=MOST_ROWS)

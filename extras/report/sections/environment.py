@@ -11,8 +11,6 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.report.content import Block, Table, show
 from ringspark.extras.report.facts import RunFacts
 
-MOST_HOSTS, MOST_RANKS = 40, 40
-
 
 def make(run: RunFacts) -> Sequence[Block]:
     starts = run.environment.starts
@@ -36,14 +34,12 @@ def _hosts(start: GangStart) -> Table:
     ranks = Counter(note.host for note in start.ranks)
     first = {note.host: note for note in reversed(start.ranks)}
     rows = []
-    for host, count in ranks.most_common(MOST_HOSTS):
+    for host, count in ranks.most_common():
         devices = Counter(note.device for note in start.ranks if note.host == host)
         names = ", ".join(f"{number} x {device}" for device, number in devices.items())
         rows.append([host, show(count), names, show(first[host].cores), show_bytes(first[host].host_memory)])
-    more = len(ranks) - MOST_HOSTS
-    note = f"{more:,} more hosts are not shown." if more > 0 else ""
     header = ["host", "ranks", "devices", "cores per rank", "memory"]
-    return Table(header, rows, words=frozenset({0, 2}), note=note)
+    return Table(header, rows, words=frozenset({0, 2}))
 
 
 def _time(start: GangStart) -> str:
@@ -54,8 +50,7 @@ def make_memory(run: RunFacts) -> Sequence[Block]:
     starts = run.environment.starts
     if not starts or not any(rank.peak_memory for rank in starts[-1].ranks):
         return []
-    ranks = list(enumerate(starts[-1].ranks))
-    shown = sorted(ranks, key=lambda entry: -entry[1].peak_memory)[:MOST_RANKS]
+    ranks = sorted(enumerate(starts[-1].ranks), key=lambda entry: -entry[1].peak_memory)
     rows = [
         [
             f"{number}",
@@ -64,13 +59,11 @@ def make_memory(run: RunFacts) -> Sequence[Block]:
             show_bytes(rank.peak_device_memory) if rank.peak_device_memory else "",
             show_bytes(rank.host_memory),
         ]
-        for number, rank in shown
+        for number, rank in ranks
     ]
     note = (
         "The peak of the process includes its libraries, and earlier tasks if Spark reused the Python "
         "worker. Ranks on one host may share memory pages."
     )
-    if len(ranks) > len(shown):
-        note += f" The {MOST_RANKS} largest of {len(ranks):,} ranks are shown."
     header = ["rank", "host", "peak of the process", "peak of the GPU", "memory of the host"]
     return [Table(header, rows, words=frozenset({1}), note=note)]

@@ -29,12 +29,10 @@ def make(run: RunFacts) -> Sequence[Block]:
     if run.heartbeats and outcome is None:
         rows = [
             [show(beat.rank), beat.host, beat.phase, shorten(failure_of(beat), 400)]
-            for beat in run.heartbeats[:MOST]
+            for beat in run.heartbeats
         ]
-        count, title = len(run.heartbeats), "Last heartbeats of the ranks"
-        note = f"The first {MOST} of {count:,} ranks." if count > MOST else ""
-        header = ["rank", "host", "last phase", "failure"]
-        blocks.append(Table(header, rows, words=frozenset({1, 2, 3}), title=title, note=note))
+        header, title = ["rank", "host", "last phase", "failure"], "Last heartbeats of the ranks"
+        blocks.append(Table(header, rows, words=frozenset({1, 2, 3}), title=title))
     return blocks or [Text(none)]
 
 

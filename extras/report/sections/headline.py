@@ -10,8 +10,6 @@ from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report.content import Block, Cards, Table, Text, seconds, show
 from ringspark.extras.report.facts import RunFacts
 
-MOST_METRICS = 40
-
 
 def entries_of(run: RunFacts) -> list[str]:
     """Returns the names of the losses and metrics in the history, in the history's order."""
@@ -79,9 +77,8 @@ def _has_failed(run: RunFacts) -> bool:
 
 
 def _results(run: RunFacts) -> Table:
-    entries = entries_of(run)
     rows = []
-    for entry in entries[:MOST_METRICS]:
+    for entry in entries_of(run):
         values = [(record.value(entry), record.epoch) for record in run.history]
         is_higher = higher_is_better(entry, run.config)
         known = [(value, epoch) for value, epoch in values if not math.isnan(value)]
@@ -91,6 +88,4 @@ def _results(run: RunFacts) -> Table:
             value, number = (max if is_higher else min)(known, key=lambda pair: pair[0])
             best, epoch = show(value), show(number)
         rows.append([entry, show(values[-1][0]), best, epoch])
-    more = len(entries) - MOST_METRICS
-    note = f"{more:,} more entries of the history are not shown." if more > 0 else ""
-    return Table(["loss or metric", "last epoch", "best", "at epoch"], rows, note=note)
+    return Table(["loss or metric", "last epoch", "best", "at epoch"], rows)

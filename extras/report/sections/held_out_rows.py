@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # Classes in the matrix; the largest are shown separately, all smaller classes as one.
 MOST_CLASSES = 20
-MOST_CONFUSIONS = 15
 MOST_FEATURES = 30
 TITLES = {"permutation": "Permutation importance", "integrated_gradients": "Integrated gradients"}
 
@@ -149,12 +148,10 @@ def _confusions(found: ClassFindings) -> Table:
     wrong = sorted((-count, pair) for pair, count in found.confusion.items() if pair[0] != pair[1])
     rows = [
         [found.name(true), found.name(predicted), show(-count), f"{100 * -count / totals[true]:.1f} %"]
-        for count, (true, predicted) in wrong[:MOST_CONFUSIONS]
+        for count, (true, predicted) in wrong
     ]
-    left_out = len(wrong) - len(rows)
-    note = f"{left_out:,} rarer confusions are not shown." if left_out else ""
     header = ["true class", "predicted class", "rows", "of the true class"]
-    return Table(header, rows, words=frozenset({0, 1}), title="Most frequent confusions", note=note)
+    return Table(header, rows, words=frozenset({0, 1}), title="Most frequent confusions", most=15)
 
 
 def make_numbers(run: RunFacts) -> Sequence[Block]:
