@@ -19,36 +19,10 @@ from ringspark.extras.training_steps.step import Step
 
 _PREFIX = {True: re.compile(r"^train(ing)?[_/]"), False: re.compile(r"^val(id|idation)?[_/]")}
 # Methods of a LightningModule that a Trainer calls in training, and the adapter does not.
-_NOT_CALLED = (
-    "backward",
-    "configure_callbacks",
-    "configure_gradient_clipping",
-    "configure_model",
-    "lr_scheduler_step",
-    "on_after_backward",
-    "on_after_batch_transfer",
-    "on_before_backward",
-    "on_before_batch_transfer",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_fit_end",
-    "on_fit_start",
-    "on_train_batch_end",
-    "on_train_batch_start",
-    "on_train_end",
-    "on_train_epoch_end",
-    "on_train_epoch_start",
-    "on_train_start",
-    "on_validation_batch_end",
-    "on_validation_batch_start",
-    "on_validation_end",
-    "on_validation_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_start",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "setup",
-    "transfer_batch_to_device",
+_NOT_CALLED = re.compile(
+    r"on_(after|before|fit|train)_\w+|on_validation_(batch_|epoch_)?(start|end)|setup|backward|"
+    r"configure_(callbacks|gradient_clipping|model)|optimizer_(step|zero_grad)|lr_scheduler_step|"
+    r"transfer_batch_to_device"
 )
 
 
@@ -105,8 +79,8 @@ class LightningStep:
             raise ValueError(
                 f"trainingStep 'lightning' needs a LightningModule, got {name}; set it to a callable"
             )
-        own = [method for method in _NOT_CALLED if getattr(type(module), method) is not getattr(base, method)]
-        if own:
+        hooks = filter(_NOT_CALLED.fullmatch, dir(base))
+        if own := [hook for hook in hooks if getattr(type(module), hook) is not getattr(base, hook)]:
             raise ValueError(
                 f"{name} has {own[0]}, which trainingStep 'lightning' does not call; move it into "
                 "training_step or a Callback of ringspark"
