@@ -164,9 +164,7 @@ class StepRunner:
 
         return Step(
             module=self._network,
-            inputs=given.inputs,
-            labels=given.labels,
-            weight=given.weight,
+            batch=given,
             optimizers=self._optimizers,
             rows=rows,
             num_rows=batch.num_rows,

@@ -6,11 +6,12 @@ gradients of the shares are summed over the ranks, so the optimizers see the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from ringspark.estimators.training.feed import Batch
 from ringspark.extras.training_steps.engine import Engine
 from ringspark.extras.training_steps.gathering import StepRows
 from ringspark.models.reports import Reports
@@ -45,9 +46,7 @@ class Step:
         self,
         *,
         module: nn.Module,
-        inputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
-        weight: torch.Tensor | None,
+        batch: Batch,
         optimizers: Mapping[str, torch.optim.Optimizer],
         rows: StepRows,
         num_rows: int,
@@ -57,7 +56,8 @@ class Step:
         engine: Engine | None,
         log: Callable[[str, torch.Tensor, torch.Tensor | float], None],
     ) -> None:
-        self.module, self.inputs, self.labels, self.weight = module, tuple(inputs), tuple(labels), weight
+        self.module = module
+        self.inputs, self.labels, self.weight = batch.inputs, batch.labels, batch.weight
         self.optimizers, self.epoch, self.number = dict(optimizers), epoch, rows.step
         self.engine, self.is_training = engine, engine is not None
         self.generator = torch.Generator().manual_seed(seed)

@@ -43,8 +43,8 @@ def make_step(collective: Any, every: torch.Tensor, shuffle: bool) -> tuple[Step
     plan = plan_epoch([len(every)], num_shards=collective.size, **settings)
     rows = StepRows(plan, 0, collective, CPU)
     own = every[rows.own] if len(rows.own) else every[:1].exp()  # a row that must count nowhere
-    given = {"module": nn.Identity(), "inputs": [own], "labels": [own], "rows": rows}
-    nothing: dict[str, Any] = {"weight": None, "optimizers": {}, "engine": None, "log": lambda *_: None}
+    given = {"module": nn.Identity(), "batch": Batch(inputs=(own,), labels=(own,), weight=None), "rows": rows}
+    nothing: dict[str, Any] = {"optimizers": {}, "engine": None, "log": lambda *_: None}
     numbers = {"num_rows": len(rows.own), "divisor": float(len(every)), "seed": 1, "epoch": 1}
     return Step(**given, **nothing, **numbers), rows
 
