@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,26 +180,21 @@ class _Part:
         # Stacks that are finished; the last one ends in this link if the link begins with its norm.
         ending = number - 1 if self._block is None else -1
         for index, stack in enumerate(stacks[: number + 1]):
-            is_over = index < number and index != ending
-            if is_over:
-                found[stack.trunk] = _Finished(state[-1])
+            carried = self._carried[index]
+            if index < number and index != ending:
+                found[stack.trunk] = _Instead(partial(_finished, state[-1]))
             elif index == ending:
                 found |= self._given(stack, hidden)
-                found[stack.path] = self._list(index, stack.length, _Return(hidden, self._carried[index]))
+                found[stack.path] = _skipped(stack.length - 1, carried, partial(_skip, hidden, carried))
             elif self._block is None:
-                found[stack.path] = nn.ModuleList([_Capture() for _ in range(stack.length)])
+                found[stack.path] = _skipped(0, carried, *[_stop] * stack.length)
             else:
                 found |= self._given(stack, hidden)
                 block = self.network.get_submodule(self._name())
-                here = _Here(block, state[: 1 + _NUM_CARRIED], self._carried[index])
-                skipped = self._list(index, self._block + 1, here)
-                skipped.extend([_Capture() for _ in range(stack.length - len(skipped))])
-                found[stack.path] = skipped
+                here = partial(_run_block, block, state[: 1 + _NUM_CARRIED], carried)
+                later = [_stop] * (stack.length - self._block - 1)
+                found[stack.path] = _skipped(self._block, carried, here, *later)
         return found
-
-    def _list(self, index: int, length: int, last: nn.Module) -> nn.ModuleList:
-        skips: list[nn.Module] = [_Return(None, self._carried[index]) for _ in range(length - 1)]
-        return nn.ModuleList([*skips, last])
 
     def _given(self, stack: Stack, hidden: torch.Tensor | None) -> dict[str, nn.Module]:
         return {path: _Given(hidden, self._empty[path]) for path in stack.before if path in self._empty}
@@ -220,53 +216,55 @@ class _Given(nn.Module):
         return value
 
 
-class _Finished(nn.Module):
-    """Takes the place of an encoder on the stages of the decoder."""
+class _Instead(nn.Module):
+    """Takes the place of a block or an encoder of another stage: calls `run` with its arguments."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.value = value
+        self._run = run
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutput
-
-        return BaseModelOutput(last_hidden_state=self.value)
+        return self._run(*inputs, **named)
 
 
-class _Capture(nn.Module):
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        raise _StopError(inputs[0] if inputs else named["hidden_states"])
+def _skipped(number: int, carried: tuple[Any, ...], *runs: Callable[..., Any]) -> nn.ModuleList:
+    """Returns a list of blocks: the first `number` return their arguments, the others call `runs`."""
+    return nn.ModuleList(map(_Instead, [partial(_skip, None, carried)] * number + list(runs)))
 
 
-class _Return(nn.Module):
-    """Takes the place of a block of another stage: returns the value, or its argument if that is None."""
-
-    def __init__(self, value: torch.Tensor | None, carried: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.value, self._carried = value, carried
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        value = (inputs[0] if inputs else named["hidden_states"]) if self.value is None else self.value
-        return (value, *(None,) * len(self._carried)) if self._carried else value
+def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return inputs[0] if inputs else named["hidden_states"]
 
 
-class _Here(nn.Module):
+def _stop(*inputs: Any, **named: Any) -> Any:
+    raise _StopError(_first(inputs, named))
+
+
+def _skip(value: torch.Tensor | None, carried: tuple[Any, ...], *inputs: Any, **named: Any) -> Any:
+    """Returns the value in place of a block's result; the block's argument if it is None."""
+    value = _first(inputs, named) if value is None else value
+    return (value, *(None,) * len(carried)) if carried else value
+
+
+def _finished(encoded: Any, *inputs: Any, **named: Any) -> Any:
+    """Returns an encoder's result on the stages of the decoder."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=encoded)
+
+
+def _run_block(
+    block: nn.Module, state: tuple[Any, ...], carried: tuple[Any, ...], *inputs: Any, **named: Any
+) -> Any:
     """Runs a block of this stage on the values of the block before."""
-
-    def __init__(self, block: nn.Module, state: tuple[Any, ...], carried: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.__dict__["_block"], self._state, self._carried = block, state, carried
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        hidden, *values = self._state
-        given = list(inputs)
-        places = [(0, "hidden_states"), *(entry[1:] for entry in self._carried)]
-        for value, (position, name) in zip([hidden, *values], places, strict=False):
-            if position < len(given):
-                given[position] = value
-            else:
-                named[name] = value
-        raise _StopError(self.__dict__["_block"](*given, **named))
+    given = list(inputs)
+    places = [(0, "hidden_states"), *(entry[1:] for entry in carried)]
+    for value, (position, name) in zip(state, places, strict=False):
+        if position < len(given):
+            given[position] = value
+        else:
+            named[name] = value
+    raise _StopError(block(*given, **named))
 
 
 def _without_values(value: torch.Tensor | None) -> torch.Tensor | None:
