@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,37 +58,28 @@ class ShardedScores:
         if type(whole) is not nn.CrossEntropyLoss or whole.weight is not None or whole.label_smoothing:
             return loss
         self.gathers = False
-        return loss.with_function(ShardedCrossEntropy(whole, self))
+        return loss.with_function(partial(self._cross_entropy, whole))
+
+    def _cross_entropy(
+        self, unsharded: nn.CrossEntropyLoss, logits: torch.Tensor, label: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns each position's loss, equal on all ranks; `logits` are fp32, with this rank's classes."""
+        if self.gathers or label.is_floating_point():
+            losses: torch.Tensor = unsharded(self.whole(logits), label)
+            return losses
+        kept = label != unsharded.ignore_index
+        if self.collective.name != FakeCollective.name:
+            wrong = label[kept & ((label < 0) | (label >= self.num_ids))]
+            if len(wrong):
+                raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+        found: torch.Tensor = _CrossEntropy.apply(logits, label, kept, self.collective, self.num_ids)  # type: ignore[no-untyped-call]
+        return found
 
 
 def scores_of(module: nn.Module) -> ShardedScores | None:
     """Returns the sharded scores of a `TransformerLM`; another network may return more than the logits."""
     found = vars(module).get("scores")
     return found if type(module) is TransformerLM and isinstance(found, ShardedScores) else None
-
-
-class ShardedCrossEntropy:
-    """`nn.CrossEntropyLoss` with reduction "none", for sharded logits. Runs on every rank."""
-
-    def __init__(self, whole: nn.CrossEntropyLoss, scores: ShardedScores) -> None:
-        assert whole.weight is None
-        assert whole.label_smoothing == 0
-        self._whole, self._scores = whole, scores
-
-    def __call__(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns each position's loss, equal on all ranks; `logits` are fp32, with this rank's classes."""
-        scores = self._scores
-        if scores.gathers or label.is_floating_point():
-            losses: torch.Tensor = self._whole(scores.whole(logits), label)
-            return losses
-        ignored = self._whole.ignore_index
-        kept = label != ignored
-        if scores.collective.name != FakeCollective.name:
-            wrong = label[kept & ((label < 0) | (label >= scores.num_ids))]
-            if len(wrong):
-                raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
-        found: torch.Tensor = _CrossEntropy.apply(logits, label, kept, scores.collective, scores.num_ids)  # type: ignore[no-untyped-call]
-        return found
 
 
 class _CrossEntropy(torch.autograd.Function):
