@@ -5,8 +5,6 @@ Every rank runs the same number of passes, because its experts compute other ran
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import nn
 
@@ -32,8 +30,6 @@ class ExpertAllReduce(EmptyPasses, GradientAllReduce):
         optimizer: torch.optim.Optimizer,
         mesh: RankMesh,
         settings: SyncSettings,
-        *,
-        bucket_bytes: int | Literal["chosen"] | None = "chosen",
     ) -> None:
         experts = expert_names(module)
         GradientAllReduce.__init__(
@@ -42,7 +38,6 @@ class ExpertAllReduce(EmptyPasses, GradientAllReduce):
             optimizer,
             mesh.gradients,
             over=lambda name: mesh.expert_gradients if name in experts else mesh.gradients,
-            bucket_bytes=bucket_bytes,
         )
         # Only the ranks that hold an expert see its overflow, so ranks must agree.
         self.ranks_differ = True
