@@ -40,12 +40,7 @@ class FakeCollective:
         self._record("all_reduce", num_bytes([tensor]))
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def start_sum(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
-        self._record("all_reduce", num_bytes([tensor]))
-        return lambda: None
-
-    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        counts = [len(tensor)] * self.size if counts is None else counts
+    def all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         self._record("all_gather", sum(counts) * tensor.element_size())
         return [tensor.new_empty(count) for count in counts]
 

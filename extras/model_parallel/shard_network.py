@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.shard_spec import ShardSpec
 from ringspark.extras.model_parallel import communication
 from ringspark.extras.model_parallel.expert import shard_experts
+from ringspark.extras.model_parallel.fake_collective import FakeCollective
 from ringspark.extras.model_parallel.pipeline.partition import partition_by_cost, partition_by_names
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.schedules import schedule_of
@@ -29,7 +31,10 @@ from ringspark.extras.model_parallel.tensor.plan import (
     shard_layers,
 )
 from ringspark.extras.model_parallel.tensor.random_state import RankRandomState
-from ringspark.extras.model_parallel.tensor.sequence_parallel import PartialGradients, SequenceShardedRows
+from ringspark.extras.model_parallel.tensor.sequence_parallel import (
+    SequenceShardedRows,
+    add_partial_gradients,
+)
 from ringspark.models.chain import links_of
 from ringspark.models.lora import find_adapters
 from ringspark.models.module_hooks import find_hook, has_gradient_hook
@@ -38,18 +43,11 @@ from ringspark.models.module_hooks import find_hook, has_gradient_hook
 LAYER_AXES = ("tensor", "expert", "sequence")
 
 
-class _AnyRank(NamedTuple):
-    """Replaces a collective on the driver, to compute shapes; it cannot communicate."""
-
-    rank: int
-    size: int
-
-
 def check_shardable(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> None:
     """Raises ValueError, on the driver, if the mesh cannot shard the network; changes `module`."""
     _check_hooks(module, sizes, options)
     # The last rank of an axis has the smallest shards.
-    last: dict[str, Any] = {axis: _AnyRank(size - 1, size) for axis, size in sizes.items()}
+    last: dict[str, Any] = {axis: FakeCollective(size - 1, size) for axis, size in sizes.items()}
     if sizes["tensor"] > 1:
         plan = options.plan or plan_of(module, sizes["tensor"])
         if options.sequence_parallel:
@@ -110,7 +108,8 @@ def shard_network(
     layout.uncompiled = ((communication, "_apply"), (RankRandomState, "begin"), (RankRandomState, "end"))
     # Without sequence parallelism the gradients are complete.
     if isinstance(getattr(module, "rows", None), SequenceShardedRows):
-        layout.complete_gradients = PartialGradients(module, tuple(layout.cuts), mesh.axes["tensor"]).add
+        unsharded = [p for name, p in module.named_parameters() if name not in layout.cuts]
+        layout.complete_gradients = partial(add_partial_gradients, unsharded, mesh.axes["tensor"])
     return pipeline
 
 
@@ -141,8 +140,7 @@ def _check_hooks(module: nn.Module, sizes: Mapping[str, int], options: Mesh) -> 
             "inputs; put it on a layer, or in a method that links() returns"
         )
     schedule = options.pipeline.schedule
-    is_delayed = schedule_of(schedule, options.pipeline.virtual).is_delayed
-    if is_delayed and has_gradient_hook(module):
+    if schedule_of(schedule, options.pipeline.virtual).delays and has_gradient_hook(module):
         raise ValueError(
             f"model {name} has gradient hooks on its weights, which schedule {schedule!r} does not run, "
             "because it differentiates copies of the weights; set schedule='1f1b', or remove the hooks"

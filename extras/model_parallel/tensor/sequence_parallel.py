@@ -108,18 +108,13 @@ class SequenceShardedRows(WholeRows):
         return all_gather(x, _TOKENS, self._boundary.collective, self._boundary.length)
 
 
-class PartialGradients:
-    def __init__(self, module: nn.Module, cut: Sequence[str], collective: Collective) -> None:
-        self._parameters = [p for name, p in module.named_parameters() if name not in set(cut)]
-        self._collective = collective
-
-    def add(self) -> None:
-        """All-reduces the gradients after the last backward pass of a step. Runs on every rank."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                # Ranks look up different rows.
-                parameter.grad = parameter.grad.to_dense()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            own = [gradient for gradient in gradients if gradient.dtype == dtype]
-            torch._foreach_copy_(own, all_reduce_together(own, self._collective))
+def add_partial_gradients(parameters: Sequence[nn.Parameter], collective: Collective) -> None:
+    """All-reduces the gradients after the last backward pass of a step. Runs on every rank."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Ranks look up different rows.
+            parameter.grad = parameter.grad.to_dense()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_copy_(own, all_reduce_together(own, collective))
