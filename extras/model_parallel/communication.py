@@ -21,21 +21,18 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 def all_reduce_gradient(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """Returns the replicated `x` for use by shards of the network; all-reduces its gradient."""
-    return _apply(LinearOperation, x, collective, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
+    return _apply(x, collective, lambda x: x.view_as(x), lambda g: all_reduce(g, collective))
 
 
 def all_reduce(x: torch.Tensor, collective: Collective) -> torch.Tensor:
     """All-reduces the partial `x`; its gradient is the result's gradient."""
-    return _apply(
-        LinearOperation, x, collective, collective.all_reduce, lambda g: all_reduce_gradient(g, collective)
-    )
+    return _apply(x, collective, collective.all_reduce, lambda g: all_reduce_gradient(g, collective))
 
 
 def take_shard(x: torch.Tensor, dim: int, collective: Collective) -> torch.Tensor:
     """Returns this rank's shard of the replicated `x`; all-gathers its gradient."""
     length = x.shape[dim]
     return _apply(
-        LinearOperation,
         x,
         collective,
         lambda x: shard_view(x, dim, collective.rank, collective.size).contiguous(),
@@ -49,22 +46,18 @@ def all_gather(x: torch.Tensor, dim: int, collective: Collective, length: int) -
     `length` is the result's length along `dim`.
     """
     return _apply(
-        LinearOperation,
-        x,
-        collective,
-        lambda x: _gather(x, dim, collective, length),
-        lambda g: take_shard(g, dim, collective),
+        x, collective, lambda x: _gather(x, dim, collective, length), lambda g: take_shard(g, dim, collective)
     )
 
 
 def all_gather_for_shards(x: torch.Tensor, dim: int, collective: Collective, length: int) -> torch.Tensor:
     """Like `all_gather`, for a result that ranks use differently: reduce-scatters its gradient."""
     return _apply(
-        _LinearOnce,
         x,
         collective,
         lambda x: _gather(x, dim, collective, length),
         lambda g: _scatter(g, dim, collective),
+        _LinearOnce,
     )
 
 
@@ -72,11 +65,11 @@ def reduce_scatter(x: torch.Tensor, dim: int, collective: Collective) -> torch.T
     """Reduce-scatters the partial `x`; all-gathers the gradient."""
     length = x.shape[dim]
     return _apply(
-        _LinearOnce,
         x,
         collective,
         lambda x: _scatter(x, dim, collective),
         lambda g: _gather(g, dim, collective, length),
+        _LinearOnce,
     )
 
 
@@ -86,7 +79,6 @@ def all_to_all(
     """Sends each rank its rows of `x`, in rank order; returns the rows that arrived, in rank order."""
     sent, arriving = tuple(sent), tuple(arriving)
     return _apply(
-        LinearOperation,
         x,
         collective,
         lambda x: _send_rows(x, sent, arriving, collective),
@@ -102,15 +94,6 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
 def apply_once(x: torch.Tensor, forward: Operation, backward: Operation) -> torch.Tensor:
     """Returns `forward(x)`; `backward` maps its gradient to the gradient of `x`. No second derivative."""
     result: torch.Tensor = _LinearOnce.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _apply(
-    kind: Any, x: torch.Tensor, collective: Collective, forward: Operation, backward: Operation
-) -> torch.Tensor:
-    if collective.size == 1:
-        return x
-    result: torch.Tensor = kind.apply(x, forward, backward)
     return result
 
 
@@ -132,6 +115,19 @@ class _LinearOnce(LinearOperation):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.differentiate(gradient), None, None
+
+
+def _apply(
+    x: torch.Tensor,
+    collective: Collective,
+    forward: Operation,
+    backward: Operation,
+    kind: Any = LinearOperation,
+) -> torch.Tensor:
+    if collective.size == 1:
+        return x
+    result: torch.Tensor = kind.apply(x, forward, backward)
+    return result
 
 
 def _gather(x: torch.Tensor, dim: int, collective: Collective, length: int) -> torch.Tensor:
