@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import torch
-from simulation import Timed, bubble_share, record_actions
+from simulation import bubble_share
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -26,7 +26,6 @@ from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.options.mesh import Pipeline
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.phase import Status
-from ringspark.extras.model_parallel.pipeline.actions import Action, PassType
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, build_pipeline
 from ringspark.extras.model_parallel.pipeline.schedules import SCHEDULES
 
@@ -47,18 +46,35 @@ THEORY: dict[tuple[str, int], Callable[[int, int], float]] = {
 }
 
 
+class Busy(NamedTuple):
+    """A time in which a layer works, in seconds of the host's monotonic clock."""
+
+    begin: float
+    end: float
+
+
+# This rank's times.
+BUSY: list[Busy] = []
+
+
+def work(seconds: float) -> None:
+    begin = time.monotonic()
+    time.sleep(seconds)
+    BUSY.append(Busy(begin, time.monotonic()))
+
+
 class Sleep(torch.autograd.Function):
     """The identity, with sleeps in the forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         ctx.seconds = backward
-        time.sleep(forward)
+        work(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
+        work(ctx.seconds)
         return gradient, None, None
 
 
@@ -84,31 +100,27 @@ def step(passes: PipelinePasses, inputs: list[torch.Tensor], optimizer: torch.op
 def timelines(
     way: tuple[str, int], seconds: float, repeats: int, collective: Collective, device: str, status: Status
 ) -> str:
-    """Runs on every rank. Returns its actions in each recorded round, and the most live micro-batches."""
+    """Runs on every rank. Returns the times in which it worked, in each recorded round."""
     network = nn.Sequential(*(SleepingLayer(seconds) for _ in range(LAYERS)))
     mesh, settings = RankMesh.of(collective, {"pipeline": RANKS}), Pipeline(schedule=way[0], virtual=way[1])
     passes = build_pipeline(network, mesh, settings, MICROS)
     optimizer = torch.optim.SGD(network.parameters(), 0.01)
     inputs = [torch.randn(2, 4) for _ in range(MICROS)]
-    steps = STEADY if passes.late else 1
+    flushes = SCHEDULES[way[0]].order is not None
+    steps = 1 if flushes else STEADY
     for _ in range(steps):
         step(passes, inputs, optimizer)
     rounds = []
     for _ in range(repeats):
-        if not passes.late:
+        if flushes:
             collective.barrier()
-        actions = record_actions(passes.executor)
+        BUSY.clear()
         for _ in range(steps):
             step(passes, inputs, optimizer)
-        rounds.append([(*timed.action, timed.begin, timed.end) for timed in actions])
+        rounds.append(list(BUSY))
     while passes.steps_in_flight:
         passes.drain()
-    return json.dumps({"rounds": rounds, "live": passes.executor.most_live})
-
-
-def timed(entry: Any) -> Timed:
-    kind, stage, micro, begin, end = entry
-    return Timed(Action(PassType(kind), stage, micro), begin, end)
+    return json.dumps(rounds)
 
 
 def main() -> None:
@@ -116,17 +128,17 @@ def main() -> None:
     options = harness.parse(__doc__, milliseconds=(30, 1))
     table = []
     for way, theory in THEORY.items():
-        work = partial(timelines, way, options.milliseconds / 1000, options.repeats)
-        told = [json.loads(text) for text in run_spawned(RANKS, "torch", work, timeout_seconds=120)]
+        timeline = partial(timelines, way, options.milliseconds / 1000, options.repeats)
+        told = [json.loads(text) for text in run_spawned(RANKS, "torch", timeline, timeout_seconds=120)]
         flushes = SCHEDULES[way[0]].order is not None
         shares, seconds = [], []
         for number in range(options.repeats):
-            ranks = [[timed(entry) for entry in rank["rounds"][number]] for rank in told]
+            ranks = [[Busy(*times) for times in rank[number]] for rank in told]
             # Without a flush, each rank's time ends at its own last action.
-            alone = [bubble_share([timeline]) for timeline in ranks]
+            alone = [bubble_share([rank]) for rank in ranks]
             shares.append(bubble_share(ranks) if flushes else mean(alone))
-            times = [(one.begin, one.end) for timeline in ranks for one in timeline]
-            length = max(end for _, end in times) - min(begin for begin, _ in times)
+            times = [one for rank in ranks for one in rank]
+            length = max(one.end for one in times) - min(one.begin for one in times)
             seconds.append(length / (1 if flushes else STEADY))
         table.append(
             [
@@ -134,13 +146,12 @@ def main() -> None:
                 f"{median(shares):.3f}",
                 f"{theory(RANKS, MICROS):.3f}",
                 f"{median(seconds):.2f}",
-                ", ".join(str(rank["live"]) for rank in told),
             ]
         )
     harness.print_table(
         f"pipeline_bubbles: {RANKS} ranks, {LAYERS} layers that sleep {options.milliseconds} ms, "
         f"{MICROS} micro-batches, median of {options.repeats} steps",
-        ["schedule", "idle share", "theory", "seconds per step", "live micro-batches, by rank"],
+        ["schedule", "idle share", "theory", "seconds per step"],
         table,
     )
 

@@ -1,12 +1,9 @@
-"""The times of a schedule's actions: simulated as if only computing takes time, or recorded."""
+"""The times of a schedule's actions, simulated as if only computing takes time."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ringspark.extras.model_parallel.pipeline.actions import Action, CompletedActions, Order, PassType
-from ringspark.extras.model_parallel.pipeline.executor import Executor
 
 # A backward pass takes as long as two forward passes, half of it for the inputs (Qi et al. 2023).
 UNITS = {PassType.FORWARD: 1.0, PassType.BACKWARD: 2.0, PassType.INPUT: 1.0, PassType.WEIGHT: 1.0}
@@ -18,20 +15,6 @@ class Timed(NamedTuple):
     action: Action
     begin: float
     end: float
-
-
-def record_actions(executor: Executor) -> list[Timed]:
-    """Returns the list that the executor's next actions fill, in seconds of the host's monotonic clock."""
-    actions: list[Timed] = []
-
-    @contextmanager
-    def span(action: Action) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        actions.append(Timed(action, begin, time.monotonic()))
-
-    executor.span = span
-    return actions
 
 
 def simulate(
@@ -79,8 +62,11 @@ def _needed(action: Action, ends: dict[Action, float]) -> list[float]:
     return [ends[action] for action in needed if action in ends]
 
 
-def bubble_share(ranks: Sequence[Sequence[Timed]]) -> float:
-    """Returns the waiting time of all ranks as a share of the total time of all ranks."""
+def bubble_share(ranks: Sequence[Sequence[Any]]) -> float:
+    """Returns the waiting time of all ranks as a share of the total time of all ranks.
+
+    Each rank's work has a `begin` and an `end`, as in `Timed`.
+    """
     begin = min(timed.begin for rank in ranks for timed in rank)
     end = max(timed.end for rank in ranks for timed in rank)
     busy = sum(timed.end - timed.begin for rank in ranks for timed in rank)

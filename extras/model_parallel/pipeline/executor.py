@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,39 +12,45 @@ import torch
 from torch import nn
 
 from ringspark.extras.model_parallel.pipeline.actions import Action, Arrival, PassType, Steps
-from ringspark.extras.model_parallel.pipeline.split_backward import (
-    WeightPass,
-    run_input_pass,
-    run_weight_passes,
+from ringspark.extras.model_parallel.pipeline.chunk_passes import (
+    ChunkPass,
+    Gradients,
+    run_backward,
+    run_forward,
+    select_differentiable,
 )
+from ringspark.extras.model_parallel.pipeline.sections import StageSection
+from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass, run_weight_passes
 from ringspark.extras.model_parallel.pipeline.transfers import StagePlacement, StageTransfers
 from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, Wire
-from ringspark.models.chain import as_values
+from ringspark.models.chain import State, as_values
+from ringspark.models.reports import num_losses
 
 Loss = Callable[[Any, int], torch.Tensor]
 Context = Callable[[], AbstractContextManager[object]]
 # Called with the number of a micro-batch after a stage has run; returns the scalar that it adds to the loss.
 Added = Callable[[int], torch.Tensor | None]
 
+_ADDS_IN_CHUNKS = (
+    "Pipeline's sequence_chunks does not support layers that add to the loss in a stage that works on "
+    "sequence chunks; leave sequence_chunks out"
+)
+
 
 @dataclass
 class _Live:
     """A micro-batch of a stage between its forward and its backward pass.
 
-    `INPUT` and `WEIGHT` are the two halves of a split backward pass, see `PassType`.
-
     Attributes:
-        results: The stage's outputs, then the scalar that the stage adds to the loss. Last stage: the loss.
-        sent: Waits until the outputs are sent.
-        gradients: Gradients of the results, for `WEIGHT` if `INPUT` could not split the backward pass.
-        weights: Backward passes that `INPUT` leaves to `WEIGHT`; None if `INPUT` could not split the pass.
+        sections: Tensors of the chunks of each `StageSection`. The results of the last section end with the
+            scalar that the stage adds to the loss; in the last stage, the loss is the only result.
+        sent: Functions that wait until the outputs are sent.
+        rest: Runs the half of the backward pass that `PassType.INPUT` leaves to `PassType.WEIGHT`.
     """
 
-    inputs: Values
-    results: list[torch.Tensor]
-    sent: Wait | None = None
-    gradients: Sequence[torch.Tensor] = ()
-    weights: list[WeightPass] | None = None
+    sections: list[list[ChunkPass]] = field(default_factory=list)
+    sent: list[Wait] = field(default_factory=list)
+    rest: Callable[[], None] | None = None
 
 
 class Executor:
@@ -53,18 +59,14 @@ class Executor:
     Attributes:
         around: Makes the context of every forward pass, such as autocast.
         weights: (number of a micro-batch) -> context that selects the micro-batch's version of the weights.
-        span: (action) -> context around its computation.
-        most_live: Largest number of micro-batches with activations so far.
     """
 
     def __init__(self, place: StagePlacement, wire: Wire) -> None:
         self.around: Context = nullcontext
         self.weights: Callable[[int], AbstractContextManager[object]] = lambda micro: nullcontext()
-        self.span: Callable[[Action], AbstractContextManager[object]] = lambda action: nullcontext()
-        self.most_live = 0
         self._place = place
         self._exchange = StageTransfers(place, wire)
-        self._live: dict[tuple[int, int], Any] = {}
+        self._live: dict[tuple[int, int], _Live] = {}
 
     def train(
         self,
@@ -81,15 +83,12 @@ class Executor:
         for step in steps:
             if isinstance(step, Arrival):
                 self._exchange.expect(step)
-                continue
-            if step.kind is PassType.FORWARD:
+            elif step.kind is PassType.FORWARD:
                 index = step.micro - first_micro
-                arguments = tuple(inputs[index]) if step.stage == 0 else ()
-                self._keep_forward(module, step, arguments, _bind_index(loss, index), partial(added, index))
-                self.most_live = max(self.most_live, len(self._live))
+                self._keep_forward(module, step, inputs[index], loss, added, index)
             else:
                 self._backward(step)
-        self.finish()
+        self._exchange.limit_sends(0)
 
     def evaluate(self, module: nn.Module, stages: Sequence[int], inputs: Sequence[torch.Tensor]) -> Any:
         micro = -1
@@ -98,15 +97,10 @@ class Executor:
         for stage in stages:
             if stage > 0 and not self._place.is_own(stage - 1):
                 self._exchange.expect(Arrival(True, stage, micro, self._place.owners[stage - 1]))
-            result, sent = self._evaluate(module, stage, micro, inputs)
-            if sent:
-                self._exchange.keep(sent)
-        # The next micro-batch need not wait until other ranks have received these sends.
-        self._exchange.limit_sends()
+            result, live = self._forward(module, stage, micro, inputs)
+            self._exchange.keep(live.sent)
+        self._exchange.limit_sends(0)
         return result
-
-    def finish(self) -> None:
-        self._exchange.finish()
 
     def drop(self) -> None:
         """Drops everything in flight, because references to it would keep connections open."""
@@ -116,84 +110,112 @@ class Executor:
     def forget(self, micros: Sequence[int]) -> None:
         self._exchange.forget(micros)
 
-    def _forward(self, module: nn.Module, stage: int, micro: int, values: Values) -> Any:
-        with self.weights(micro), self.around():
-            return module(*values, stage=stage)
-
-    def _evaluate(
-        self, module: nn.Module, stage: int, micro: int, inputs: Sequence[torch.Tensor]
-    ) -> tuple[Any, list[Wait]]:
-        """Runs one stage; returns (outputs of the last stage or None, functions that wait for the sends)."""
-        values = tuple(inputs) if stage == 0 else self._exchange.arrived(True, stage, micro)
-        result = self._forward(module, stage, micro, values)
-        if stage == self._place.last:
-            return result, []
-        outputs = as_values(result, self._place.firsts[stage + 1])
-        return None, [self._exchange.hand_on(outputs, stage, micro)]
-
     def _keep_forward(
         self,
         module: nn.Module,
         action: Action,
-        arguments: Values,
-        loss: Callable[[Any], torch.Tensor],
-        added: Callable[[], torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
+        loss: Loss,
+        added: Added,
+        index: int,
     ) -> None:
         _, stage, micro = action
-        values = arguments if stage == 0 else self._exchange.arrived(True, stage, micro)
-        with self.span(action):
-            result = self._forward(module, stage, micro, values)
-            if stage == self._place.last:
-                scalar = loss(result)
-                self._live[stage, micro] = _Live(values, [scalar] if scalar.requires_grad else [])
-            else:
-                own = added()
-        if stage != self._place.last:
-            outputs = as_values(result, self._place.firsts[stage + 1])
-            live = self._live[stage, micro] = _Live(values, select_differentiable((*outputs, own)))
-            live.sent = self._exchange.hand_on(outputs, stage, micro)
+        outputs, live = self._forward(module, stage, micro, inputs)
+        # Outside autocast: the loss is computed in fp32.
+        own = loss(outputs, index) if stage == self._place.last else added(index)
+        if own is not None:
+            if stage != self._place.last and self._place.is_chunked(stage):
+                raise ValueError(_ADDS_IN_CHUNKS)
+            live.sections[-1][0].results += select_differentiable((own,))
+        self._live[stage, micro] = live
+
+    def _forward(
+        self, module: nn.Module, stage: int, micro: int, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Any, _Live]:
+        """Runs a stage, and starts to send its outputs; returns the network's outputs in the last stage.
+
+        Stage 0 takes `inputs`; a later stage takes the values that the previous stage sends.
+        """
+        place, live = self._place, _Live()
+        outputs: Any = None
+
+        def give(result: Any, chunk: int) -> list[torch.Tensor]:
+            nonlocal outputs
+            if stage == place.last:
+                outputs = result
+                return []
+            values = as_values(result, place.firsts[stage + 1])
+            live.sent.append(self._exchange.hand_on(values, stage, micro, chunk))
+            return select_differentiable(values)
+
+        def call(
+            values: Values, section: StageSection, states: Sequence[State]
+        ) -> tuple[Any, Sequence[State]]:
+            known = num_losses()
+            part = (section.first, section.end, states if section.is_chunked else None)
+            found: tuple[Any, Sequence[State]] = module(*values, stage=stage, part=part)
+            if section.is_chunked and num_losses() > known:
+                raise ValueError(_ADDS_IN_CHUNKS)
+            return found
+
+        streams_in, lengths = place.streams_in(stage), self._exchange.lengths(micro)
+        arriving: Iterator[Values] = (
+            self._exchange.arrived(True, stage, micro, chunk)
+            for chunk in range(len(lengths) if streams_in else 1)
+        )
+        if stage == 0:
+            arriving = iter([tuple(inputs)])
+        # One context for all chunks, because it collects the layers' reports of the micro-batch.
+        with self.weights(micro), self.around():
+            live.sections = run_forward(
+                place.sections[stage], lengths, arriving, call, give, streams_in=streams_in
+            )
+        return outputs, live
 
     def _backward(self, action: Action) -> None:
         kind, stage, micro = action
-        live: _Live = self._live[stage, micro]
-        if kind is not PassType.WEIGHT:
-            arrived: list[torch.Tensor] = []
-            if stage != self._place.last:
-                arrived = self._exchange.arrived(False, stage, micro)
-            # The loss, or the scalar added to it, follows the outputs; its gradient is 1.
-            live.gradients = [*arrived, *map(torch.ones_like, live.results[len(arrived) :])]
-            if live.sent is not None:
-                # The gradients arrived after the outputs, so this does not wait.
-                live.sent()
-        with self.span(action), self.weights(micro):
-            inputs = select_differentiable(live.inputs)
-            if kind is PassType.INPUT:
-                # Without inputs that require gradients, `WEIGHT` runs the whole pass.
-                if live.results and inputs:
-                    live.weights = run_input_pass(live.results, live.gradients, inputs)
-                    live.results, live.gradients = [], ()
-            elif live.weights is not None:
-                run_weight_passes(live.weights)
-            elif live.results:
-                torch.autograd.backward(live.results, live.gradients)
-        if kind is not PassType.WEIGHT and stage > 0:
-            self._exchange.limit_sends()
-            self._exchange.keep([self._exchange.hand_back(_take_gradients(live.inputs), stage, micro)])
+        live = self._live[stage, micro]
+        with self.weights(micro):
+            if kind is not PassType.WEIGHT:
+                self._run_backward(stage, micro, live, splits=kind is PassType.INPUT)
+            elif live.rest is not None:
+                live.rest()
         if kind is not PassType.INPUT:
             del self._live[stage, micro]
 
+    def _run_backward(self, stage: int, micro: int, live: _Live, *, splits: bool) -> None:
+        def differentiate(
+            results: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor]
+        ) -> None:
+            if not splits:
+                torch.autograd.backward(results, gradients)
+            elif inputs:
+                live.rest = partial(run_weight_passes, run_input_pass(results, gradients, inputs))
+            else:
+                live.rest = partial(torch.autograd.backward, results, gradients)
 
-def _bind_index(loss: Loss, index: int) -> Callable[[Any], torch.Tensor]:
-    return lambda outputs: loss(outputs, index)
-
-
-def select_differentiable(values: Values) -> list[torch.Tensor]:
-    return [value for value in values if value is not None and value.requires_grad]
-
-
-def _take_gradients(inputs: Values) -> list[torch.Tensor]:
-    gradients = []
-    for value in select_differentiable(inputs):
-        gradients.append(torch.zeros_like(value) if value.grad is None else value.grad)
-        value.grad = None
-    return gradients
+        place, lengths = self._place, self._exchange.lengths(micro)
+        chunks = reversed(range(len(lengths) if place.streams[stage] else 1))
+        gradients: Gradients = [[]]
+        if stage < place.last:
+            gradients = (self._exchange.arrived(False, stage, micro, chunk) for chunk in chunks)
+        streams_in = place.streams_in(stage)
+        found = run_backward(
+            place.sections[stage],
+            live.sections,
+            lengths,
+            gradients,
+            streams_in=streams_in,
+            differentiate=differentiate,
+        )
+        sent: list[Wait] = []
+        chunk = len(lengths) if streams_in else 1
+        for own in found:
+            chunk -= 1
+            if stage > 0:
+                self._exchange.limit_sends()
+                sent.append(self._exchange.hand_back(own, stage, micro, chunk))
+        for wait in live.sent:
+            # The gradients have arrived, so this does not wait.
+            wait()
+        self._exchange.keep(sent)

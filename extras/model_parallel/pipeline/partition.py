@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import torch
 from torch import nn
 
+from ringspark.estimators.names import nearest
 from ringspark.models.chain import Link, as_values, belongs_to
 from ringspark.models.recompute import keep_random_state
 
@@ -59,9 +59,9 @@ def partition_by_names(links: Sequence[Link], num_stages: int, names: Sequence[s
     known = {link.name: index for index, link in enumerate(links)}
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? The" if near else "the"
-            raise ValueError(f"a stage cannot begin at {name!r}; {hint} layers are {', '.join(known)}")
+            raise ValueError(
+                f"a stage must begin at one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            )
     firsts = [0, *(known[name] for name in names)]
     if len(firsts) != num_stages or firsts != sorted(set(firsts)):
         raise ValueError(

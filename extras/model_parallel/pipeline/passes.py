@@ -34,8 +34,8 @@ from ringspark.models.chain import Link, links_of
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.models.reports import CountingLayerInfo, find_counting_layers
 
-# Runs stages that pass values in sequence chunks.
-CHUNKED_EXECUTOR = "ringspark.extras.schedules.chunked_executor:ChunkedExecutor"
+# Runs schedules without a flush.
+DELAYED_PASSES = "ringspark.extras.model_parallel.pipeline.delayed_passes:DelayedPasses"
 
 
 def build_pipeline(
@@ -72,7 +72,7 @@ def build_pipeline(
     layers = find_counting_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
     place = _place_stages(collective.rank, owners, stages, schedule, options)
-    kind = PipelinePasses if schedule.passes is None else load_object(schedule.passes)
+    kind = PipelinePasses if schedule.delays is None else load_object(DELAYED_PASSES)
     passes: PipelinePasses = kind(
         network,
         collective,
@@ -133,9 +133,8 @@ class PipelinePasses:
         copies: Names of the tied parameters that another rank owns.
         layers: Layers of the whole network that count something over their rows, in order.
         stages: Numbers of this rank's stages.
-        late: Whether gradients belong to an earlier step, so that `drain` is needed before a validation or a
-            checkpoint.
-        steps_in_flight: Number of steps whose gradients are still to come; equal on all ranks.
+        steps_in_flight: Number of steps whose gradients are still to come; equal on all ranks. If there are
+            any, `drain` is needed before a validation or a checkpoint.
     """
 
     def __init__(
@@ -159,11 +158,9 @@ class PipelinePasses:
         self._ties = ties
         self._schedule = schedule
         self._num_ranks, self.virtual = collective.size, len(self.stages)
-        executor = load_object(CHUNKED_EXECUTOR) if any(place.streams) else Executor
-        self.executor: Executor = executor(place, Wire(cast(PointToPoint, collective), device))
+        self.executor = Executor(place, Wire(cast(PointToPoint, collective), device))
         collective.on_leave(self.executor.drop)
         self._plans: dict[int, Steps] = {}
-        self.late = False
 
     @property
     def has_outputs(self) -> bool:
@@ -179,8 +176,8 @@ class PipelinePasses:
         loss: Loss,
         around: Context = nullcontext,
         added: Added = add_nothing,
-    ) -> bool:
-        """Adds the gradients of a step to `.grad`, summed over micro-batches; returns whether there are any.
+    ) -> None:
+        """Adds the gradients of a step to `.grad`, summed over micro-batches.
 
         A schedule without a flush adds the gradients of an earlier step, so the first calls may add none.
 
@@ -190,25 +187,19 @@ class PipelinePasses:
             loss: (outputs, number of the micro-batch) -> scalar to differentiate, in the last stage.
             added: (number of the micro-batch) -> scalar that a stage before the last adds to the loss.
         """
-        if not micro_batches:
-            return False
-        self.executor.around = around
-        self.executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss, added)
-        self._ties.add()
-        return True
+        if micro_batches:
+            self.executor.around = around
+            self.executor.train(self.module, self._plan(len(micro_batches)), micro_batches, loss, added)
+            self._ties.add()
 
-    def drain(self) -> bool:
-        """Adds the gradients of a step in flight to `.grad`; returns False if no step is in flight."""
-        return False
+    def drain(self) -> None:
+        """Adds the gradients of a step in flight to `.grad`, if one is in flight."""
 
     def evaluate(self, inputs: Sequence[torch.Tensor], around: Context = nullcontext) -> Any:
         """Returns the network's outputs on the rank of the last stage, None elsewhere; without gradients."""
         self.executor.around = around
         with torch.no_grad():
             return self.executor.evaluate(self.network, self.stages, inputs)
-
-    def finish(self) -> None:
-        self.executor.finish()
 
     def share_ties(self) -> None:
         """Overwrites copies of tied parameters with their owner's. Runs on every rank of the pipeline."""

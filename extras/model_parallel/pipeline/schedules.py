@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ringspark.extras.model_parallel.pipeline import orders
+from ringspark.estimators.names import check_name
+from ringspark.extras.model_parallel.pipeline import delayed, orders
 from ringspark.extras.model_parallel.pipeline.orders import Orders
 
 
@@ -18,22 +18,18 @@ class Schedule:
     Attributes:
         order: (ranks, stages per rank, micro-batches) -> actions of each position in the pipeline; None for
             a schedule without a flush.
-        passes: Import path of its subclass of `PipelinePasses`; None for `PipelinePasses`.
+        delays: (ranks, micro-batches) -> delay of each stage's gradients, in steps, for a schedule without a
+            flush.
         virtual: Smallest and largest number of stages per rank.
         splits: Whether backward passes are split into two halves.
         is_v: Whether the stages go down the ranks and up again, instead of around.
     """
 
     order: Callable[[int, int, int], Orders] | None = None
-    passes: str | None = None
+    delays: Callable[[int, int], list[int]] | None = None
     virtual: tuple[int, int] = (1, 1)
     splits: bool = False
     is_v: bool = False
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether the optimizer applies gradients of earlier steps, because there is no flush."""
-        return self.order is None
 
     def owners(self, num_ranks: int, virtual: int) -> list[int]:
         """Returns the rank of each stage. Rank 0 has the last stage, which computes the losses."""
@@ -63,17 +59,14 @@ SCHEDULES: dict[str, Schedule] = {
     "zbv": Schedule(
         order=partial(orders.order_of_torch, "ScheduleZBVZeroBubble"), virtual=(2, 2), splits=True, is_v=True
     ),
-    "pipedream": Schedule(passes="ringspark.extras.schedules.delayed_passes:PipeDream"),
-    "2bw": Schedule(passes="ringspark.extras.schedules.delayed_passes:DoubleBuffered"),
+    "pipedream": Schedule(delays=delayed.late_by_depth),
+    "2bw": Schedule(delays=delayed.one_step_late),
 }
 
 
 def schedule_of(name: str, virtual: int) -> Schedule:
     """Returns the schedule called `name`; refuses an unsupported number of stages per rank."""
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f"did you mean {near[0]!r}? Known" if near else "known"
-        raise ValueError(f"unknown pipeline schedule {name!r}; {hint} are {', '.join(SCHEDULES)}")
+    check_name("pipeline schedule", name, SCHEDULES, otherwise="")
     least, most = SCHEDULES[name].virtual
     if not least <= virtual <= most:
         allowed = (

@@ -32,15 +32,13 @@ def find_streams(stages: Sequence[Sequence[Link]], time_chunks: int) -> list[boo
 
 
 def split_into_sections(links: Sequence[Link], *, streams_in: bool, streams_out: bool) -> list[StageSection]:
-    """Splits a stage into sections; returns [] if the stage receives and sends whole rows.
+    """Splits a stage into sections; there is one section if the stage receives and sends whole rows.
 
     With `streams_in`, chunks arrive, and the layers before the first layer without chunk support work on
     chunks. With `streams_out`, chunks are sent, and the last layers with chunk support work on chunks. All
     other layers work on whole rows. Without `streams_out` the last section works on whole rows, even if the
     section has no layers.
     """
-    if not (streams_in or streams_out):
-        return []
     num = len(links)
     lead = next((i for i, link in enumerate(links) if not _goes_along(link)), num) if streams_in else 0
     if lead == num:

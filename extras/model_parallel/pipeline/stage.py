@@ -49,7 +49,7 @@ class StageForward:
         if part is not None:
             first, end, states = part
             links = links[first:end]
-        if links and (stage > 0 or part is not None) and _overwrites(links[0]):
+        if links and _overwrites(links[0]):
             # Neither leaves of the graph nor values of the previous stage may be changed in place.
             values = tuple(None if value is None else value.clone() for value in values)
         if states is not None:

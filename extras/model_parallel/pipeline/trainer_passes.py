@@ -87,7 +87,6 @@ class PipelinedPasses(Passes):
     def evaluate(self, micro_batch: Batch, *, keeps_outputs: bool) -> list[MicroBatchOutput]:
         with backward_errors(), collect_reports() as reports:
             outputs = self._pipeline.evaluate(micro_batch.inputs, self._autocast)
-            self._pipeline.finish()
         if not self._pipeline.has_outputs:
             return [self._make_result(reports)]
         _, result = compute_losses(
@@ -99,7 +98,6 @@ class PipelinedPasses(Passes):
         if self._rounds:
             with backward_errors():
                 self._pipeline.evaluate(self._without_rows(inputs), self._autocast)
-                self._pipeline.finish()
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
         mine = json.dumps(values).encode() if self._pipeline.has_outputs else b""

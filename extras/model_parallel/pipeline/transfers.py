@@ -16,14 +16,7 @@ from torch import nn
 
 from ringspark.extras.model_parallel.pipeline.actions import Arrival
 from ringspark.extras.model_parallel.pipeline.sections import StageSection, chunk_lengths
-from ringspark.extras.model_parallel.pipeline.wire import (
-    Forms,
-    Values,
-    Wait,
-    Wire,
-    forms_of,
-    mark_gradients,
-)
+from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, Wire, detach_values
 from ringspark.models.chain import Link
 
 # Largest number of micro-batches whose sends may be in flight while the next are computed.
@@ -38,7 +31,7 @@ class StagePlacement:
         owners: The rank of each stage.
         firsts: The first layer of each stage.
         streams: Whether the stage sends its values in sequence chunks.
-        sections: Sections of each stage; empty for a stage that gets and returns whole rows.
+        sections: Sections of each stage.
     """
 
     rank: int
@@ -58,6 +51,9 @@ class StagePlacement:
     def streams_in(self, stage: int) -> bool:
         return stage > 0 and self.streams[stage - 1]
 
+    def is_chunked(self, stage: int) -> bool:
+        return self.streams_in(stage) or self.streams[stage]
+
 
 class StageTransfers:
     def __init__(self, place: StagePlacement, wire: Wire) -> None:
@@ -76,7 +72,8 @@ class StageTransfers:
             self._lengths[micro] = chunk_lengths(arguments, self._place.time_chunks)
 
     def lengths(self, micro: int) -> list[int]:
-        return self._lengths[micro]
+        """Returns the time steps of each sequence chunk, if stages exchange chunks."""
+        return self._lengths.get(micro, [])
 
     def expect(self, arrival: Arrival) -> None:
         is_forward, stage, micro, source = arrival
@@ -87,8 +84,7 @@ class StageTransfers:
             if is_forward:
                 self._arriving[place] = self._wire.start_receive(key, source)
             else:
-                forms = self._wire.forms(key)
-                self._arriving[place] = self._wire.start_receive_gradients(forms, source)
+                self._arriving[place] = self._wire.start_receive_gradients(key, source)
 
     def arrived(self, is_forward: bool, stage: int, micro: int, chunk: int = 0) -> Any:
         return self._arriving.pop((is_forward, stage, micro, chunk))()
@@ -99,28 +95,26 @@ class StageTransfers:
             key = self._keys_of(following, micro)[chunk]
             return self._wire.send(outputs, key, self._place.owners[following])
         # The next stage has its own graph, as if it had received the values.
-        forms: Forms = forms_of(outputs)
-        values = mark_gradients(tuple(None if v is None else v.detach() for v in outputs), forms)
+        values = detach_values(outputs)
         self._arriving[True, following, micro, chunk] = lambda: values
-        return _nothing
+        return lambda: None
 
     def hand_back(self, gradients: list[torch.Tensor], stage: int, micro: int, chunk: int = 0) -> Wait:
         before = stage - 1
         if self._place.is_own(before):
             self._arriving[False, before, micro, chunk] = lambda: gradients
-            return _nothing
+            return lambda: None
         return self._wire.send_gradients(gradients, self._place.owners[before])
 
     def keep(self, waits: Sequence[Wait]) -> None:
-        self._sending.append(waits)
+        if waits:
+            self._sending.append(waits)
 
-    def limit_sends(self) -> None:
-        while len(self._sending) > SENDS_IN_FLIGHT:
-            self._wait_for_first()
-
-    def finish(self) -> None:
-        while self._sending:
-            self._wait_for_first()
+    def limit_sends(self, most: int = SENDS_IN_FLIGHT) -> None:
+        """Waits until at most `most` of the kept sends are in flight."""
+        while len(self._sending) > most:
+            for wait in self._sending.popleft():
+                wait()
 
     def drop(self) -> None:
         """Drops everything in flight, because references to it would keep connections open."""
@@ -137,11 +131,3 @@ class StageTransfers:
             return [(stage, self._keys[micro])]
         # Chunks of equal length have equal shapes, so only the first one is described.
         return [(stage, self._keys[micro], length) for length in self._lengths[micro]]
-
-    def _wait_for_first(self) -> None:
-        for wait in self._sending.popleft():
-            wait()
-
-
-def _nothing() -> None:
-    return

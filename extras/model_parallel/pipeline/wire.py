@@ -6,6 +6,7 @@ of all values in the network, so only the first micro-batch of each shape sends 
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -18,22 +19,8 @@ Wait = Callable[[], None]
 
 # Largest number of known shapes per neighbour and direction; padded texts have many lengths.
 MOST_KEYS = 4096
-# Numbers of a description; its length is fixed, so that it can be received.
-_LENGTH = 256
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+# Bytes of a description; its length is fixed, so that it can be received.
+_LENGTH = 2048
 
 
 class PointToPoint(Protocol):
@@ -98,56 +85,54 @@ class Wire:
                 "network's arguments; keep values of varying shape inside one stage, and do not freeze or "
                 "unfreeze parameters during the training"
             )
-        waits += [
-            self._collective.start_send(value.detach().contiguous(), to)
-            for value in values
-            if value is not None and value.numel()
-        ]
-        return lambda: _wait_for(waits)
+        return self._start_sends([value.detach() for value in values if value is not None], to, waits)
 
     def start_receive(self, key: Hashable, source: int) -> Callable[[], Values]:
         """Starts to receive values; returns a function that waits for them. They have no autograd history."""
         if key not in self._known:
-            numbers = torch.empty(_LENGTH, dtype=torch.int64)
-            self._collective.start_receive(numbers, source)()
-            self._learn(key, _decode_forms(numbers.tolist()), "from", source)
+            described = torch.empty(_LENGTH, dtype=torch.uint8)
+            self._collective.start_receive(described, source)()
+            self._learn(key, _decode_forms(described), "from", source)
         forms = self._known[key]
+        values, wait = self._start_receives(forms, source)
+
+        def receive() -> Values:
+            wait()
+            return mark_gradients(values, forms)
+
+        return receive
+
+    def send_gradients(self, gradients: Sequence[torch.Tensor], to: int) -> Wait:
+        return self._start_sends(gradients, to, [])
+
+    def start_receive_gradients(self, key: Hashable, source: int) -> Callable[[], list[torch.Tensor]]:
+        """Starts to receive the gradients of the values that were sent by this `key`."""
+        forms = tuple(form for form in self._known[key] if form is not None and form.requires_grad)
+        gradients, wait = self._start_receives(forms, source)
+
+        def receive() -> list[torch.Tensor]:
+            wait()
+            return [gradient for gradient in gradients if gradient is not None]
+
+        return receive
+
+    def _start_sends(self, tensors: Sequence[torch.Tensor], to: int, waits: list[Wait]) -> Wait:
+        waits += [self._collective.start_send(t.contiguous(), to) for t in tensors if t.numel()]
+        return lambda: _wait_for(waits)
+
+    def _start_receives(self, forms: Forms, source: int) -> tuple[Values, Wait]:
         values = tuple(
             None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._device)
             for form in forms
         )
-        waits = [
-            self._collective.start_receive(value, source)
-            for value in values
-            if value is not None and value.numel()
-        ]
+        filled = [value for value in values if value is not None and value.numel()]
+        waits = [self._collective.start_receive(value, source) for value in filled]
+        return values, lambda: _wait_for(waits)
 
-        def wait() -> Values:
-            _wait_for(waits)
-            return mark_gradients(values, forms)
 
-        return wait
-
-    def send_gradients(self, gradients: Sequence[torch.Tensor], to: int) -> Wait:
-        waits = [self._collective.start_send(g.contiguous(), to) for g in gradients if g.numel()]
-        return lambda: _wait_for(waits)
-
-    def start_receive_gradients(self, forms: Forms, source: int) -> Callable[[], list[torch.Tensor]]:
-        gradients = [
-            torch.empty(form.shape, dtype=form.dtype, device=self._device)
-            for form in forms
-            if form is not None and form.requires_grad
-        ]
-        waits = [self._collective.start_receive(g, source) for g in gradients if g.numel()]
-
-        def wait() -> list[torch.Tensor]:
-            _wait_for(waits)
-            return gradients
-
-        return wait
-
-    def forms(self, key: Hashable) -> Forms:
-        return self._known[key]
+def detach_values(values: Values) -> Values:
+    """Returns the values as leaves of another graph."""
+    return mark_gradients(tuple(None if v is None else v.detach() for v in values), forms_of(values))
 
 
 def mark_gradients(values: Values, forms: Forms) -> Values:
@@ -163,27 +148,17 @@ def _wait_for(waits: Sequence[Wait]) -> None:
 
 
 def _encode_forms(forms: Forms) -> torch.Tensor:
-    numbers = [len(forms)]
-    for form in forms:
-        if form is None:
-            numbers.append(-1)
-        else:
-            numbers += [_DTYPES.index(form.dtype), int(form.requires_grad), len(form.shape), *form.shape]
-    if len(numbers) > _LENGTH:
+    rows = [
+        form and [str(form.dtype).removeprefix("torch."), form.shape, form.requires_grad] for form in forms
+    ]
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    if len(text) > _LENGTH:
         raise ValueError(
-            f"a pipeline stage can return about {_LENGTH // 6} tensors, got {len(forms)}; concatenate some"
+            f"a pipeline stage can return about {_LENGTH // 48} tensors, got {len(forms)}; concatenate some"
         )
-    return torch.tensor(numbers + [0] * (_LENGTH - len(numbers)))
+    return torch.tensor(list(text.ljust(_LENGTH)), dtype=torch.uint8)
 
 
-def _decode_forms(numbers: list[int]) -> Forms:
-    rest = iter(numbers)
-    forms: list[TensorForm | None] = []
-    for _ in range(next(rest)):
-        code = next(rest)
-        if code < 0:
-            forms.append(None)
-            continue
-        requires_grad, num_dims = bool(next(rest)), next(rest)
-        forms.append(TensorForm(_DTYPES[code], tuple(next(rest) for _ in range(num_dims)), requires_grad))
-    return tuple(forms)
+def _decode_forms(described: torch.Tensor) -> Forms:
+    rows = json.loads(bytes(described.tolist()))
+    return tuple(row and TensorForm(getattr(torch, row[0]), tuple(row[1]), row[2]) for row in rows)

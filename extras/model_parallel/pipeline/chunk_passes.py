@@ -8,24 +8,23 @@ backward pass the last chunk comes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ringspark.extras.model_parallel.pipeline.executor import select_differentiable
 from ringspark.extras.model_parallel.pipeline.sections import StageSection
-from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, forms_of, mark_gradients
+from ringspark.extras.model_parallel.pipeline.wire import Values, detach_values
 from ringspark.models.chain import Link, State, as_values
 
-Span = Callable[[], AbstractContextManager[object]]
 # (values, section, states of its layers) -> (result, states after it).
 Call = Callable[[Values, StageSection, Sequence[State]], tuple[Any, Sequence[State]]]
 # (result of the last section, number of the chunk) -> tensors whose gradients come back.
 Give = Callable[[Any, int], list[torch.Tensor]]
 # Gradients of values that require them, chunk by chunk.
 Gradients = Iterable[list[torch.Tensor]]
+# (results, their gradients, inputs that require gradients): computes gradients into `.grad`.
+Differentiate = Callable[[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]], None]
 
 
 @dataclass
@@ -44,12 +43,6 @@ class ChunkPass:
     states: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
-@dataclass
-class LiveChunks:
-    sections: list[list[ChunkPass]]
-    sent: list[Wait] = field(default_factory=list)
-
-
 def run_forward(
     sections: Sequence[StageSection],
     lengths: Sequence[int],
@@ -58,7 +51,6 @@ def run_forward(
     give: Give,
     *,
     streams_in: bool,
-    span: Span,
 ) -> list[list[ChunkPass]]:
     """Runs a stage's forward pass.
 
@@ -67,18 +59,16 @@ def run_forward(
         arriving: The stage's inputs, leaves of the graph, as chunks or as whole rows.
         give: Function called with each result of the last section.
         streams_in: Whether the inputs arrive in chunks.
-        span: Returns a context, which is open during each computation but not during a wait for inputs.
     """
     kept: list[list[ChunkPass]] = [[] for _ in sections]
     chunks, is_chunked = arriving, streams_in
-    for number, section in enumerate(sections):
-        last = give if number + 1 == len(sections) else None
+    results: Iterator[Any] = iter(())
+    for own, section in zip(kept, sections, strict=True):
         values = _rechunk(chunks, is_chunked, section.is_chunked, lengths)
-        chunks, is_chunked = (
-            _section_forward(section, values, lengths, kept[number], call, last, span),
-            section.is_chunked,
-        )
-    for _ in chunks:
+        pass_on = give if own is kept[-1] else lambda result, number: select_differentiable(_as_tuple(result))
+        results = _section_forward(section, values, lengths, own, call, pass_on)
+        chunks, is_chunked = (detach_values(_as_tuple(result)) for result in results), section.is_chunked
+    for _ in results:
         pass
     return kept
 
@@ -90,7 +80,7 @@ def run_backward(
     gradients: Gradients,
     *,
     streams_in: bool,
-    span: Span,
+    differentiate: Differentiate,
 ) -> Iterator[list[torch.Tensor]]:
     """Runs a stage's backward pass; yields gradients of the stage's inputs, for the last chunk first.
 
@@ -98,7 +88,7 @@ def run_backward(
     False, yields the gradients of whole rows at once.
     """
     for number in range(len(sections) - 1, -1, -1):
-        found = _section_backward(kept[number], gradients, span)
+        found = _section_backward(kept[number], gradients, differentiate)
         before = sections[number - 1].is_chunked if number else streams_in
         gradients = _rechunk_gradients(found, sections[number].is_chunked, before, lengths)
     yield from gradients
@@ -110,33 +100,28 @@ def _section_forward(
     lengths: Sequence[int],
     kept: list[ChunkPass],
     call: Call,
-    give: Give | None,
-    span: Span,
-) -> Iterator[Values]:
+    give: Give,
+) -> Iterator[Any]:
     states: list[State] = [None] * (section.end - section.first)
     for number, values in enumerate(chunks):
-        with span():
-            result, after = call(values, section, states)
-            if section.is_chunked:
-                _check_times(_as_tuple(result), lengths[number])
-            if give is not None:
-                kept.append(ChunkPass(select_differentiable(values), give(result, number)))
-            else:
-                outputs = _as_tuple(result)
-                kept.append(ChunkPass(select_differentiable(values), select_differentiable(outputs)))
-            states = [_detach_state(state, kept[-1].states) for state in after]
-        yield () if give is not None else _leaves(outputs)
+        result, after = call(values, section, states)
+        if section.is_chunked:
+            _check_times(_as_tuple(result), lengths[number])
+        kept.append(ChunkPass(select_differentiable(values), give(result, number)))
+        states = [_detach_state(state, kept[-1].states) for state in after]
+        yield result
 
 
 def _section_backward(
-    kept: Sequence[ChunkPass], gradients: Gradients, span: Span
+    kept: Sequence[ChunkPass], gradients: Gradients, differentiate: Differentiate
 ) -> Iterator[list[torch.Tensor]]:
     for piece, own in zip(reversed(kept), gradients, strict=True):
         carried = [(state, leaf.grad) for state, leaf in piece.states if leaf.grad is not None]
         roots = [*piece.results, *(state for state, _ in carried)]
-        with span():
-            if roots:
-                torch.autograd.backward(roots, [*own, *(gradient for _, gradient in carried)])
+        if roots:
+            # The loss, or a scalar added to it, follows the results that `gradients` belong to.
+            ones = map(torch.ones_like, piece.results[len(own) :])
+            differentiate(roots, [*own, *ones, *(gradient for _, gradient in carried)], piece.inputs)
         # Free the graph of the chunk.
         piece.results, piece.states = [], []
         found = []
@@ -152,7 +137,8 @@ def _rechunk(
     if is_chunked == needs_chunks:
         yield from chunks
     elif is_chunked:
-        yield _concatenate(list(chunks))
+        parts = zip(*chunks, strict=True)
+        yield detach_values(tuple(None if own[0] is None else torch.cat(own, 1) for own in parts))
     else:
         (whole,) = chunks
         yield from _split(whole, lengths)
@@ -175,11 +161,9 @@ def _rechunk_gradients(
 
 def _split(values: Values, lengths: Sequence[int]) -> Iterator[Values]:
     _check_times(values, sum(lengths))
-    pieces = [None if v is None else torch.split(v.detach(), list(lengths), 1) for v in values]
-    for chunk in range(len(lengths)):
-        # Each chunk is its own leaf.
-        own = tuple(None if p is None else p[chunk].detach() for p in pieces)
-        yield mark_gradients(own, forms_of(values))
+    nothing = [None] * len(lengths)
+    pieces = [nothing if value is None else torch.split(value, list(lengths), 1) for value in values]
+    yield from map(detach_values, zip(*pieces, strict=True))
 
 
 def _check_times(values: Values, length: int) -> None:
@@ -192,16 +176,6 @@ def _check_times(values: Values, length: int) -> None:
             )
 
 
-def _concatenate(chunks: Sequence[Values]) -> Values:
-    parts = list(zip(*chunks, strict=True))
-    whole = tuple(None if own[0] is None else torch.cat([t.detach() for t in own], 1) for own in parts)
-    return mark_gradients(whole, forms_of(chunks[0]))
-
-
-def _leaves(values: Values) -> Values:
-    return mark_gradients(tuple(None if v is None else v.detach() for v in values), forms_of(values))
-
-
 def _detach_state(state: State, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> State:
     """Returns the detached state for the next chunk.
 
@@ -212,6 +186,10 @@ def _detach_state(state: State, kept: list[tuple[torch.Tensor, torch.Tensor]]) -
     leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in state)
     kept += [(own, leaf) for own, leaf in zip(state, leaves, strict=True) if own.requires_grad]
     return leaves
+
+
+def select_differentiable(values: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [value for value in values if value is not None and value.requires_grad]
 
 
 def _as_tuple(result: Any) -> Values:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,11 +11,11 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.extras.model_parallel.pipeline.actions import CompletedActions, with_arrivals
+from ringspark.extras.model_parallel.pipeline.delayed import Backlog, DelayedStep
 from ringspark.extras.model_parallel.pipeline.executor import Added, Context, Loss
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, add_nothing
 from ringspark.extras.model_parallel.pipeline.schedules import Schedule
 from ringspark.extras.model_parallel.pipeline.transfers import StagePlacement
-from ringspark.extras.schedules.delayed import Backlog, DelayedStep, late_by_depth, one_step_late
 
 
 class StashedWeights:
@@ -58,11 +57,6 @@ class StashedWeights:
 class DelayedPasses(PipelinePasses):
     """Passes of one rank; each step has its own copy of the weights."""
 
-    @staticmethod
-    @abstractmethod
-    def delays(num_ranks: int, num_micro: int) -> list[int]:
-        """Returns the delay of each stage's gradients, in steps."""
-
     def __init__(
         self,
         network: torch.nn.Module,
@@ -73,14 +67,14 @@ class DelayedPasses(PipelinePasses):
         *others: Any,
     ) -> None:
         super().__init__(network, collective, place, schedule, num_micro, *others)
-        self._delays = self.delays(collective.size, num_micro)
+        assert schedule.delays is not None
+        self._delays = schedule.delays(collective.size, num_micro)
         self._backlog = Backlog(self._delays)
         self._progress = CompletedActions(len(place.owners))
         # Versions of this stage by step number, and the step of each unfinished micro-batch.
         self._versions: dict[int, StashedWeights] = {}
         self._step_of: dict[int, int] = {}
         self.executor.weights = self._weights_of
-        self.late = max(self._delays) > 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -92,12 +86,12 @@ class DelayedPasses(PipelinePasses):
         loss: Loss,
         around: Context = nullcontext,
         added: Added = add_nothing,
-    ) -> bool:
-        return self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around, added)
+    ) -> None:
+        self._train_late(self._backlog.step(len(micro_batches)), micro_batches, loss, around, added)
 
-    def drain(self) -> bool:
+    def drain(self) -> None:
         step = self._backlog.step(0, is_drain=True)
-        return self._train_late(step, (), _no_loss, nullcontext, add_nothing)
+        self._train_late(step, (), _no_loss, nullcontext, add_nothing)
 
     def _train_late(
         self,
@@ -106,7 +100,7 @@ class DelayedPasses(PipelinePasses):
         loss: Loss,
         around: Context,
         added: Added,
-    ) -> bool:
+    ) -> None:
         (stage,) = self.stages
         self._step_of |= dict.fromkeys(step.micros, step.number)
         if step.micros and self._delays[stage]:
@@ -123,23 +117,10 @@ class DelayedPasses(PipelinePasses):
         for micro in step.finished:
             self._step_of.pop(micro, None)
         self._ties.add(step.released)
-        return number is not None
 
     def _weights_of(self, micro: int) -> AbstractContextManager[object]:
         version = self._versions.get(self._step_of.get(micro, -1))
         return nullcontext() if version is None else version.use()
-
-
-class PipeDream(DelayedPasses):
-    """Delays each stage only as much as its position in the pipeline requires."""
-
-    delays = staticmethod(late_by_depth)
-
-
-class DoubleBuffered(DelayedPasses):
-    """Delays every stage by one step (PipeDream-2BW)."""
-
-    delays = staticmethod(one_step_late)
 
 
 def _no_loss(outputs: Any, index: int) -> torch.Tensor:

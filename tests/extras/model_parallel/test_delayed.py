@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from simulation import bubble_share, simulate
 
 from ringspark.extras.model_parallel.pipeline.actions import Action, CompletedActions, PassType, with_arrivals
-from ringspark.extras.schedules.delayed import Backlog, late_by_depth, one_step_late
+from ringspark.extras.model_parallel.pipeline.delayed import Backlog, late_by_depth, one_step_late
 
 
 @given(

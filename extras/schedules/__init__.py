@@ -1,1 +1,0 @@
-"""Pipeline schedules without a flush, and pipelines that exchange sequence chunks."""
