@@ -132,6 +132,7 @@ class _Trainer:
 
     def __init__(self, step: Step) -> None:
         self._step = step
+        self._engine: Any = step.engine  # only training steps use it
         self.optimizers = [_Optimizer(step, name) for name in step.optimizers]
         self._lightning_optimizers = self.optimizers
         self.current_epoch = step.epoch - 1
@@ -148,10 +149,8 @@ class _Trainer:
         )
 
     def run_manual(self, module: Any, batch: tuple[torch.Tensor, ...]) -> None:
-        engine = self._step.engine
-        assert engine is not None
         module.training_step(batch, self._step.number)
-        if self._loss is None or not engine.num_steps:
+        if self._loss is None or not self._engine.num_steps:
             raise ValueError(
                 f"training_step of {type(module).__name__} must call manual_backward and step an optimizer "
                 "in each batch; raise batchSize instead of accumulating gradients over batches"
@@ -161,10 +160,9 @@ class _Trainer:
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         share = _share(self._step, loss)
         self._loss = share.detach() if self._loss is None else self._loss + share.detach()
-        assert self._step.engine is not None
         # A rank without rows has zero gradients; its placeholder row must not count.
         if self._step.num_own:
-            self._step.engine.backward(share, retain_graph=bool(kwargs.pop("retain_graph", False)))
+            self._engine.backward(share, retain_graph=bool(kwargs.pop("retain_graph", False)))
         if args or kwargs:
             raise ValueError(
                 f"manual_backward takes a loss and retain_graph here, got {[*args, *kwargs]}; leave them out"
@@ -175,9 +173,8 @@ class _Trainer:
             raise ValueError(
                 f"clip_gradients clips by 'norm' here, got {algorithm}; set gradient_clip_algorithm='norm'"
             )
-        assert self._step.engine is not None
         if clip_val:
-            self._step.engine.clip(optimizer.name, float(clip_val))
+            self._engine.clip(optimizer.name, float(clip_val))
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Adds the mean over this rank's rows to the history; Lightning's options have no effect."""
@@ -199,17 +196,16 @@ class _Optimizer(torch.optim.Optimizer):
         inner = step.optimizers[name]
         # Not the constructor of the base class, which would make new groups.
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
-        self.optimizer, self.name, self._step_of = inner, name, step
+        self.optimizer, self.name = inner, name
+        self._engine: Any = step.engine
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:  # type: ignore[override]
-        assert self._step_of.engine is not None
         if closure is not None:
             closure()
-        self._step_of.engine.step(self.name)
+        self._engine.step(self.name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        assert self._step_of.engine is not None
-        self._step_of.engine.zero_grad(self.name)
+        self._engine.zero_grad(self.name)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

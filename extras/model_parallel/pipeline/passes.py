@@ -71,7 +71,7 @@ def build_pipeline(
     ties = find_ties(network, stages, owners)
     layers = find_counting_layers(network)
     keep_stages(network, {s: own for s, own in enumerate(stages) if owners[s] == collective.rank})
-    place = _place_stages(collective.rank, owners, stages, schedule, options)
+    place = _place_stages(collective.rank, owners, stages, options)
     kind = PipelinePasses if schedule.delays is None else load_object(DELAYED_PASSES)
     passes: PipelinePasses = kind(
         network,
@@ -90,7 +90,6 @@ def _place_stages(
     rank: int,
     owners: Sequence[int],
     stages: Sequence[Sequence[Link]],
-    schedule: Schedule,
     options: Pipeline,
 ) -> StagePlacement:
     streams = find_streams(stages, options.sequence_chunks)
@@ -99,11 +98,6 @@ def _place_stages(
             "Pipeline's sequence_chunks needs a stage that begins between two layers that support sequence "
             f"chunks, but the stages begin at {', '.join(stage[0].name for stage in stages)}; set "
             "Pipeline's cuts, or leave sequence_chunks out"
-        )
-    if any(streams) and schedule.splits:
-        raise ValueError(
-            f"Pipeline's sequence_chunks does not support schedule {options.schedule!r}, which splits "
-            "backward passes; set schedule='1f1b'"
         )
     sections = [
         split_into_sections(stage, streams_in=number > 0 and streams[number - 1], streams_out=streams[number])

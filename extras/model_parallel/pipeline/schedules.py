@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ringspark.estimators.names import check_name
 from ringspark.extras.model_parallel.pipeline import delayed, orders
 from ringspark.extras.model_parallel.pipeline.orders import Orders
 
@@ -21,14 +20,12 @@ class Schedule:
         delays: (ranks, micro-batches) -> delay of each stage's gradients, in steps, for a schedule without a
             flush.
         virtual: Smallest and largest number of stages per rank.
-        splits: Whether backward passes are split into two halves.
         is_v: Whether the stages go down the ranks and up again, instead of around.
     """
 
     order: Callable[[int, int, int], Orders] | None = None
     delays: Callable[[int, int], list[int]] | None = None
     virtual: tuple[int, int] = (1, 1)
-    splits: bool = False
     is_v: bool = False
 
     def owners(self, num_ranks: int, virtual: int) -> list[int]:
@@ -54,11 +51,9 @@ SCHEDULES: dict[str, Schedule] = {
         order=partial(orders.order_of_torch, "ScheduleInterleaved1F1B"), virtual=(2, _MANY)
     ),
     "zero_bubble": Schedule(
-        order=partial(orders.order_of_torch, "ScheduleInterleavedZeroBubble"), virtual=(1, _MANY), splits=True
+        order=partial(orders.order_of_torch, "ScheduleInterleavedZeroBubble"), virtual=(1, _MANY)
     ),
-    "zbv": Schedule(
-        order=partial(orders.order_of_torch, "ScheduleZBVZeroBubble"), virtual=(2, 2), splits=True, is_v=True
-    ),
+    "zbv": Schedule(order=partial(orders.order_of_torch, "ScheduleZBVZeroBubble"), virtual=(2, 2), is_v=True),
     "pipedream": Schedule(delays=delayed.late_by_depth),
     "2bw": Schedule(delays=delayed.one_step_late),
 }
@@ -66,7 +61,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 def schedule_of(name: str, virtual: int) -> Schedule:
     """Returns the schedule called `name`; refuses an unsupported number of stages per rank."""
-    check_name("pipeline schedule", name, SCHEDULES, otherwise="")
     least, most = SCHEDULES[name].virtual
     if not least <= virtual <= most:
         allowed = (

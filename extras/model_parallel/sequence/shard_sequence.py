@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.names import check_name
 from ringspark.extras.model_parallel.communication import all_reduce, apply_once, scale_gradient
 from ringspark.extras.model_parallel.sequence import CONTEXTS
 from ringspark.extras.model_parallel.sequence.spans import Spans
@@ -92,7 +91,6 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
 
     Prepares networks of other libraries, in place.
     """
-    check_name("context", way, CONTEXTS, otherwise="")
     if not hasattr(module, "rows") and (support := find_library(module)) is not None:
         support.prepare_sequence(module)
     name, attentions = type(module).__name__, _attentions(module)
@@ -103,8 +101,6 @@ def check_sequence(module: nn.Module, way: str = "ring") -> None:
             "tokens by an attribute `attend`; take transformer_classifier or transformer_lm, or set "
             "'sequence' to 1"
         )
-    if isinstance(module.rows, ShardedRows):
-        raise ValueError(f"the rows of model {name} are sharded already; call shard_sequence once")
     for key, layer in module.named_modules():
         if isinstance(layer, CountingLayer) and not isinstance(getattr(layer, "rows", None), WholeRows):
             raise ValueError(

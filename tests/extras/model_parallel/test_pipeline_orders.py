@@ -137,12 +137,11 @@ def test_gpipe_and_1f1b_are_the_orders_of_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "virtual", "message"),
     [
-        ("gpip", 1, "'zero_bubble'.*, got 'gpip'; did you mean 'gpipe'?"),
         ("1f1b", 2, "'1f1b' needs 1 stages per worker, got virtual=2"),
         ("interleaved", 1, "'interleaved' needs 2 or more stages per worker, got virtual=1"),
         ("zbv", 3, "'zbv' needs 2 stages per worker, got virtual=3"),
     ],
 )
 def test_wrong_schedules_are_refused(name: str, virtual: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+    with pytest.raises(ValueError, match=message):
         schedule_of(name, virtual)

@@ -280,8 +280,6 @@ def test_one_rank_changes_nothing(way: str, dropout: float) -> None:
 
 
 KNOWN, DROPPING = _network("classifier"), _network("classifier", attention_dropout=0.1)
-TWICE = _network("classifier")
-TWICE.rows = ShardedRows(LocalCollective(), Spans(1))
 
 
 @pytest.mark.parametrize(
@@ -294,10 +292,8 @@ TWICE.rows = ShardedRows(LocalCollective(), Spans(1))
         ),
         # A layer around the sharded network would count once per rank.
         (nn.Sequential(KNOWN, nn.Linear(3, 3)), "ring", "model Sequential does not support parallelism's"),
-        (KNOWN, "rign", r"must be one of \['gather', 'ring', 'ulysses'\], got 'rign'; did"),
         (DROPPING, "gather", "does not support dropout .*got attention_dropout=0.1; set it to 0, or"),
         (DROPPING, "ring", "does not support dropout .*got attention_dropout=0.1; set it to 0, or"),
-        (TWICE, "ring", "are sharded already"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(network: nn.Module, way: str, message: str) -> None:
