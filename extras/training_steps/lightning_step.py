@@ -157,12 +157,19 @@ class _Trainer:
             )
         self._step.record_loss(self._loss)
 
-    def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        optimizer: Any = None,
+        *args: Any,
+        retain_graph: bool = False,
+        **kwargs: Any,
+    ) -> None:
         share = _share(self._step, loss)
         self._loss = share.detach() if self._loss is None else self._loss + share.detach()
         # A rank without rows has zero gradients; its placeholder row must not count.
         if self._step.num_own:
-            self._engine.backward(share, retain_graph=bool(kwargs.pop("retain_graph", False)))
+            self._engine.backward(share, retain_graph=retain_graph)
         if args or kwargs:
             raise ValueError(
                 f"manual_backward takes a loss and retain_graph here, got {[*args, *kwargs]}; leave them out"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.training_steps.lightning_step import LightningStep
+from ringspark.extras.training_steps.lightning_step import LightningStep, _Trainer
 from ringspark.pipelines import ShardManifest
 
 lightning = pytest.importorskip("lightning")
@@ -214,3 +215,8 @@ def test_a_step_that_cannot_be_right_fails(kind: Any, message: str, make_shards:
     manifest = make_shards(data())
     with pytest.raises(ValueError, match=message):
         train_here(config(manifest, tmp_path / "run"), objects_of(kind))
+
+
+def test_a_rank_without_rows_may_keep_its_graph() -> None:
+    step: Any = SimpleNamespace(optimizers={}, epoch=1, is_training=True, engine=None, num_own=0)
+    _Trainer(step).backward(torch.ones(()), retain_graph=True)
