@@ -190,6 +190,7 @@ class Executor:
             if not splits:
                 torch.autograd.backward(results, gradients)
             elif inputs:
+                assert live.rest is None  # no schedule splits the backward pass of chunks
                 live.rest = partial(run_weight_passes, run_input_pass(results, gradients, inputs))
             else:
                 live.rest = partial(torch.autograd.backward, results, gradients)
