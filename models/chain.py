@@ -70,7 +70,7 @@ def links_of(network: nn.Module) -> list[Link]:
 def run_links(links: Sequence[Link], values: tuple[Any, ...]) -> Any:
     result: Any = values
     for index, link in enumerate(links):
-        result = link.run(*(values if index == 0 else as_values(result, link)))
+        result = link.run(*(values if index == 0 else as_values(result, link.name)))
     return result
 
 
@@ -82,17 +82,17 @@ def run_over_time(
     after: list[State] = []
     for index, (link, state) in enumerate(zip(links, states, strict=True)):
         assert link.over_time is not None
-        result, new = link.over_time(state, *(values if index == 0 else as_values(result, link)))
+        result, new = link.over_time(state, *(values if index == 0 else as_values(result, link.name)))
         after.append(new)
     return result, after
 
 
-def as_values(result: object, link: Link) -> tuple[torch.Tensor | None, ...]:
+def as_values(result: object, name: str) -> tuple[torch.Tensor | None, ...]:
     values = result if isinstance(result, tuple) else (result,)
     for value in values:
         if value is not None and not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"link {link.name!r} must get a tensor, or a tuple of tensors and Nones, from the link "
+                f"link {name!r} must get a tensor, or a tuple of tensors and Nones, from the link "
                 f"before, got a {type(value).__name__}; let links() split the network where only "
                 "tensors pass"
             )

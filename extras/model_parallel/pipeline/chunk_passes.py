@@ -15,7 +15,7 @@ import torch
 
 from ringspark.extras.model_parallel.pipeline.sections import StageSection
 from ringspark.extras.model_parallel.pipeline.wire import Values, detach_values
-from ringspark.models.chain import Link, State, as_values
+from ringspark.models.chain import State, as_values
 
 # (values, section, states of its layers) -> (result, states after it).
 Call = Callable[[Values, StageSection, Sequence[State]], tuple[Any, Sequence[State]]]
@@ -193,4 +193,4 @@ def select_differentiable(values: Iterable[torch.Tensor | None]) -> list[torch.T
 
 
 def _as_tuple(result: Any) -> Values:
-    return as_values(result, Link("the next section", _as_tuple, ()))
+    return as_values(result, "the next section")

@@ -92,7 +92,7 @@ def measure_costs(network: nn.Module, links: Sequence[Link], inputs: Sequence[to
                     result = link.run(*values)
                 costs[index] += counter.get_total_flops()
                 if index + 1 < len(links):
-                    values = as_values(result, links[index + 1])
+                    values = as_values(result, links[index + 1].name)
     finally:
         for module in was_training:
             module.training = True

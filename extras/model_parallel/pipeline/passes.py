@@ -106,7 +106,7 @@ def _place_stages(
     return StagePlacement(
         rank=rank,
         owners=owners,
-        firsts=[stage[0] for stage in stages],
+        firsts=[stage[0].name for stage in stages],
         streams=streams,
         sections=sections,
         time_chunks=options.sequence_chunks,

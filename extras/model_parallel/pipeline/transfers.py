@@ -17,7 +17,6 @@ from torch import nn
 from ringspark.extras.model_parallel.pipeline.actions import Arrival
 from ringspark.extras.model_parallel.pipeline.sections import StageSection, chunk_lengths
 from ringspark.extras.model_parallel.pipeline.wire import Values, Wait, Wire, detach_values
-from ringspark.models.chain import Link
 
 # Largest number of micro-batches whose sends may be in flight while the next are computed.
 SENDS_IN_FLIGHT = 2
@@ -29,14 +28,14 @@ class StagePlacement:
 
     Attributes:
         owners: The rank of each stage.
-        firsts: The first layer of each stage.
+        firsts: Names of the first layer of each stage.
         streams: Whether the stage sends its values in sequence chunks.
         sections: Sections of each stage.
     """
 
     rank: int
     owners: Sequence[int]
-    firsts: Sequence[Link]
+    firsts: Sequence[str]
     streams: Sequence[bool]
     sections: Sequence[Sequence[StageSection]]
     time_chunks: int = 1

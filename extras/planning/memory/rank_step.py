@@ -241,7 +241,7 @@ def _forms(
         values: Any = tuple(c.empty(step.recipe.device) for c in inputs)
         for stage, (begin, end) in enumerate(pairwise(network.bounds[:-1]), 1):
             with autocast(config.precision, step.recipe.device):
-                values = as_values(run_links(links[begin:end], values), links[end])
+                values = as_values(run_links(links[begin:end], values), links[end].name)
             forms[stage] = forms_of(values)
             # Each stage has its own graph.
             values = mark_gradients(tuple(v if v is None else v.detach() for v in values), forms[stage])

@@ -1,8 +1,10 @@
 """Splitting a network into stages, the layers that a stage keeps, and backward passes in two halves."""
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,8 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.mesh import AXES, Mesh, Pipeline
+from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.extras.model_parallel.pipeline import partition, wire
+from ringspark.extras.model_parallel.pipeline.passes import build_pipeline
 from ringspark.extras.model_parallel.pipeline.split_backward import run_input_pass, run_weight_passes
 from ringspark.extras.model_parallel.pipeline.stage import keep_stages
 from ringspark.extras.model_parallel.pipeline.ties import find_ties
@@ -107,6 +112,20 @@ def test_a_stage_keeps_its_own_tensors_under_their_names() -> None:
         assert told is None
         assert torch.equal(made(want, None, stage=2)[0], whole.blocks[3](want))
         network.load_state_dict({name: whole.state_dict()[name] for name in names})
+
+
+def test_a_rank_frees_the_layers_of_other_stages() -> None:
+    class Two(LocalCollective):
+        size = 2
+
+    network = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    others = [weakref.ref(parameter) for parameter in network[:2].parameters()]
+    mesh = RankMesh.of(LocalCollective())
+    object.__setattr__(mesh, "axes", {**mesh.axes, "pipeline": Two()})
+    passes = build_pipeline(network, mesh, Pipeline(cuts=["2"]))
+    gc.collect()
+    assert passes.stages == [1]
+    assert all(parameter() is None for parameter in others)
 
 
 def test_a_parameter_of_several_ranks_is_owned_by_the_first_stage_that_uses_it() -> None:
