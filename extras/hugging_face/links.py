@@ -229,7 +229,8 @@ class _Instead(nn.Module):
 
 def _skipped(number: int, carried: tuple[Any, ...], *runs: Callable[..., Any]) -> nn.ModuleList:
     """Returns a list of blocks: the first `number` return their arguments, the others call `runs`."""
-    return nn.ModuleList(map(_Instead, [partial(_skip, None, carried)] * number + list(runs)))
+    skips: list[Callable[..., Any]] = [partial(_skip, None, carried) for _ in range(number)]
+    return nn.ModuleList(map(_Instead, [*skips, *runs]))
 
 
 def _first(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -65,7 +65,7 @@ def run_forward(
     results: Iterator[Any] = iter(())
     for own, section in zip(kept, sections, strict=True):
         values = _rechunk(chunks, is_chunked, section.is_chunked, lengths)
-        pass_on = give if own is kept[-1] else lambda result, number: select_differentiable(_as_tuple(result))
+        pass_on = give if own is kept[-1] else _keep_for_next
         results = _section_forward(section, values, lengths, own, call, pass_on)
         chunks, is_chunked = (detach_values(_as_tuple(result)) for result in results), section.is_chunked
     for _ in results:
@@ -110,6 +110,10 @@ def _section_forward(
         kept.append(ChunkPass(select_differentiable(values), give(result, number)))
         states = [_detach_state(state, kept[-1].states) for state in after]
         yield result
+
+
+def _keep_for_next(result: Any, chunk: int) -> list[torch.Tensor]:
+    return select_differentiable(_as_tuple(result))
 
 
 def _section_backward(

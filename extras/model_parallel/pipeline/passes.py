@@ -87,10 +87,7 @@ def build_pipeline(
 
 
 def _place_stages(
-    rank: int,
-    owners: Sequence[int],
-    stages: Sequence[Sequence[Link]],
-    options: Pipeline,
+    rank: int, owners: Sequence[int], stages: Sequence[Sequence[Link]], options: Pipeline
 ) -> StagePlacement:
     streams = find_streams(stages, options.sequence_chunks)
     if options.sequence_chunks > 1 and not any(streams):
