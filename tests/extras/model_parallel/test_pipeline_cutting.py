@@ -161,7 +161,7 @@ def test_the_forms_of_values_survive_their_description() -> None:
     assert _decode_forms(described) == forms
     assert _encode_forms(()).shape == described.shape
     with pytest.raises(ValueError, match="can return about"):
-        _encode_forms(forms * 15)
+        _encode_forms(forms * 50)
 
 
 def test_hooks_that_a_pipeline_would_repeat_or_lose_are_refused() -> None:

@@ -316,7 +316,7 @@ def test_a_stage_works_in_chunks_where_they_pass() -> None:
         (1, 6, True, True, [(0, 2, True), (2, 3, False), (3, 5, True)]),
         (1, 3, True, False, [(0, 2, True), (2, 2, False)]),
         (1, 6, False, True, [(0, 3, False), (3, 5, True)]),
-        (0, 8, False, False, []),
+        (0, 8, False, False, [(0, 8, False)]),
     ):
         found = split_into_sections(links[first:last], streams_in=streams_in, streams_out=streams_out)
         assert found == [StageSection(*section) for section in sections]
