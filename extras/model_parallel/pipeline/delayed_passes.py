@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives import Collective
 from ringspark.extras.model_parallel.pipeline.actions import CompletedActions, with_arrivals
 from ringspark.extras.model_parallel.pipeline.delayed import Backlog, DelayedStep
 from ringspark.extras.model_parallel.pipeline.executor import Added, Context, Loss
 from ringspark.extras.model_parallel.pipeline.passes import PipelinePasses, add_nothing
-from ringspark.extras.model_parallel.pipeline.schedules import Schedule
-from ringspark.extras.model_parallel.pipeline.transfers import StagePlacement
 
 
 class StashedWeights:
@@ -26,16 +23,14 @@ class StashedWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        copies: dict[int, nn.Parameter] = {}
-        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                # One copy per tied parameter, so that its gradients add up.
-                if id(parameter) not in copies:
-                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone())
-                self._places.append((owner, name, parameter, copies[id(parameter)]))
+        # One copy per tied parameter, so that its gradients add up.
+        copies = {p: nn.Parameter(p.detach().clone()) for p in module.parameters() if p.requires_grad}
+        self._places = [
+            (owner, name, parameter, copies[parameter])
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter in copies
+        ]
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -57,20 +52,12 @@ class StashedWeights:
 class DelayedPasses(PipelinePasses):
     """Passes of one rank; each step has its own copy of the weights."""
 
-    def __init__(
-        self,
-        network: torch.nn.Module,
-        collective: Collective,
-        place: StagePlacement,
-        schedule: Schedule,
-        num_micro: int,
-        *others: Any,
-    ) -> None:
-        super().__init__(network, collective, place, schedule, num_micro, *others)
-        assert schedule.delays is not None
-        self._delays = schedule.delays(collective.size, num_micro)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self._schedule.delays is not None
+        self._delays = self._schedule.delays(self._num_ranks, self._num_micro)
         self._backlog = Backlog(self._delays)
-        self._progress = CompletedActions(len(place.owners))
+        self._progress = CompletedActions(self.num_stages)
         # Versions of this stage by step number, and the step of each unfinished micro-batch.
         self._versions: dict[int, StashedWeights] = {}
         self._step_of: dict[int, int] = {}

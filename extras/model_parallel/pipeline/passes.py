@@ -147,7 +147,7 @@ class PipelinePasses:
         self.stages = [stage for stage in range(self.num_stages) if place.is_own(stage)]
         self._place = place
         self._ties = ties
-        self._schedule = schedule
+        self._schedule, self._num_micro = schedule, num_micro
         self._num_ranks, self.virtual = collective.size, len(self.stages)
         self.executor = Executor(place, Wire(cast(PointToPoint, collective), device))
         collective.on_leave(self.executor.drop)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringspark.estimators.parallel.shard_spec import shard_length
 from ringspark.models.chain import Link
 
 
@@ -58,8 +59,7 @@ def chunk_lengths(arguments: Sequence[torch.Tensor], time_chunks: int) -> list[i
         )
     length = arguments[0].shape[1]
     num = max(1, min(time_chunks, length))
-    size, longer = divmod(length, num)
-    return [size + (i < longer) for i in range(num)]
+    return [shard_length(length, chunk, num) for chunk in range(num)]
 
 
 def goes_along_time(links: Sequence[Link]) -> bool:
