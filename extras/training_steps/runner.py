@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
@@ -18,10 +17,10 @@ from ringspark.estimators.parallel.data.data_parallel import synchronize
 from ringspark.estimators.parallel.empty_passes import keep_buffers
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.arguments import read_layout
-from ringspark.estimators.training.batch_transforms import try_transform
 from ringspark.estimators.training.build import build_configured_optimizer
-from ringspark.estimators.training.check.probe import PROBE_ROWS, samples
-from ringspark.estimators.training.feed import Batch, zeros
+from ringspark.estimators.training.check.probe import PROBE_ROWS
+from ringspark.estimators.training.check.training import Trial
+from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.objective.sums import MicroBatchOutput
 from ringspark.estimators.training.precision import LossScaler, autocast
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -32,7 +31,6 @@ from ringspark.extras.training_steps.step import LOSS, Step
 from ringspark.models.generators import Tensors
 from ringspark.models.outputs import as_outputs
 from ringspark.models.reports import collect_reports
-from ringspark.pipelines import ShardManifest
 from ringspark.pipelines.epoch_plan import EpochPlan, plan_epoch
 
 # Keep the random numbers of steps apart from each other and from other uses of the seed.
@@ -223,28 +221,28 @@ class StepRunner:
         return MicroBatchOutput(losses, weights, [], counts)
 
 
-def try_step(config: TrainConfig, objects: UserObjects, module: nn.Module, manifest: ShardManifest) -> None:
+def try_step(training: Trial) -> None:
     """Calls `trainingStep` once on sample rows, without optimizer steps. Raises ValueError if it fails.
 
     Runs on the driver, on a module that is not trained.
     """
-    layout = read_layout(manifest, config.input_columns)
-    inputs = samples(config.input_columns, manifest)
-    labels = tuple(zeros(manifest.array(name), PROBE_ROWS) for name in config.label_columns)
-    if objects.transform_batch is not None:
-        inputs, labels = try_transform(objects.transform_batch, "transformBatch", inputs, labels, layout)
-    weight = None if config.weight_column is None else torch.ones(PROBE_ROWS)
-    batch = Batch(inputs=inputs, labels=labels, weight=weight, layout=layout)
+    config, objects, module = training.config, training.copies, training.module
+    batch = Batch(
+        inputs=training.inputs,
+        labels=training.labels,
+        weight=None if config.weight_column is None else torch.ones(PROBE_ROWS),
+        layout=read_layout(training.manifest, config.input_columns),
+    )
     device, mesh = torch.device("cpu"), RankMesh.of(LocalCollective())
     sync = GradientSync(module, build_configured_optimizer(config, objects, module))
     runner = StepRunner(config, objects, sync, LossScaler("fp32", device), mesh, device)
     plan = plan_epoch([PROBE_ROWS], num_shards=1, batch_size=PROBE_ROWS, epoch=0, seed=0, shuffle=False)
     try:
         runner.try_on(batch, plan)
-        if manifest.select("validation").num_rows:
+        if "validation" in training.splits:
             runner.evaluate(batch, plan, 0, 1, keeps_outputs=False)
     except Exception as error:
-        given = ", ".join(str(tuple(values.shape)) for values in (*inputs, *labels))
+        given = ", ".join(str(tuple(values.shape)) for values in (*batch.inputs, *batch.labels))
         raise ValueError(
             f"trainingStep cannot take inputs and labels of shapes {given}: {type(error).__name__}: {error}; "
             "it is called as trainingStep(step), here with a few rows of zeros"

@@ -34,7 +34,7 @@ class TrainingStep(Technique):
             check(config, network)
 
     def check(self, training: Any) -> None:
-        try_step(training.config, training.copies, training.module, training.manifest)
+        try_step(training)
 
     def make_optimizer(self, config: Any, objects: Any, network: nn.Module) -> torch.optim.Optimizer | None:
         make = objects.optimizer or getattr(objects.training_step, "make_optimizers", None)
