@@ -27,10 +27,10 @@ from ringspark.estimators.training.settings.training import Training
 from ringspark.extras.planning.calibration import Calibration
 from ringspark.extras.planning.exchange_time import Link, hierarchical_seconds, ring_seconds
 from ringspark.extras.planning.fit import WORKERS
-from ringspark.extras.planning.layers import count_layers
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.planned_config import check_hardware, make_config
 from ringspark.extras.planning.report import Predicted, ScalingPlan
+from ringspark.extras.planning.work import count_layers
 from ringspark.models import ModelSpec
 
 # Bytes of the measured all-reduces.

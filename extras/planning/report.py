@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.extras.planning.exchange_time import Link, show_seconds
-from ringspark.extras.planning.layers import NetworkWork
+from ringspark.extras.planning.work import NetworkWork
 from ringspark.pipelines.notebook_table import align_table, notebook_table
 
 # Smallest efficiency that the verdict calls worthwhile.

@@ -1,15 +1,23 @@
-"""Counts the computation and memory traffic of operators, to predict their time on any machine."""
+"""Counts the work of operators, to predict their time on any machine, and the work and depth of layers.
+
+Depth is the length of the longest chain of operations that depend on each other. Work / depth is the largest
+number of processors that can be useful. Source: Ben-Nun and Hoefler 2019, "Demystifying Parallel and
+Distributed Deep Learning".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from ringspark.estimators.training.observation.epoch_meter import OperatorMode, count_flops
+from ringspark.models.meta_device import copy_to_meta
 
 # Operators that compute nothing.
 VIEWS = frozenset(
@@ -17,11 +25,8 @@ VIEWS = frozenset(
     | {"split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "_reshape_alias"}
     | {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 )
-# Matrix products per attention call on the CPU; torch counts only GPU kernels.
-_ATTENTION = {
-    "_scaled_dot_product_flash_attention_for_cpu": 2,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
-}
+# Operators that count as nothing in a layer.
+_FREE = VIEWS | {"arange", "zeros", "ones", "full", "clone", "_to_copy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +91,7 @@ class OperatorRates:
 ASSUMED = OperatorRates(launch=5e-6, flop=2e-11, byte=1e-10)
 
 
-class OperatorMode(TorchDispatchMode):
-    """Calls `see` after every operator that runs while this mode is active."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
-        raise NotImplementedError
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.see(func._overloadpacket, args, kwargs or {}, result)
-        return result
-
-
 class WorkCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts the work of all operators."""
-
     def __init__(self) -> None:
         super().__init__()
         self._work = Work()
@@ -126,18 +112,113 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def count_flops(packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> int | None:
-    """Returns the floating-point operations of a matrix product or similar; None for other operators."""
-    if packet.__name__ in _ATTENTION:
-        # The backward pass has the gradient in front of queries, keys and values.
-        query, key = args[1:3] if packet.__name__.endswith("backward") else args[:2]
-        rows, heads, queries, dim = query.shape
-        return int(_ATTENTION[packet.__name__] * 2 * rows * heads * queries * key.shape[-2] * dim)
-    return int(flop_registry[packet](*args, **given, out_val=result)) if packet in flop_registry else None
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     # An expanded tensor is read from less memory than it has elements.
     if tensor.layout is not torch.strided:
         return 0
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """Work and depth of one layer in one forward pass.
+
+    Attributes:
+        name: Name in the network; "" for operations outside of the layers.
+        work: Number of operations, over all rows.
+        depth: Number of operations in the layer's longest chain of dependent operations.
+        parameters: Number of trained values.
+    """
+
+    name: str
+    kind: str
+    work: int
+    depth: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkWork:
+    """Work and depth of all layers, and the depth of the whole network.
+
+    If the network branches, its depth is less than the sum of its layers' depths.
+    """
+
+    layers: tuple[LayerWork, ...]
+    depth: int
+
+    @property
+    def work(self) -> int:
+        """Number of operations of one forward pass."""
+        return sum(layer.work for layer in self.layers)
+
+
+class _Count(OperatorMode):  # type: ignore[no-untyped-call]
+    """Tracks each tensor's depth, and adds an operation's work to the innermost layer that is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = [""]
+        self.work: dict[str, int] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.depth = 0
+        self._depths: dict[int, int] = {}
+        # Keeps storages alive, so that no two have the same address.
+        self._alive: list[Any] = []
+
+    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+        taken, made = tensors_in((args, given)), tensors_in(result)
+        if not made:
+            return
+        work, steps = 0, 0
+        if packet.__name__ not in _FREE:
+            work, steps = _cost(count_flops(packet, args, given, result), taken, made)
+        start = max((self._depths.get(_key(t), 0) for t in taken), default=0)
+        for tensor in made:
+            self._alive.append(tensor)
+            self._depths[_key(tensor)] = max(self._depths.get(_key(tensor), 0), start + steps)
+        layer = self.running[-1]
+        self.work[layer] = self.work.get(layer, 0) + work
+        if steps:
+            first, last = self.spans.get(layer, (start, start))
+            self.spans[layer] = min(first, start), max(last, start + steps)
+        self.depth = max(self.depth, start + steps)
+
+
+def _cost(flops: int | None, taken: list[torch.Tensor], made: list[torch.Tensor]) -> tuple[int, int]:
+    elements = sum(t.numel() for t in made)
+    if flops is not None:
+        # Each element is a sum of products: two operations per term, and 1 + log2 of the terms in depth.
+        return flops, 1 + _log(flops // (2 * max(1, made[0].numel())))
+    most = max((t.numel() for t in taken), default=elements)
+    if most > elements > 0:
+        return most, _log(most // elements)  # a reduction
+    return elements, 1
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _log(terms: int) -> int:
+    return math.ceil(math.log2(max(1, terms)))
+
+
+def count_layers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> NetworkWork:
+    """Counts the operations of `module(*inputs)`, run on copies of module and inputs on `meta`."""
+    copy = copy_to_meta(module).to("meta").train()
+    count = _Count()
+    for name, layer in copy.named_modules():
+        layer.register_forward_pre_hook(lambda *_, own=name: count.running.append(own))
+        layer.register_forward_hook(lambda *_: count.running.pop() and None)
+    given = [t.to("meta") for t in inputs]
+    with count:
+        copy(*given)
+    layers = []
+    for name, (first, last) in count.spans.items():
+        layer, work = copy.get_submodule(name), count.work[name]
+        trained = sum(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad)
+        kind, depth = type(layer).__name__, last - first
+        if work:
+            layers.append(LayerWork(name=name, kind=kind, work=work, depth=depth, parameters=trained))
+    return NetworkWork(layers=tuple(layers), depth=count.depth)

@@ -62,27 +62,54 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention on this thread, by torch's table.
+class OperatorMode(TorchDispatchMode):
+    """Calls `see` after every operator that runs on this thread while this mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(func._overloadpacket, args, kwargs or {}, result)
+        return result
+
+
+class FlopCount(OperatorMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products, convolutions and attention.
 
     torch's `FlopCounterMode` also counts recomputation, and decomposes unknown operations.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
-        count = flop_registry.get(func._overloadpacket)
+    def see(self, packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
         # A forward pass within the backward pass recomputes; only it builds a graph there.
-        recomputes = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-        if count is not None and not recomputes:
-            self.flops += int(count(*args, **given, out_val=result))
-        return result
+        if not (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
+            self.flops += count_flops(packet, args, given, result) or 0
+
+
+# Matrix products per attention call on the CPU; torch counts only GPU kernels.
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
+
+
+def count_flops(packet: Any, args: tuple[Any, ...], given: dict[str, Any], result: Any) -> int | None:
+    """Returns the floating-point operations of a matrix product or similar; None for other operators."""
+    if packet.__name__ in _ATTENTION:
+        # The backward pass has the gradient in front of queries, keys and values.
+        query, key = args[1:3] if packet.__name__.endswith("backward") else args[:2]
+        rows, heads, queries, dim = query.shape
+        return int(_ATTENTION[packet.__name__] * 2 * rows * heads * queries * key.shape[-2] * dim)
+    return int(flop_registry[packet](*args, **given, out_val=result)) if packet in flop_registry else None
 
 
 def device_key(device: torch.device) -> str:

@@ -76,6 +76,14 @@ def test_what_is_computed_again_is_not_counted_and_nothing_changes() -> None:
         assert all(map(torch.equal, off[1], other[1]))
 
 
+def test_attention_on_a_cpu_is_seven_matrix_products() -> None:
+    """Two in the forward pass and five in the backward pass; torch's table has only the kernels of GPUs."""
+    values = [torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3)]
+    with FlopCount() as count:
+        nn.functional.scaled_dot_product_attention(*values).sum().backward()
+    assert count.flops == 7 * 2 * (2 * 4 * 16 * 16 * 8)
+
+
 def test_a_peak_is_known_of_listed_devices_alone() -> None:
     known = {("NVIDIA A100-SXM4-80GB", "bf16"): 312e12, ("NVIDIA L4", "fp32"): 30.3e12}
     unknown = [("NVIDIA L40", "fp32"), ("Tesla T4", "bf16"), ("", "fp32")]

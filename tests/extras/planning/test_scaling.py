@@ -11,7 +11,7 @@ from torch import nn
 
 from ringspark.extras.planning import FORMS, Link, fit_scaling, plan_scaling
 from ringspark.extras.planning.exchange_time import hierarchical_seconds, ring_seconds, solve_link
-from ringspark.extras.planning.layers import count_layers
+from ringspark.extras.planning.work import count_layers
 from ringspark.models import ModelSpec
 
 # Minutes per epoch of a measured BERT training, by number of GPUs.
