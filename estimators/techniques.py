@@ -251,7 +251,7 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "keep_source": f"{_IN_PLACE}.fits:keep_source",
         "noise_meter": "ringspark.extras.tuning.noise_scale:NoiseMeter",
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
-        "plan_least": "ringspark.extras.planning.memory.budget:plan_least",
+        "plan_least": "ringspark.extras.planning.memory.plan:plan_least",
         "make_samples": "ringspark.extras.export.samples:make_samples",
         "record_module": "ringspark.extras.export.samples:record_module",
         "loss_figure": "ringspark.extras.report:loss_figure",

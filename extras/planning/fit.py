@@ -61,8 +61,7 @@ class ScalingFit:
         """Returns a table with a line per number of workers."""
         return align_table(_HEADER, self._rows(workers))
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def _repr_html_(self) -> str:
         rows = self._rows(WORKERS)

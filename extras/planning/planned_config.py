@@ -16,7 +16,6 @@ from ringspark.estimators.training.objective.losses import default_loss
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.settings.memory import Memory
 from ringspark.estimators.training.settings.training import Training
-from ringspark.extras.planning.memory.budget import first_error_line, network_name
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.models import ModelSpec
 
@@ -98,3 +97,13 @@ def explain_failure(config: TrainConfig, objects: UserObjects) -> Iterator[None]
             f"{first_error_line(error)}; check the batch's shapes, and that no shape in forward depends on "
             "values"
         ) from error
+
+
+def first_error_line(error: Exception) -> str:
+    """Returns the type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def network_name(config: TrainConfig, objects: UserObjects) -> str:
+    return ModelSpec.from_json(config.model).target if config.model else type(objects.module).__name__

@@ -10,7 +10,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.launch.owner import write_note
 from ringspark.estimators.memory.pressure import check_memory
 from ringspark.estimators.techniques import Technique
-from ringspark.extras.planning.memory.budget import check_budget
+from ringspark.extras.planning.memory.plan import check_budget
 from ringspark.extras.planning.meshes.automatic import choose_parallelism
 
 _log = logging.getLogger(__name__)

@@ -69,8 +69,7 @@ class BatchAdvice:
     def table(self) -> str:
         return f"{align_table(_HEADER, self._rows())}\n{self.verdict}"
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def _repr_html_(self) -> str:
         title = f"Critical batch size: {self.noise_scale:,.0f} rows"

@@ -18,7 +18,7 @@ from ringspark.estimators.training.batch_sizes import BatchSizes
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.extras.planning.memory.columns import shard_columns
-from ringspark.extras.planning.memory.planner import Planner
+from ringspark.extras.planning.memory.plan import Planner
 from ringspark.extras.tuning.short_training import check_estimator, plain_copy, prepare_training
 from ringspark.pipelines import ShardManifest
 

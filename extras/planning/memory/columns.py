@@ -32,22 +32,20 @@ class BatchColumn:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def column_of(manifest: ShardManifest, name: str, rows: int) -> BatchColumn:
-    """Returns `rows` rows of an array of the shards; rows of varying length get the mean length."""
-    array = manifest.described(name)
-    described = zeros(array, 0)
-    if array.offsets not in ("", name):
-        stats = manifest.select("train").stats["train"][manifest.column_of(name).name]
-        rows = math.ceil(rows * stats.values / max(1, stats.rows))
-    return BatchColumn(shape=(rows, *described.shape[1:]), dtype=described.dtype)
-
-
 def shard_columns(
     config: TrainConfig, manifest: ShardManifest, rows: int
 ) -> tuple[list[BatchColumn], list[BatchColumn]]:
-    """Returns the inputs and the labels of `rows` rows of the shards."""
-    inputs = [column_of(manifest, name, rows) for name in config.input_columns]
-    return inputs, [column_of(manifest, name, rows) for name in config.label_columns]
+    """Returns the inputs and the labels of `rows` rows; rows of varying length get the mean length."""
+
+    def column(name: str) -> BatchColumn:
+        array, count = manifest.described(name), rows
+        described = zeros(array, 0)
+        if array.offsets not in ("", name):
+            stats = manifest.select("train").stats["train"][manifest.column_of(name).name]
+            count = math.ceil(rows * stats.values / max(1, stats.rows))
+        return BatchColumn(shape=(count, *described.shape[1:]), dtype=described.dtype)
+
+    return [column(name) for name in config.input_columns], [column(name) for name in config.label_columns]
 
 
 def columns_of(batch: Any, rows: int | None = None) -> tuple[list[BatchColumn], list[BatchColumn]]:

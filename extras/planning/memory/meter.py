@@ -105,7 +105,6 @@ class Meter(TorchDispatchMode):
         held.part = part
 
     def snapshot(self) -> set[int]:
-        """Returns the keys of the live storages."""
         return set(self._held)
 
     def __torch_dispatch__(

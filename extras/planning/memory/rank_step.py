@@ -23,7 +23,7 @@ from ringspark.extras.model_parallel.pipeline.wire import Forms, forms_of, mark_
 from ringspark.extras.planning.memory.columns import BatchColumn
 from ringspark.extras.planning.memory.cut_network import CutNetwork
 from ringspark.extras.planning.memory.meter import SENT, Peak
-from ringspark.extras.planning.memory.step import FakeStep, UpdateBytes, on_fake_tensors
+from ringspark.extras.planning.memory.step import FakeStep, on_fake_tensors
 from ringspark.extras.planning.work import Work
 from ringspark.models.chain import as_values, links_of, run_links
 
@@ -58,7 +58,7 @@ class RankBytes:
         parts: Bytes of parameters, gradients and optimizer state, under their names in `plan_memory`.
         first: Passes of a step's first micro-batch, in which the gradients are allocated.
         passes: Passes of any later micro-batch, in which gradients are added up; `first` if there is none.
-        update: The optimizer's step.
+        update: Peak of the optimizer's step for each value of `sharding`.
         batch: Bytes of the rows of one micro-batch.
         step_rows: Bytes of the rows of a step, if its micro-batches are unequal; else None.
         arriving: Bytes that each stage receives from another rank in the forward pass of a micro-batch.
@@ -70,7 +70,7 @@ class RankBytes:
     parts: Mapping[str, int]
     first: Passes
     passes: Passes
-    update: UpdateBytes
+    update: Mapping[str, Peak]
     update_work: Work
     batch: int
     arriving: Mapping[int, int]
@@ -149,8 +149,8 @@ class _Rank:
         }
         if known is not None:
             # The update holds the batch's rows too.
-            peaks = {name: p.with_parts(batch=num_bytes(rows)) for name, p in known.update.peaks.items()}
-            return replace(known, update=replace(known.update, peaks=peaks), **measured)
+            update = {name: p.with_parts(batch=num_bytes(rows)) for name, p in known.update.items()}
+            return replace(known, update=update, **measured)
         step.count.take()
         update = step.update()
         work = step.count.take()
@@ -160,7 +160,7 @@ class _Rank:
         parts = {
             "parameters": live["parameters"],
             "gradients": live["gradients"] + live[SENT],
-            "optimizer_state": update.state,
+            "optimizer_state": live["optimizer_state"],
         }
         return RankBytes(
             module=self.network.parts[self.rank], parts=parts, update=update, update_work=half, **measured

@@ -114,8 +114,7 @@ class MemoryPlan:
         figure.legend(loc="outside upper center", ncols=3)
         figure.savefig(path, format="png", dpi=120)
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def _repr_html_(self) -> str:
         notes = [self.verdict, *(f"{_label(plan)}: {show_bytes(plan.peak)}." for plan in self.suggest)]

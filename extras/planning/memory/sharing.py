@@ -18,12 +18,6 @@ from ringspark.extras.compressors.compressed_all_reduce import compressed_parame
 from ringspark.extras.model_parallel.expert import expert_names
 
 
-def count_checkpoint(config: TrainConfig, copied: int) -> int:
-    """Returns how many of the `copied` bytes of a checkpoint add to the peak of a step on the device."""
-    # With a GPU the copy is in the memory of the host.
-    return copied if config.writes_checkpoints and not config.use_gpu else 0
-
-
 def reduces_in_buckets(config: TrainConfig) -> bool:
     """Whether reduced gradients stay in the buckets in which they were sent."""
     return data_parallel_size(config) > 1 and config.sync.strategy == "data_parallel"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,14 +33,6 @@ from ringspark.models.process_state import fork_generators, ignore_warnings
 
 # Key of the peak if gradients move to the communication buffers during the backward pass.
 LEAVING = "leaving"
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateBytes:
-    """The memory of the optimizer's step, which settings of activations do not change."""
-
-    state: int  # bytes of the optimizer's state, unsharded
-    peaks: dict[str, Peak]  # sharding -> the peak of one rank
 
 
 @contextmanager
@@ -145,8 +136,8 @@ class FakeStep:
             bucket, _ = self._unsent.pop(0)
             self.meter.assign([p.grad for p in bucket if p.grad is not None], SENT)
 
-    def update(self) -> UpdateBytes:
-        """Measures the second optimizer step; the first creates the state."""
+    def update(self) -> dict[str, Peak]:
+        """Returns the peak of the second optimizer step by sharding; the first creates the state."""
         before = self.meter.snapshot()
         # Not the scaler's `step`, which reads whether the gradients are finite.
         self.recipe.scaler.unscale(self.sync.optimizer)
@@ -154,7 +145,7 @@ class FakeStep:
         self.meter.assign_new(before, "optimizer_state")
         self.meter.restart()
         self._optimizer_step()
-        return UpdateBytes(state=self.meter.live["optimizer_state"], peaks=self.meter.peaks)
+        return self.meter.peaks
 
     def _optimizer_step(self) -> None:
         self.meter.answers_scalars = True

@@ -22,12 +22,12 @@ from ringspark.estimators.training.settings.byte_sizes import show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.model_parallel.mesh_check import check_mesh
 from ringspark.extras.planning.exchange_time import Link
-from ringspark.extras.planning.memory.budget import first_error_line, network_name
 from ringspark.extras.planning.memory.columns import shard_columns
 from ringspark.extras.planning.memory.measured_ranks import MeasuredRanks, on_one_worker
 from ringspark.extras.planning.meshes.candidates import candidates
 from ringspark.extras.planning.meshes.machine import MOST_RANKS, GivenHardware, calibration_rows
-from ringspark.extras.planning.meshes.predict import plan_meshes
+from ringspark.extras.planning.meshes.plan import plan_meshes
+from ringspark.extras.planning.planned_config import first_error_line, network_name
 from ringspark.extras.planning.work import ASSUMED, OperatorRates, Work
 from ringspark.models.generators import keep_shared_generators
 from ringspark.models.process_state import fork_generators

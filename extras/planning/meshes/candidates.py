@@ -46,7 +46,6 @@ def _has_experts(network: nn.Module) -> bool:
 
 
 def _shard_refusal(config: TrainConfig, network: nn.Module, sizes: Mapping[str, int]) -> str:
-    """Returns the reason why the network cannot be sharded along all these axes together; "" if it can."""
     full = dict.fromkeys(AXES, 1) | dict(sizes)
     return _error_of(check_shardable, copy_to_meta(network), full, config.parallelism)
 

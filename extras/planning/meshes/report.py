@@ -154,8 +154,7 @@ class ParallelismPlan:
         """Returns the facts, a table with a line per mesh, and the verdict."""
         return "\n".join([self.facts, align_table(_HEADER, self._rows()), self.verdict])
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def _repr_html_(self) -> str:
         return notebook_table(self.facts, _HEADER, self._rows(), self.verdict)

@@ -19,8 +19,7 @@ from ringspark.extras.model_parallel.expert import expert_names
 from ringspark.extras.model_parallel.pipeline.actions import Action, CompletedActions, PassType
 from ringspark.extras.model_parallel.pipeline.orders import Orders
 from ringspark.extras.planning.exchange_time import ring_seconds
-from ringspark.extras.planning.memory.cut_plan import orders_of
-from ringspark.extras.planning.memory.measured_ranks import Replica
+from ringspark.extras.planning.memory.measured_ranks import Replica, orders_of
 from ringspark.extras.planning.memory.rank_step import PassBytes, RankBytes
 from ringspark.extras.planning.meshes.machine import Machine
 from ringspark.extras.planning.meshes.report import MeshPlan

@@ -343,7 +343,7 @@ def test_kept_row_groups_are_those_that_a_shard_reads_twice(runs: Runs, shuffle:
 
 @pytest.mark.extras
 def test_a_budget_counts_the_largest_batch(runs: Runs) -> None:
-    from ringspark.extras.planning.memory.budget import check_budget
+    from ringspark.extras.planning.memory.plan import check_budget
 
     manifest = data(runs)
     model = ModelSpec("mlp", {"in_features": 4, "hidden": [64] * 4, "out_features": 1})

@@ -202,7 +202,7 @@ def test_a_network_that_cannot_take_what_it_gets_is_named(runs: Runs) -> None:
 @pytest.mark.extras
 def test_the_memory_of_a_step_is_that_of_the_changed_rows(runs: Runs) -> None:
     """A budget that cannot be checked gives a warning, which fails tests."""
-    from ringspark.extras.planning.memory.budget import check_budget
+    from ringspark.extras.planning.memory.plan import check_budget
 
     objects = UserObjects(
         module=nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1)),

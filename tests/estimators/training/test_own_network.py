@@ -227,7 +227,7 @@ def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None
 @pytest.mark.extras
 def test_the_memory_of_each_network_can_be_planned(runs: Runs) -> None:
     from ringspark.extras.planning.memory.columns import BatchColumn
-    from ringspark.extras.planning.memory.planner import Planner
+    from ringspark.extras.planning.memory.plan import Planner
 
     config = runs.config(make_columns(83), output_widths=(1,))
     x = BatchColumn(shape=(BATCH, 4), dtype=torch.float32)

@@ -14,10 +14,8 @@ from small_training import workers_of
 from ringspark.estimators import WorkerError
 from ringspark.estimators.options.sync import AllReduce, Zero
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.extras.planning.memory.columns import shard_columns
-from ringspark.extras.planning.memory.plan import MemoryPlan
-from ringspark.extras.planning.memory.planner import Planner
+from ringspark.extras.planning.memory.plan import MemoryPlan, Planner, check_budget
 from ringspark.pipelines import ShardManifest
 
 pytestmark = pytest.mark.distributed

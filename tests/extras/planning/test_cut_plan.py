@@ -14,12 +14,12 @@ from torch import nn
 
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.planning.layers import count_layers
 from ringspark.extras.planning.memory.columns import columns_of
 from ringspark.extras.planning.memory.cut_network import CutNetwork, cut_network
-from ringspark.extras.planning.memory.cut_plan import orders_of, peak_of_steps, steps_of
+from ringspark.extras.planning.memory.measured_ranks import orders_of, peak_of_steps, steps_of
 from ringspark.extras.planning.memory.plan import plan_memory
 from ringspark.extras.planning.memory.rank_step import RankBytes, measure_ranks
+from ringspark.extras.planning.work import count_layers
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 

@@ -24,7 +24,7 @@ from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.precision import LossScaler
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.planning.memory.columns import shard_columns
-from ringspark.extras.planning.memory.planner import Planner
+from ringspark.extras.planning.memory.plan import Planner
 from ringspark.extras.training_steps.engine import Engine
 from ringspark.extras.training_steps.gathering import StepRows
 from ringspark.extras.training_steps.losses import hard_triplet, info_nce, nt_xent

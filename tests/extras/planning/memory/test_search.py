@@ -16,9 +16,8 @@ from ringspark.estimators import TorchEstimator, plan_memory
 from ringspark.estimators.options.sync import Zero
 from ringspark.estimators.training.settings.byte_sizes import parse_bytes, show_bytes
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.planning.memory.budget import check_budget
 from ringspark.extras.planning.memory.columns import shard_columns
-from ringspark.extras.planning.memory.planner import Planner
+from ringspark.extras.planning.memory.plan import Planner, check_budget
 from ringspark.extras.planning.memory.search import find_settings
 from ringspark.models import ModelSpec
 
