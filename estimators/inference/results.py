@@ -19,6 +19,7 @@ from torch import nn
 
 from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
+from ringspark.models import class_scores
 from ringspark.pipelines.kinds.base import list_type, make_lists
 
 # Exactly `VectorUDT.sqlType()`: Arrow cannot cast to fields without nulls if a row is null.
@@ -143,30 +144,13 @@ class Classes(Results):
         return self.probabilities(outputs)
 
     def decide(self, outputs: Array) -> Array:
-        """Returns the predicted class of each row, (rows,) float64; NaN for a row with a NaN."""
-        if self.thresholds is None:
-            scaled = self.raw(outputs)
-        else:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                scaled = self.probabilities(outputs) / np.asarray(self.thresholds)
-            # As in Spark, 0 / 0 never wins, anything else / 0 always wins, and the first of equals wins.
-            scaled = np.where(np.isnan(scaled), -np.inf, scaled)
-        return np.where(np.isnan(outputs).any(axis=1), np.nan, scaled.argmax(axis=1))
+        return class_scores.decide(outputs, self.thresholds)
 
     def raw(self, outputs: Array) -> Array:
-        return np.concatenate([-outputs, outputs], axis=1) if self.width == 1 else outputs
+        return class_scores.raw_scores(outputs)
 
     def probabilities(self, outputs: Array) -> Array:
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            if self.width > 2:
-                largest = outputs.max(axis=1, keepdims=True)
-                exponentials = np.exp(outputs - largest)
-                softmax: Array = exponentials / exponentials.sum(axis=1, keepdims=True)
-                return softmax
-            # This form of the softmax of two never overflows.
-            margin = outputs[:, :1] if self.width == 1 else outputs[:, 1:] - outputs[:, :1]
-            sigmoid: Array = 1 / (1 + np.exp(np.concatenate([margin, -margin], axis=1)))
-            return sigmoid
+        return class_scores.probabilities(outputs)
 
 
 def _is_vector(data_type: DataType) -> bool:

@@ -32,7 +32,7 @@ RUNTIMES = {"onnx": ("onnxruntime",), "torch": ("torch", "safetensors")}
 
 # Packages of ringspark whose modules the copied package needs, and these modules; an empty tuple means all.
 _COPIED = {
-    "models": ("program.py", "operators.py"),
+    "models": ("class_scores.py", "program.py", "operators.py"),
     "pipelines": (
         "columns.py",
         "local_rows.py",

@@ -5,7 +5,6 @@ MLflow models name this module, so it must not move. `ringspark.extras.serving` 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ringspark.estimators.names import first_line
 from ringspark.estimators.stages.spark_metadata import read_metadata
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
+from ringspark.models.class_scores import name_classes
 from ringspark.pipelines import storage
 
 _CLASSES = {kind.__name__: kind for kind in (TorchModel, TorchClassificationModel, TorchRegressionModel)}
@@ -71,11 +71,9 @@ class ServedModel:
         inputs, columns = self.stage._inputs, self.stage.inputColumns()
         predicted = predict_frame(predictor, inputs, columns, names, frame, session_zone())
         if name := class_name(self.stage):
-            # Unknown strings have the number after the last class, and rows without a prediction have NaN.
-            classes = np.array([*self.stage._labels, None], dtype=object)
-            numbers = predicted[self.stage.getPredictionCol()].fillna(math.inf).to_numpy(np.float64)
-            places = np.minimum(numbers, len(classes) - 1).astype(np.int64)
-            predicted[name] = pd.Series(classes[places], index=predicted.index, dtype=object)
+            classes = predicted[self.stage.getPredictionCol()].to_numpy(np.float64)
+            labels = name_classes(classes, self.stage._labels)
+            predicted[name] = pd.Series(labels, index=predicted.index, dtype=object)
         return predicted
 
 

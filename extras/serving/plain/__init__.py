@@ -18,6 +18,4 @@ def load(folder: str) -> ServedModel:
     return ServedModel.load(folder)
 
 
-def _load_pyfunc(folder: str) -> ServedModel:
-    """Loads the model; MLflow calls this function by its name."""
-    return load(folder)
+_load_pyfunc = load  # MLflow calls this function by its name

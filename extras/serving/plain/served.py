@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ringspark.models.class_scores import decide, name_classes, probabilities, raw_scores
 from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.local_rows import LocalInput, read_frame
 from ringspark.pipelines.rows import NumpyArray
 
 from .network import Network, load_network
-from .results import columns_of
 
 FILE = "serving.json"
 FORMAT_VERSION = 1
@@ -99,7 +99,7 @@ class ServedModel:
 
     def _make_frame(self, outputs: NumpyArray, index: Any) -> pd.DataFrame:
         columns = {}
-        for name, values in columns_of(outputs, self.text["results"]):
+        for name, values in _columns(outputs, self.text["results"]):
             is_lists = isinstance(values, np.ndarray) and values.ndim > 1
             is_text = isinstance(values, list)
             columns[name] = pd.Series(
@@ -108,3 +108,16 @@ class ServedModel:
                 dtype=object if is_lists or is_text else None,
             )
         return pd.DataFrame(columns, index=index)
+
+
+def _columns(outputs: NumpyArray, results: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns name and values of each result column, from outputs of shape (rows, width) float64."""
+    if results["type"] == "values":
+        ends = np.cumsum(results["widths"])[:-1]
+        parts = [part[:, 0] if part.shape[1] == 1 else part for part in np.split(outputs, ends, axis=1)]
+    else:
+        parts = [raw_scores(outputs), probabilities(outputs), decide(outputs, results["thresholds"])]
+    named: list[tuple[str, Any]] = list(zip(results["names"], parts, strict=True))
+    if results["label_name"]:
+        named.append((results["label_name"], name_classes(parts[-1], results["labels"])))
+    return [(name, values) for name, values in named if name]
