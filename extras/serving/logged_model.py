@@ -15,7 +15,7 @@ from typing import Any
 
 from ringspark.extras.export.export import Export, ExportError
 from ringspark.extras.serving.schema import example_of, signature_of
-from ringspark.extras.serving.served_folder import PACKAGE, RUNTIMES, copy_package, pin, write_served
+from ringspark.extras.serving.served_folder import PACKAGE, copy_package, pin, write_served
 from ringspark.extras.serving.wheel_file import write_wheel
 
 FLAVOR = "ringspark"
@@ -87,6 +87,3 @@ def _write_served(model: Any, folder: Path, runtime: str | None) -> list[str] | 
             raise ValueError(f"runtime={runtime!r} cannot serve this model: {error}") from error
         _log.warning("the logged model needs ringspark and pyspark where it is served, because %s", error)
         return None
-
-
-__all__ = ["FLAVOR", "RUNTIMES", "save", "write_model"]

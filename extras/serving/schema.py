@@ -28,8 +28,8 @@ def signature_of(model: Any) -> Any:
     from mlflow.types.schema import Array as Repeated
     from mlflow.types.schema import ColSpec, DataType, Schema
 
-    sources = _sources(model)
-    if sources is None:
+    columns = _columns(model)
+    if columns is None:
         return None
     names, results = model._outputs()
     outputs = [
@@ -39,92 +39,78 @@ def signature_of(model: Any) -> Any:
     ]
     if name := class_name(model):
         outputs.append(ColSpec(DataType.string, name, required=False))
-    takes_nulls = model.getHandleInvalid() != "error"
-    inputs = [column for item in sources for column in _columns(item, takes_nulls)]
+    inputs = [ColSpec(data_type, name) for name, data_type, _ in columns]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
 
 
 def example_of(model: Any) -> pd.DataFrame | None:
     """Returns two example rows, or None if a column has no value that is known to be valid."""
-    sources = _sources(model)
-    if sources is None:
+    columns = _columns(model)
+    if columns is None or any(value is NotImplemented for *_, value in columns):
         return None
-    values: dict[str, Any] = {}
-    for item in sources:
+    return pd.DataFrame({name: [value] * _EXAMPLE_ROWS for name, _, value in columns})
+
+
+def _columns(model: Any) -> list[tuple[str, Any, Any]] | None:
+    """Returns name, MLflow's type and a valid value, or NotImplemented, of each source column.
+
+    Returns None if the column of an input is not known.
+    """
+    inputs = local_inputs(model._inputs, model.inputColumns(), session_zone())
+    if any(item.kind is None for item in inputs):
+        return None
+    takes_nulls = model.getHandleInvalid() != "error"
+    found = []
+    for item in {item.name: item for item in inputs}.values():
         if isinstance(item.kind, TableRow):
             for source in item.kind.sources:
-                values[source] = _table_value([c for c in item.kind.columns if c.name == source])
+                columns = [column for column in item.kind.columns if column.name == source]
+                found.append((source, *_table_column(columns)))
         else:
-            values[item.name] = _value(item)
-    if any(value is NotImplemented for value in values.values()):
-        return None
-    return pd.DataFrame({name: [value] * _EXAMPLE_ROWS for name, value in values.items()})
-
-
-def _sources(model: Any) -> list[LocalInput] | None:
-    """Returns one input per source column; None if the column of an input is not known."""
-    inputs = local_inputs(model._inputs, model.inputColumns(), session_zone())
-    return None if any(item.kind is None for item in inputs) else list({i.name: i for i in inputs}.values())
-
-
-def _columns(item: LocalInput, takes_nulls: bool) -> list[Any]:
-    from mlflow.types.schema import AnyType, ColSpec, DataType
-
-    if not isinstance(item.kind, TableRow):
-        return [ColSpec(_type(item, takes_nulls or item.fills_nulls), item.name)]
-    found = []
-    for source in item.kind.sources:
-        (first, *_) = columns = [column for column in item.kind.columns if column.name == source]
-        is_plain = not any(column.path or column.item is not None for column in columns)
-        data_type: Any = AnyType()
-        if is_plain and first.type in _FLOATS:
-            data_type = DataType.double
-        elif is_plain and first.form == "words" and first.type != "boolean":
-            data_type = DataType.string
-        found.append(ColSpec(data_type, source))
+            found.append((item.name, *_column(item, takes_nulls or item.fills_nulls)))
     return found
 
 
-def _type(item: LocalInput, takes_nulls: bool) -> Any:
+def _column(item: LocalInput, takes_nulls: bool) -> tuple[Any, Any]:
     from mlflow.types.schema import AnyType, DataType
     from mlflow.types.schema import Array as Repeated
 
-    request = _request(item)
-    if request is None:
-        return AnyType()
+    assert item.kind is not None
+    request = item.kind.request
+    if request is None or item.source in TEMPORAL:
+        return AnyType(), NotImplemented
     dtype, shape = request
     if dtype == "str":
-        return DataType.string
+        return DataType.string, "text"
+    value: Any = NotImplemented
+    if dtype != "bytes":
+        value = np.zeros(shape, {"f": "float64", "b": "bool"}.get(dtype[:1], "int64")).tolist()
     if takes_nulls and (shape or not dtype.startswith("float")):
-        return AnyType()
+        return AnyType(), value
     # pandas and JSON have 64-bit numbers, and MLflow would refuse them for a smaller type.
     known = {"f": DataType.double, "boo": DataType.boolean, "byt": DataType.binary}
     found: Any = next((known[key] for key in known if dtype.startswith(key)), DataType.long)
     for _ in shape:
         found = Repeated(found)
-    return found
+    return found, value
 
 
-def _request(item: LocalInput) -> tuple[str, tuple[int, ...]] | None:
-    assert item.kind is not None
-    found: tuple[str, tuple[int, ...]] | None = item.kind.request
-    return None if item.source in TEMPORAL else found
+def _table_column(columns: list[TableColumn]) -> tuple[Any, Any]:
+    from mlflow.types.schema import AnyType, DataType
 
-
-def _value(item: LocalInput) -> Any:
-    request = _request(item)
-    if request is None or request[0] == "bytes":
-        return NotImplemented
-    dtype, shape = request
-    if dtype == "str":
-        return "text"
-    return np.zeros(shape, {"f": "float64", "b": "bool"}.get(dtype[:1], "int64")).tolist()
+    first, data_type, value = columns[0], AnyType(), NotImplemented
+    is_plain = not any(column.path or column.item is not None for column in columns)
+    if is_plain and first.type in _FLOATS:
+        data_type = DataType.double
+    elif is_plain and first.form == "words" and first.type != "boolean":
+        data_type = DataType.string
+    if not first.path and first.item is None:
+        value = _table_value(columns)
+    return data_type, value
 
 
 def _table_value(columns: list[TableColumn]) -> Any:
     first = columns[0]
-    if first.path or first.item is not None:
-        return NotImplemented
     if first.form == "words":
         return True if first.type == "boolean" else next(iter(first.words), "")
     if first.form == "calendar":
