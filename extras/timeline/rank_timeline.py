@@ -11,7 +11,8 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,7 +24,6 @@ from ringspark.estimators.training.observation.background_file import Background
 from ringspark.estimators.training.observation.timeline import Clock, RareKind, StepKind, Timeline, now_ns
 from ringspark.extras.timeline.clocks import measure_offset
 from ringspark.extras.timeline.span_file import (
-    OperationSpan,
     RankSpans,
     RareSpan,
     Span,
@@ -53,8 +53,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class DeviceStep:
     """CUDA events of one step, on the compute stream: one at the start of the step, and two per span."""
 
+    mark: Callable[[], torch.cuda.Event]
     begin: torch.cuda.Event
-    spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+    spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
 
 class DeviceClock:
@@ -91,17 +92,6 @@ class DeviceClock:
         return round(self._last_ns + milliseconds * _NS_PER_MS)
 
 
-@dataclass(kw_only=True)
-class _OpenStep:
-    epoch: int
-    step: int
-    begin_ns: int
-    rows: int = 0
-    spans: list[Span] = field(default_factory=list)
-    operations: tuple[OperationSpan, ...] = ()
-    device: DeviceStep | None = None
-
-
 class RankTimeline(Timeline):
     """Writes a file with every `every`-th step of this rank, and with its newest checkpoints and validations.
 
@@ -117,7 +107,8 @@ class RankTimeline(Timeline):
         self._offsets = [offset]
         uri = span_file_uri(run_uri, world.rank, start_number(self._moment))
         self._file = BackgroundFile(uri, f"timeline of rank {world.rank}")
-        self._open: _OpenStep | None = None
+        self._open: StepSpans | None = None
+        self._open_device: DeviceStep | None = None
         self._steps: list[StepSpans] = []
         self._num_spans = 0
         self._pending: deque[tuple[StepSpans, DeviceStep]] = deque()
@@ -150,7 +141,7 @@ class RankTimeline(Timeline):
         if len(step.spans) >= MOST_SPANS_OF_A_STEP:
             self._left_out += 1
             return _NOTHING
-        return _StepSpan(kind, step, self._clock, self._device_clock if kind in _ON_DEVICE else None)
+        return _StepSpan(kind, step, self._clock, self._open_device if kind in _ON_DEVICE else None)
 
     @contextmanager
     def rare_span(self, kind: RareKind, state: TrainingState) -> Iterator[None]:
@@ -170,7 +161,7 @@ class RankTimeline(Timeline):
             return
         kept = operations[:MOST_SPANS_OF_A_STEP]
         self._left_out += len(operations) - len(kept)
-        self._open.operations = tuple((o.name, o.ready_ns, o.begin_ns, o.end_ns) for o in kept)
+        self._open.operations = [(o.name, o.ready_ns, o.begin_ns, o.end_ns) for o in kept]
 
     def close(self) -> None:
         self._open = None
@@ -189,25 +180,18 @@ class RankTimeline(Timeline):
         self._open = None
         if (state.step + 1) % self._every:
             return
-        self._open = _OpenStep(epoch=state.epoch, step=state.step + 1, begin_ns=self._clock())
+        self._open = StepSpans(epoch=state.epoch, step=state.step + 1, begin_ns=self._clock())
         if self._device_clock is not None:
-            self._open.device = DeviceStep(begin=self._device_clock.mark(), spans=[])
+            mark = self._device_clock.mark
+            self._open_device = DeviceStep(mark=mark, begin=mark())
 
-    def _end(self, step: _OpenStep) -> None:
+    def _end(self, step: StepSpans) -> None:
         self._open = None
-        done = StepSpans(
-            epoch=step.epoch,
-            step=step.step,
-            rows=step.rows,
-            begin_ns=step.begin_ns,
-            end_ns=self._clock(),
-            spans=tuple(step.spans),
-            operations=step.operations,
-        )
-        if step.device is None:
-            self._keep(done)
+        step.end_ns = self._clock()
+        if self._open_device is None:
+            self._keep(step)
         else:
-            self._pending.append((done, step.device))
+            self._pending.append((step, self._open_device))
             self._take_device_times()
         self._write_if_due()
 
@@ -219,7 +203,8 @@ class RankTimeline(Timeline):
             if spans is None:
                 return
             self._pending.popleft()
-            self._keep(replace(done, device_spans=tuple(spans)))
+            done.device_spans = spans
+            self._keep(done)
 
     def _keep(self, step: StepSpans) -> None:
         self._steps.append(step)
@@ -260,14 +245,16 @@ class _StepSpan:
 
     __slots__ = ("_begin", "_clock", "_device", "_kind", "_mark", "_step")
 
-    def __init__(self, kind: StepKind, step: _OpenStep, clock: Clock, device: DeviceClock | None) -> None:
+    def __init__(self, kind: StepKind, step: StepSpans, clock: Clock, device: DeviceStep | None) -> None:
         self._kind, self._step, self._clock, self._device = kind, step, clock, device
+        self._mark: Any = None
 
     def __enter__(self) -> None:
-        self._mark = self._device.mark() if self._device is not None else None
+        if self._device is not None:
+            self._mark = self._device.mark()
         self._begin = self._clock()
 
     def __exit__(self, *_: object) -> None:
         self._step.spans.append((self._kind, self._begin, self._clock()))
-        if self._device is not None and self._step.device is not None and self._mark is not None:
-            self._step.device.spans.append((self._kind, self._mark, self._device.mark()))
+        if self._device is not None:
+            self._device.spans.append((self._kind, self._mark, self._device.mark()))

@@ -6,7 +6,7 @@ All times are nanoseconds on the rank's own clock. The file also holds the offse
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringspark.estimators import run_layout
 from ringspark.extras.timeline.clocks import ClockOffset, SharedMoment, interpolate_offset
@@ -22,9 +22,9 @@ OperationSpan = tuple[str, int, int, int]
 """Name of a collective operation, and the times when its data was ready, when it began and when it ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepSpans:
-    """One step of one rank.
+    """One step of one rank; `RankTimeline` fills it during the step.
 
     Attributes:
         epoch, step: Numbers of the epoch and the step, counted from 1.
@@ -37,12 +37,12 @@ class StepSpans:
 
     epoch: int
     step: int
-    rows: int
+    rows: int = 0
     begin_ns: int
-    end_ns: int
-    spans: tuple[Span, ...]
-    device_spans: tuple[Span, ...] = ()
-    operations: tuple[OperationSpan, ...] = ()
+    end_ns: int = 0
+    spans: list[Span] = field(default_factory=list)
+    device_spans: list[Span] = field(default_factory=list)
+    operations: list[OperationSpan] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def span_file_uri(run_uri: str, rank: int, start: int) -> str:
 def read_spans(run_uri: str) -> list[RankSpans]:
     """Returns the spans of all launches and ranks, ordered by launch, then rank.
 
-    Raises ValueError if a file is damaged.
+    Raises ValueError if the run has no timeline or a file is damaged.
     """
     folder = storage.join(storage.normalize(run_uri), run_layout.TIMELINE)
     # A killed `write_atomic` leaves a temporary file, whose name begins with a dot.
@@ -122,4 +122,8 @@ def read_spans(run_uri: str) -> list[RankSpans]:
             found.append(RankSpans.from_json(storage.read_bytes(uri)))
         except ValueError as error:
             raise ValueError(f"{uri} is damaged ({error}); remove it to use the other files") from None
+    if not found:
+        raise ValueError(
+            f"the run in {run_uri!r} has no timeline; set timelineEverySteps and a permanent runUri"
+        )
     return sorted(found, key=lambda spans: (spans.start, spans.rank))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringspark.extras.timeline.span_file import RankSpans, Span, StepSpans, read_spans
+from ringspark.extras.timeline.span_file import RankSpans, StepSpans, read_spans
 from ringspark.pipelines import storage
 
 OTHER = "other"
@@ -67,7 +67,7 @@ def chrome_trace(run_uri: str) -> dict[str, Any]:
     Raises:
         ValueError: The run has no timeline, or a file is damaged.
     """
-    ranks = load_spans(run_uri)
+    ranks = read_spans(run_uri)
     pieces = make_slices(ranks)
     hosts = sorted({spans.host for spans in ranks})
     starts = sorted({spans.start for spans in ranks})
@@ -132,7 +132,7 @@ def time_shares(run_uri: str) -> dict[int, dict[str, float]]:
     A rank's shares sum to 1, with "other" for the rest of the steps. Device times of a step replace its host
     times. Raises the errors of `chrome_trace`.
     """
-    ranks = load_spans(run_uri)
+    ranks = read_spans(run_uri)
     arrivals = _last_arrivals(ranks)
     seconds: dict[int, defaultdict[str, float]] = {}
     for spans in ranks:
@@ -169,16 +169,6 @@ def _sum_seconds(spans: RankSpans, arrivals: _Arrivals) -> dict[str, float]:
             in_steps[OTHER] -= (rare.end_ns - rare.begin_ns) / 1e9
     scale = spans.taken_steps / len(spans.steps) if spans.steps else 0.0
     return {kind: max(0.0, value) * scale for kind, value in in_steps.items()} | between
-
-
-def load_spans(run_uri: str) -> list[RankSpans]:
-    """Returns the spans of all ranks. Raises ValueError if the run has no timeline or a file is damaged."""
-    found = read_spans(run_uri)
-    if not found:
-        raise ValueError(
-            f"the run in {run_uri!r} has no timeline; set timelineEverySteps and a permanent runUri"
-        )
-    return found
 
 
 def _clock_error(spans: RankSpans) -> int:
@@ -257,7 +247,7 @@ def _last_arrivals(ranks: Sequence[RankSpans]) -> _Arrivals:
         sizes[spans.start] = spans.size
         error = _clock_error(spans)
         for key, step in _key_steps(spans):
-            group: tuple[Span, ...] = step.device_spans or step.spans
+            group = step.device_spans or step.spans
             begins[key].append(
                 [(spans.unix_ns(begin), error) for kind, begin, _ in group if kind == "exchange"]
             )

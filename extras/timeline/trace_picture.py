@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from ringspark.extras.timeline.trace import OTHER, TraceSlice, load_spans, make_slices
+from ringspark.extras.timeline.span_file import read_spans
+from ringspark.extras.timeline.trace import OTHER, TraceSlice, make_slices
 from ringspark.pipelines import storage
 
 COLORS = {
@@ -44,7 +45,7 @@ def trace_picture(run_uri: str, path: str, *, first_step: int | None = None, num
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a timeline's picture needs matplotlib; pip install 'ringspark[report]'") from None
-    pieces, chosen = _choose(make_slices(load_spans(run_uri)), first_step, num_steps)
+    pieces, chosen = _choose(make_slices(read_spans(run_uri)), first_step, num_steps)
     if not chosen:
         raise ValueError(
             f"the timeline of {run_uri!r} has no step from {first_step} on; give an earlier first_step"

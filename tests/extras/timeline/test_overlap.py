@@ -26,7 +26,8 @@ from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllRe
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.observation import overlap as intervals
 from ringspark.estimators.training.observation.timeline import Timeline, now_ns
-from ringspark.extras.timeline.trace import chrome_trace, load_spans, make_slices, time_shares
+from ringspark.extras.timeline.span_file import read_spans
+from ringspark.extras.timeline.trace import chrome_trace, make_slices, time_shares
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest
 
@@ -236,7 +237,7 @@ def test_a_training_and_its_timeline_show_the_sums(manifest: Any, tmp_path: Path
         # A sample of the steps is extrapolated. On a loaded machine the result may exceed the epoch's time.
         assert row.communication_seconds > 0
         assert 0 <= row.communication_hidden <= 1
-    ranks = load_spans(result.run_uri)
+    ranks = read_spans(result.run_uri)
     for spans in ranks:
         for step in spans.steps:
             assert "gradients.0" in {name for name, *_ in step.operations}

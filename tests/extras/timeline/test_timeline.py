@@ -26,7 +26,7 @@ from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.extras.timeline import rank_timeline as timeline
 from ringspark.extras.timeline.clocks import ClockOffset, interpolate_offset, measure_offset
 from ringspark.extras.timeline.span_file import read_spans
-from ringspark.extras.timeline.trace import OTHER, TraceSlice, load_spans, make_slices, time_shares
+from ringspark.extras.timeline.trace import OTHER, TraceSlice, make_slices, time_shares
 from ringspark.models import ModelSpec
 from ringspark.pipelines import ShardManifest, storage
 
@@ -70,7 +70,7 @@ def test_every_nth_step_of_every_rank_is_on_one_axis(manifest: Any, tmp_path: Pa
     settings = {"timeline_every_steps": 5, "checkpoint_every_steps": 20}
     config = _config(manifest, tmp_path / "run", num_workers=3, collective=collective, **settings)
     result = train_ranks(config)[0]
-    ranks = load_spans(result.run_uri)
+    ranks = read_spans(result.run_uri)
     assert [spans.rank for spans in ranks] == [0, 1, 2]
     assert len({spans.start for spans in ranks}) == 1
     for spans in ranks:
@@ -124,7 +124,7 @@ class _LateRank(nn.Linear):
 def test_the_others_wait_for_the_late_rank(manifest: ShardManifest, tmp_path: Path) -> None:
     settings = {"num_workers": 3, "collective": "torch", "timeline_every_steps": 4}
     config = _config(manifest, tmp_path / "run", model=None, epochs=1, **settings)
-    pieces = make_slices(load_spans(train_ranks(config, UserObjects(module=_LateRank(4, 1)))[0].run_uri))
+    pieces = make_slices(read_spans(train_ranks(config, UserObjects(module=_LateRank(4, 1)))[0].run_uri))
     waits = [piece for piece in pieces if piece.kind == "wait"]
     waited = [0, 0, 0]
     for piece in waits:
