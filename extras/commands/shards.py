@@ -1,10 +1,4 @@
-"""Lists, describes, verifies and removes shards, shard caches, and runs that `fit` left behind.
-
-    ringspark shards list /data/cache
-    ringspark shards describe /data/shards
-    ringspark shards verify /data/shards
-    ringspark shards remove /data/cache 3f2a
-    ringspark shards runs /data/storage --remove-older-than 24
+"""The command `ringspark shards`, for shards, shard caches, and runs that `fit` left behind.
 
 The command does not start Spark, so a path without a scheme is on this machine.
 """
@@ -54,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     # Late, because `--help` needs no storage client.
     from ringspark.extras.commands.runs import print_folders
-    from ringspark.extras.runs.stored_runs import list_runs, remove_runs
+    from ringspark.extras.runs.listing import list_runs, remove_runs
     from ringspark.pipelines import ShardManifest, remove_cached
 
     if args.what == "list":

@@ -15,7 +15,7 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.owner import read_owner, write_owner
 from ringspark.estimators.run.folder import RunFolder
-from ringspark.extras.runs.stored_runs import discard_run
+from ringspark.extras.runs.listing import discard_run
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.space import Space
 from ringspark.extras.search.stop_file import StopFile

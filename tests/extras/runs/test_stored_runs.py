@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from ringspark.extras.commands.runs import _show_settings
-from ringspark.extras.runs.stored_runs import discard_run, list_runs, remove_runs
+from ringspark.extras.runs.listing import discard_run, list_runs, remove_runs
 from ringspark.pipelines import storage
 
 HOUR = 3600.0
