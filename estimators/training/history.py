@@ -105,8 +105,11 @@ class EpochRecord:
         del values["cost"], values["noise"]
         return values | self._columns() | metrics
 
-    def known_costs(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self._columns().items() if value is not None}
+    def numbers(self) -> dict[str, float]:
+        """Returns the losses, learning rate, costs and metrics that are known."""
+        losses = {"train_loss": self.train_loss, "validation_loss": self.validation_loss}
+        values = losses | {"learning_rate": self.learning_rate} | self._columns() | self.metrics
+        return {name: float(value) for name, value in values.items() if value is not None}
 
     def _columns(self) -> dict[str, Any]:
         cost = {} if self.cost is None else self.cost.row(self.rows)

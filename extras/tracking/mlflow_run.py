@@ -87,18 +87,12 @@ class MlflowRun(Listener):
     def epoch(self, record: EpochRecord) -> None:
         self._epochs[record.epoch] = record
         past = [epoch for number, epoch in self._epochs.items() if number <= record.epoch]
-        values: dict[str, float | None] = {
-            "train_loss": record.train_loss,
-            "validation_loss": record.validation_loss,
-            "learning_rate": record.learning_rate,
-            "epoch": float(record.epoch),
+        values = record.numbers() | {
+            "epoch": record.epoch,
             "epoch_seconds": record.seconds,
-            "skipped_steps": float(record.skipped_steps),
-            **record.known_costs(),
-            **record.metrics,
+            "skipped_steps": record.skipped_steps,
         }
-        there = {name: value for name, value in values.items() if value is not None}
-        self._note(there, sum(epoch.seconds for epoch in past), sum(epoch.steps for epoch in past))
+        self._note(values, sum(epoch.seconds for epoch in past), sum(epoch.steps for epoch in past))
         self._try_to_send()
 
     def end(self, end: RunEnd) -> None:
@@ -169,13 +163,8 @@ class MlflowRun(Listener):
             return None
         if known.get("tracking_uri") != _without_secrets(self._uri):
             return None
-        try:
-            run = self._client.get_run(str(known.get("run_id")))
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
-        if run.info.lifecycle_stage != "active":
+        run = self._get_run(str(known.get("run_id")))
+        if run is None or run.info.lifecycle_stage != "active":
             return None
         self._client.update_run(run.info.run_id, status="RUNNING")
         for name in run.data.metrics:
@@ -216,13 +205,17 @@ class MlflowRun(Listener):
             return self._client.get_run(self._tracker.parent_run_id)
         if not self._tracker.nested or PARENT not in self._run.surroundings:
             return None
+        parent = self._get_run(self._run.surroundings[PARENT])
+        return parent if parent is not None and parent.info.status == "RUNNING" else None
+
+    def _get_run(self, run_id: str) -> Any:
+        """Returns a run; None if it is of another server, or was removed."""
         try:
-            parent = self._client.get_run(self._run.surroundings[PARENT])
+            return self._client.get_run(run_id)
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None  # a run of another server
+                return None
             raise
-        return parent if parent.info.status == "RUNNING" else None
 
     def _log_settings(self, run: Any) -> None:
         facts = {f"data.{name}": value for name, value in self._run.data.items()}

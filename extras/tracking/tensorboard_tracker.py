@@ -94,7 +94,7 @@ class _Events(Listener):
         if record.epoch in self._epochs and step > self._last_step:
             self._purge(step)
         self._epochs[record.epoch] = record
-        for name, value in _values(record).items():
+        for name, value in _numbers(record).items():
             self._writer.add_scalar(f"epoch/{name}", value, step)
         self._writer.flush()
         self._copy(GROWTH)
@@ -104,7 +104,7 @@ class _Events(Listener):
 
         make_hparams: Any = summary.hparams
         last = self._epochs[max(self._epochs)] if self._epochs else None
-        metrics = {f"hparam/{name}": value for name, value in _values(last).items()} if last else {}
+        metrics = {f"hparam/{name}": value for name, value in _numbers(last).items()} if last else {}
         self._writer.add_text("end", end.status + (f": {end.error}" if end.error else ""), 0)
         # Not `add_hparams`, which creates another folder, that is another run.
         for part in make_hparams(self._hparams, metrics):
@@ -133,16 +133,8 @@ class _Events(Listener):
         self._copied = size
 
 
-def _values(record: EpochRecord) -> dict[str, float]:
-    values = {
-        "train_loss": record.train_loss,
-        "validation_loss": record.validation_loss,
-        "learning_rate": record.learning_rate,
-        "seconds": record.seconds,
-        **record.known_costs(),
-        **record.metrics,
-    }
-    return {name: float(value) for name, value in values.items() if value is not None}
+def _numbers(record: EpochRecord) -> dict[str, float]:
+    return record.numbers() | {"seconds": record.seconds}
 
 
 def _table(settings: Mapping[str, Any]) -> str:
