@@ -80,8 +80,7 @@ class TrainJob:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
-    add_changes(parser)
+    add_job(parser)
     parser.add_argument("--print", action="store_true", help="print the job with all defaults, and stop")
     parser.add_argument(
         "--resume",
@@ -91,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_master(parser)
 
 
-def add_changes(parser: argparse.ArgumentParser) -> None:
+def add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
     parser.add_argument(
         "--set",
         action="append",

@@ -1,7 +1,4 @@
-"""Signs the folder of a run that was trained with certify=True.
-
-ringspark certify /data/runs/one --key private.pem
-"""
+"""The command `ringspark certify`."""
 
 from __future__ import annotations
 

@@ -72,8 +72,6 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Findings:
-    """Prints what each check found, and counts the problems."""
-
     problems: int = 0
 
     def ok(self, subject: str, text: str) -> None:
@@ -99,7 +97,6 @@ class _Answer:
     """
 
     host: str
-    python: str
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
     import_error: str = ""
@@ -287,14 +284,13 @@ def _probe(folder: str | None, name: str) -> Callable[[Iterator[Any]], Iterator[
 
         for _ in batches:
             pass
-        said: dict[str, Any] = {"host": socket.gethostname(), "python": platform.python_version()}
-        versions = {}
+        versions = {"Python": platform.python_version()}
         for package in packages:
             try:
                 versions[package] = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
-        said["versions"] = versions
+        said: dict[str, Any] = {"host": socket.gethostname(), "versions": versions}
         try:
             import torch
 
@@ -318,13 +314,12 @@ def _probe(folder: str | None, name: str) -> Callable[[Iterator[Any]], Iterator[
 
 
 def _check_packages(answers: list[_Answer], found: _Findings) -> None:
-    """Compares each executor's Python and packages with the driver's."""
-    wanted = {"Python": platform.python_version(), **_versions()}
+    wanted = _ask_driver().versions
     differ: dict[str, None] = {}
     for answer in answers:
         if answer.import_error:
             differ[f"{answer.host} cannot import torch and ringspark ({answer.import_error:.200})"] = None
-        theirs = {"Python": answer.python, **answer.versions}
+        theirs = answer.versions
         for package, version in wanted.items():
             # `--py-files` ships ringspark without its metadata, so its version may be unknown.
             may_lack = package in _SELDOM or (package == "ringspark" and not answer.import_error)
@@ -349,12 +344,9 @@ def _comparable(package: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if package == "Python" else version.partition("+")[0]
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in (*_PACKAGES, *_SELDOM):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+def _ask_driver() -> _Answer:
+    (batch,) = _probe(None, "")(iter(()))
+    return _Answer(**json.loads(batch.to_pylist()[0]["answer"]))
 
 
 def _check_executor_storage(answers: list[_Answer], folder: str, found: _Findings) -> None:

@@ -1,7 +1,4 @@
-"""The command `ringspark pack`: an archive of this environment for Spark's executors.
-
-ringspark pack --output environment.tar.gz --requirement requirements.txt
-"""
+"""The command `ringspark pack`: an archive of this environment for Spark's executors."""
 
 from __future__ import annotations
 

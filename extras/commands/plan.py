@@ -1,6 +1,4 @@
-"""Shows the memory that a training step of a job file needs, without training.
-
-    ringspark plan job.yaml --budget 2g
+"""The command `ringspark plan`: shows the memory that a training step of a job file needs.
 
 For shards, the columns come from the manifest, and Spark does not start. For other rows, Spark reads a
 sample. Without params.model, it reads all rows, as `fit` does.
@@ -26,8 +24,7 @@ _SAMPLED_ROWS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
-    train_job.add_changes(parser)
+    train_job.add_job(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -40,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     from ringspark.estimators.training.check.driver import check_training
     from ringspark.estimators.training.settings.byte_sizes import parse_bytes
     from ringspark.extras.planning.memory.columns import shard_columns
-    from ringspark.extras.planning.memory.planner import Planner
+    from ringspark.extras.planning.memory.plan import Planner
 
     file, job = train_job.read_job(args.file, args.set)
     estimator = train_job.find_estimator(train_job.make_estimator(file, job))

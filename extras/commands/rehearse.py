@@ -1,7 +1,4 @@
-"""Runs a job file on a small cluster of this machine, and breaks the cluster while it trains.
-
-    ringspark rehearse job.yaml
-    ringspark rehearse job.yaml --faults executor,driver --set params.epochs=3
+"""The command `ringspark rehearse`: runs a job file on a small cluster, and breaks it during the training.
 
 The cluster is a Spark master and one Spark worker process for each of the job's workers, plus one, with
 dynamic allocation. Each fault is one run of the job, in a folder that is removed afterwards; the first run is
@@ -26,6 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
+
+from ringspark.jobs import train_job
 
 DESCRIPTION = "Run a job on a small cluster on this machine, and inject faults."
 _CONF = {
@@ -125,24 +124,20 @@ FAULTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="job file, YAML or JSON: a path or a URI")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file"
-    )
+    train_job.add_job(parser)
     names = ",".join(name for name in FAULTS if name != "calm")
     parser.add_argument("--faults", default=names, metavar="NAMES", help=f"some of {names} (default: all)")
 
 
 def run(args: argparse.Namespace) -> None:
-    from ringspark.jobs.train_job import make_estimator, read_job
     from ringspark.pipelines.notebook_table import align_table
 
     names = [name.strip() for name in args.faults.split(",")]
     if unknown := [name for name in names if name not in FAULTS]:
         known = ", ".join(name for name in FAULTS if name != "calm")
         raise ValueError(f"--faults has no {unknown[0]!r}; choose some of {known}")
-    file, job = read_job(args.file, args.set)
-    estimator = make_estimator(file, job)
+    file, job = train_job.read_job(args.file, args.set)
+    estimator = train_job.make_estimator(file, job)
     workers = int(estimator.getNumWorkers())
     print(f"{args.file}: {workers} workers, {workers + 1} nodes with one slot each", flush=True)
     rows, calm = [], 0.0

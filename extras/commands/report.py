@@ -1,7 +1,4 @@
-"""Writes the report of a training as one HTML page.
-
-ringspark report /data/runs/one page.html
-"""
+"""The command `ringspark report`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Lists, shows and removes run folders.
-
-    ringspark runs list /data/runs
-    ringspark runs show /data/runs/one
-    ringspark runs remove /data/runs/one
+"""The command `ringspark runs`: lists, shows and removes run folders.
 
 A path without a scheme is on this machine. `ringspark shards runs` removes the run folders that
 `fit` left behind when it had no `runUri`.

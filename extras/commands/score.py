@@ -1,8 +1,4 @@
-"""Predicts rows with a saved model or pipeline, or a model of MLflow's registry.
-
-ringspark score /data/model --parquet /data/new --output /data/predictions
-ringspark score models:/late@champion --parquet /data/new --output /data/predictions
-"""
+"""The command `ringspark score`: predicts with a saved model or pipeline, or one of MLflow's registry."""
 
 from __future__ import annotations
 

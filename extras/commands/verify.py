@@ -1,7 +1,4 @@
-"""Checks the certificate of a run, and trains random intervals of it again.
-
-ringspark verify /data/runs/one --intervals 20 --key public.pem
-"""
+"""The command `ringspark verify`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Output of `ringspark check` for ready and for broken sessions."""
 
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from command_line import run_ringspark
 from standalone import SPARK, spark_environment, standalone_cluster
 
-from ringspark.extras.commands.check import _Answer, _check_packages, _Findings, _versions
+from ringspark.extras.commands.check import _Answer, _ask_driver, _check_packages, _Findings
 
 COMMAND = Path(__file__).parents[3] / "jobs" / "command.py"
 
@@ -84,10 +83,8 @@ def test_the_master_does_not_exist() -> None:
     ],
 )
 def test_packages_are_compared_as_a_training_needs_them(changes: Any, expected: str, capsys: Any) -> None:
-    versions = {**_versions(), **changes}
-    python = versions.pop("Python", platform.python_version())
-    there = {name: version for name, version in versions.items() if version}
-    _check_packages([_Answer(host="a", python=python, versions=there)], _Findings())
+    there = {name: version for name, version in {**_ask_driver().versions, **changes}.items() if version}
+    _check_packages([_Answer(host="a", versions=there)], _Findings())
     assert " ".join(capsys.readouterr().out.split()).startswith(expected)
 
 
