@@ -37,7 +37,6 @@ PRINTED = {
     "settings.md": "scripts/show_settings.py",
     "pairs.md": "tests/pairs/pairs_page.py",
     "errors.md": "scripts/show_errors.py",
-    "data_flow.svg": "scripts/draw_data_flow.py",
     "api/jobs.md": "scripts/show_commands.py",
 }
 
