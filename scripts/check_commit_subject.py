@@ -12,53 +12,13 @@ MOST_CHARACTERS = 72
 # A first word with one of these endings describes a change, unless it is in the list of imperatives.
 ENDINGS = ("ed", "ing", "s")
 IMPERATIVES = frozenset(
-    [
-        "address",
-        "bring",
-        "bypass",
-        "compress",
-        "cross",
-        "discuss",
-        "embed",
-        "express",
-        "feed",
-        "focus",
-        "harness",
-        "miss",
-        "need",
-        "pass",
-        "press",
-        "process",
-        "proceed",
-        "ring",
-        "seed",
-        "speed",
-        "string",
-        "suppress",
-        "bus",
-    ]
+    {"address", "bring", "bus", "bypass", "compress", "cross", "discuss", "embed"}
+    | {"express", "feed", "focus", "harness", "miss", "need", "pass", "press"}
+    | {"proceed", "process", "ring", "seed", "speed", "string", "suppress"}
 )
 NO_VERBS = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "this",
-        "that",
-        "some",
-        "new",
-        "no",
-        "more",
-        "bug",
-        "bugfix",
-        "fix:",
-        "feat:",
-        "chore:",
-        "docs:",
-        "wip",
-        "minor",
-        "misc",
-    ]
+    {"a", "an", "bug", "bugfix", "chore:", "docs:", "feat:", "fix:", "minor", "misc"}
+    | {"more", "new", "no", "some", "that", "the", "this", "wip"}
 )
 
 

@@ -107,9 +107,6 @@ class SetupError(Exception):
     """Ends the set-up: its text is what the user reads, one sentence a line."""
 
 
-# ------------------------------------------------------------------------------ the machine
-
-
 def python_problem() -> str | None:
     """Names a wrong Python, or one that cannot make environments or compile extensions."""
     have = ".".join(map(str, sys.version_info[:3]))
@@ -157,9 +154,6 @@ def check_machine() -> None:
         say("cmake 3.13 or newer is missing (apt-get install cmake): the Horovod build takes pip's")
 
 
-# ------------------------------------------------------------------------------ what is there
-
-
 def pip(*arguments: str) -> list[str]:
     """Returns the command line of `.venv`'s pip."""
     return [str(MAIN.python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
@@ -203,9 +197,6 @@ def write_stamp(environment: Environment, stamp: dict[str, str]) -> None:
     fresh = environment.stamp.with_suffix(".new")
     fresh.write_text(json.dumps(stamp, indent=1))
     fresh.replace(environment.stamp)
-
-
-# ------------------------------------------------------------------------------ phases
 
 
 def say(text: str) -> None:
