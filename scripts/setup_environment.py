@@ -140,16 +140,10 @@ def java_problem() -> str | None:
 
 
 def check_machine() -> None:
-    """Checks every tool.
-
-    Raises:
-        SetupError: something is missing; one sentence for each, with the Debian package.
-    """
-    problems = [
-        problem for problem in (python_problem(), java_problem(), horovod.compiler_problem()) if problem
-    ]
-    if problems:
-        raise SetupError("\n".join(problems))
+    """Raises SetupError with a sentence for each tool that is missing, with its Debian package."""
+    problems = [python_problem(), java_problem(), horovod.compiler_problem()]
+    if any(problems):
+        raise SetupError("\n".join(filter(None, problems)))
     if horovod.cmake_on_path() is None:
         say("cmake 3.13 or newer is missing (apt-get install cmake): the Horovod build takes pip's")
 
@@ -213,11 +207,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Runs a command quietly.
-
-    Raises:
-        SetupError: it failed; carries the last lines it printed.
-    """
+    """Runs a command quietly; raises SetupError with its last lines if it fails."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -261,13 +251,8 @@ def link_packages() -> None:
 
 
 def report_horovod(reason: str) -> int:
-    """Says in one line that Horovod is not there and what serves instead.
-
-    Returns:
-        The exit status: an error only where the environment demands Horovod.
-    """
-    where = f"({reason}; log: {BUILD_LOG})"
-    say(f"Horovod could not be installed {where}; collective='torch' serves instead")
+    """Prints that Horovod is not installed; returns the exit status, which depends on the environment."""
+    say(f"Horovod could not be installed ({reason}; log: {BUILD_LOG}); collective='torch' serves instead")
     return 1 if horovod_required() else 0
 
 
