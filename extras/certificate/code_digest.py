@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from importlib.resources import files
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,8 +19,7 @@ import torch
 
 from ringspark.estimators.run.identity import is_plain
 from ringspark.estimators.training.settings.config import UserObjects
-
-_PACKAGES = ("estimators", "extras", "jobs", "models", "pipelines")
+from ringspark.extras.serving.wheel_file import list_sources
 
 
 def digest_objects(objects: UserObjects) -> str:
@@ -52,19 +50,9 @@ def _list_objects(objects: UserObjects) -> Iterator[tuple[str, Any]]:
 def digest_package() -> str:
     """Returns the digest of ringspark's Python source."""
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        for name, text in _list_sources(files(f"ringspark.{package}"), package):
-            digest.update(f"{name} {len(text)}\n".encode() + text)
+    for name, text in list_sources():
+        digest.update(f"{name} {len(text)}\n".encode() + text)
     return digest.hexdigest()
-
-
-def _list_sources(folder: Any, path: str) -> Iterator[tuple[str, bytes]]:
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        name = f"{path}/{entry.name}"
-        if entry.is_dir() and entry.name != "__pycache__":
-            yield from _list_sources(entry, name)
-        elif name.endswith(".py"):
-            yield name, entry.read_bytes()
 
 
 def _list_parts(value: Any) -> Iterator[Any]:

@@ -17,8 +17,7 @@ from typing import Any
 import ringspark
 
 _ROOMS = ("pipelines", "models", "estimators", "extras", "jobs")
-_LEFT_OUT = ("__pycache__",)
-_SUFFIXES = (".py", ".typed", ".patch")
+_SUFFIXES = (".py", ".typed")
 
 
 def write_wheel(folder: Path) -> Path:
@@ -26,7 +25,7 @@ def write_wheel(folder: Path) -> Path:
     name = f"ringspark-{ringspark.__version__}"
     path = folder / f"{name}-py3-none-any.whl"
     info = f"{name}.dist-info"
-    content = dict(_sources())
+    content = dict(list_sources())
     content[f"{info}/METADATA"] = _metadata().encode()
     content[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: ringspark\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -41,25 +40,21 @@ def write_wheel(folder: Path) -> Path:
     return path
 
 
-def _sources() -> Iterator[tuple[str, bytes]]:
+def list_sources() -> Iterator[tuple[str, bytes]]:
+    """Yields path and content of each source file of ringspark, always in the same order."""
     # In a checkout the rooms lie outside of the package's folder, and in a wheel inside.
-    for entry in _sorted(files("ringspark")):
-        if entry.is_file() and entry.name.endswith(_SUFFIXES):
-            yield f"ringspark/{entry.name}", entry.read_bytes()
+    yield from _walk(files("ringspark"), "ringspark", is_deep=False)
     for room in _ROOMS:
         yield from _walk(files(f"ringspark.{room}"), f"ringspark/{room}")
 
 
-def _walk(folder: Any, path: str) -> Iterator[tuple[str, bytes]]:
-    for entry in _sorted(folder):
-        if entry.is_dir() and entry.name not in _LEFT_OUT:
-            yield from _walk(entry, f"{path}/{entry.name}")
-        elif entry.is_file() and entry.name.endswith(_SUFFIXES):
-            yield f"{path}/{entry.name}", entry.read_bytes()
-
-
-def _sorted(folder: Any) -> list[Any]:
-    return sorted(folder.iterdir(), key=lambda entry: entry.name)
+def _walk(folder: Any, path: str, *, is_deep: bool = True) -> Iterator[tuple[str, bytes]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name = f"{path}/{entry.name}"
+        if is_deep and entry.is_dir() and entry.name != "__pycache__":
+            yield from _walk(entry, name)
+        elif entry.is_file() and name.endswith(_SUFFIXES):
+            yield name, entry.read_bytes()
 
 
 def _metadata() -> str:
