@@ -100,9 +100,9 @@ def _measure_folder(uri: str) -> tuple[int, float | None]:
         if not files and storage.is_local(uri):
             files = {path: {}}
         for name, info in files.items():
+            size += int(info.get("size") or 0)
             with suppress(FileNotFoundError, NotImplementedError):
                 changes.append(float(fs.modified(name).timestamp()))
-                size += int(info.get("size") or 0)
     return size, max(changes, default=None)
 
 

@@ -82,6 +82,15 @@ def test_what_a_store_tells_no_time_of_is_never_removed() -> None:
     files.rm("/stored", recursive=True)
 
 
+def test_a_store_without_times_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(files), "modified", fsspec.AbstractFileSystem.modified)
+    files.pipe("/timeless/run-00000000beef/owner.json", b"{}")
+    (run,) = list_runs("memory://timeless")
+    assert (run.num_bytes, run.idle_seconds) == (2, 0.0)
+    files.rm("/timeless", recursive=True)
+
+
 def test_store_that_cannot_be_listed_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(uri: str) -> list[str]:
         raise OSError(f"no answer from {uri}")
