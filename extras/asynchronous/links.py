@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -17,25 +17,10 @@ from ringspark.extras.asynchronous.table import Gradients, Groups, ParameterTabl
 # worker assumes that the server is lost.
 _SPARE_SECONDS = 30.0
 
-Question = dict[str, Any]
-
-
-class ServerLink(Protocol):
-    """A connection to one server. Its methods raise `CollectiveError` if the training has lost a worker."""
-
-    def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
-        """Sends gradients and the optimizer settings `groups`; returns the bytes sent over the network."""
-
-    def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
-        """Starts to pull parameters; takes the arguments of `ParameterTable.pull`."""
-
-    def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
-        """Returns the values that `ask` requested; meanwhile calls `progress` as other workers take steps."""
-
-    def close(self) -> None: ...
-
 
 class OwnLink:
+    """Calls the table of this process; has the methods of `RemoteLink`."""
+
     def __init__(self, table: ParameterTable, worker: int) -> None:
         self._table = table
         self._worker = worker
@@ -63,6 +48,8 @@ class OwnLink:
 
 class RemoteLink:
     """Connection to the server of another rank.
+
+    The methods raise `CollectiveError` if the training has lost a worker.
 
     Args:
         address: Host and port of the server of rank `server`.
@@ -98,22 +85,20 @@ class RemoteLink:
         self._connection.settimeout(timeout_seconds + _SPARE_SECONDS)
 
     def push(self, gradients: Gradients, groups: Groups, *, ends_step: bool) -> int:
+        """Sends gradients and the optimizer settings `groups`; returns the bytes sent over the network."""
         header = {"indices": list(gradients), "groups": list(groups), "ends_step": ends_step}
-        try:
+        with self._errors():
             return wire.send(self._connection, wire.PUSH, header, list(gradients.values()))
-        except OSError as error:
-            raise self._lost(error) from error
 
     def ask(self, indices: Sequence[int] | None, clock: int, bound: int | None) -> None:
+        """Starts to pull parameters; takes the arguments of `ParameterTable.pull`."""
         self._asked = list(self._like if indices is None else indices)
-        header: Question = {"indices": indices, "clock": clock, "bound": bound}
-        try:
-            wire.send(self._connection, wire.PULL, header)
-        except OSError as error:
-            raise self._lost(error) from error
+        with self._errors():
+            wire.send(self._connection, wire.PULL, {"indices": indices, "clock": clock, "bound": bound})
 
     def answer(self, progress: Callable[[], None]) -> list[torch.Tensor]:
-        try:
+        """Returns the values that `ask` requested; meanwhile calls `progress` as other workers take steps."""
+        with self._errors():
             while True:
                 kind, header, payload = wire.receive(self._connection, self._most)
                 if kind == wire.VALUES:
@@ -121,11 +106,16 @@ class RemoteLink:
                 if kind == wire.FAILED:
                     raise CollectiveError(f"the parameter server cannot continue: {header['error']}")
                 progress()
-        except OSError as error:
-            raise self._lost(error) from error
 
     def close(self) -> None:
         self._connection.close()
 
-    def _lost(self, error: OSError) -> CollectiveError:
-        return CollectiveError(f"the parameter server of rank {self._server} is lost: {error}")
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CollectiveError(f"the parameter server of rank {self._server} is lost: {error}") from error
+
+
+ServerLink = OwnLink | RemoteLink

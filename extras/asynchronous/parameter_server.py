@@ -16,7 +16,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.options.sync import Asynchronous
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import (
@@ -153,9 +153,6 @@ class ServedSync(GradientSync):
         factor = min(1.0, max_norm / (float(norm) + 1e-6))
         for gradient in sums:
             gradient.mul_(factor)
-
-    def step(self, scaler: Scaler) -> None:
-        scaler.step(self.optimizer)
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         return {index: p.grad for index, p in enumerate(self._shard.parameters) if p.grad is not None}
