@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from ringspark.estimators.collectives.base import Collective
-from ringspark.extras.compressors.base import Compressor, Sent, generator_for
+from ringspark.estimators.options.compression import QSGD
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
-from ringspark.extras.compressors.two_rounds import all_reduce_codes, as_bytes
+from ringspark.extras.compressors.two_rounds import CodedCompressor, as_bytes
 
 # Numbers per scale: 4 bytes for 256 bytes of codes at 4 bits.
 _BUCKET = 512
 
 
-class _Levels:
-    """Encodes numbers as 2 s + 1 levels from -s to s, scaled by the largest magnitude in the bucket."""
+class QsgdCompressor(CodedCompressor):
+    """Sends each number as one of 2^bits - 1 levels; unbiased.
 
-    def __init__(self, bits: int) -> None:
-        self._bits = bits
-        self._top = 2 ** (bits - 1) - 1
+    The levels run from -s to s, scaled by the largest magnitude in the bucket.
+    """
 
-    def num_bytes(self, elements: int) -> int:
-        buckets = -(-elements // _BUCKET)
-        return 4 * buckets + _BUCKET * self._bits // 8 * buckets
+    unbiased = True
+
+    def __init__(self, shapes: Sequence[torch.Size], seed: int, options: QSGD) -> None:
+        super().__init__(shapes, seed, options)
+        self._bits = options.bits
+        self._top = 2 ** (options.bits - 1) - 1
 
     def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         buckets = in_buckets(values, _BUCKET)
@@ -41,14 +44,3 @@ class _Levels:
         levels = unpack(code[end:], self._bits).view(-1, _BUCKET).to(dtype) - self._top
         values: torch.Tensor = levels * (sizes / self._top)[:, None]
         return values.view(-1)[:elements]
-
-
-class QsgdCompressor(Compressor):
-    """Sends each number as one of 2^bits - 1 levels; unbiased."""
-
-    unbiased = True
-
-    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        random = generator_for(vector, self.seed, step, collective.rank)
-        levels = _Levels(self.options.bits)
-        return all_reduce_codes(vector, levels, collective, random, has_feedback=self.has_feedback)

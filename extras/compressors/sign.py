@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from ringspark.estimators.collectives.base import Collective
-from ringspark.extras.compressors.base import Compressor, Sent, generator_for
 from ringspark.extras.compressors.packing import in_buckets, pack, unpack
-from ringspark.extras.compressors.two_rounds import all_reduce_codes, as_bytes
+from ringspark.extras.compressors.two_rounds import CodedCompressor, as_bytes
 
 # Numbers per scale: 4 bytes for 256 bytes of signs.
 _BUCKET = 2048
 
 
-class _Signs:
-    def num_bytes(self, elements: int) -> int:
-        buckets = -(-elements // _BUCKET)
-        return 4 * buckets + _BUCKET // 8 * buckets
+class SignCompressor(CodedCompressor):
+    """Sends the sign of each number.
+
+    Without error feedback the loss may grow, because rare large gradients lose their size.
+    """
 
     def encode(self, values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         buckets = in_buckets(values, _BUCKET)
@@ -34,14 +33,3 @@ class _Signs:
         means = code[:end].clone().view(torch.float32).to(dtype)
         signs = unpack(code[end:], 1).view(-1, _BUCKET).to(dtype).mul_(2).sub_(1)
         return (signs * means[:, None]).view(-1)[:elements]
-
-
-class SignCompressor(Compressor):
-    """Sends the sign of each number.
-
-    Without error feedback the loss may grow, because rare large gradients lose their size.
-    """
-
-    def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
-        random = generator_for(vector)
-        return all_reduce_codes(vector, _Signs(), collective, random, has_feedback=self.has_feedback)
