@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -146,7 +145,7 @@ class OuterSync(LocalSync):
         # Wait for all-reduces in flight, to save their results, which are used later.
         for fragment in self._fragments:
             if fragment.pending is not None:
-                fragment.pending = partial(_identity, fragment.pending())
+                fragment.pending = fragment.pending().clone
         return super().rank_state()
 
     def _shared_state(self) -> dict[str, torch.Tensor]:
@@ -166,14 +165,8 @@ class OuterSync(LocalSync):
             fragment.is_settled = bool(settled[number])
             pending = state.get(f"pending/{number}")
             # With other ranks, drop it: the fragment's next outer gradient includes it.
-            fragment.pending = (
-                partial(_identity, pending.clone()) if is_same and pending is not None else None
-            )
+            fragment.pending = pending.clone if is_same and pending is not None else None
 
 
 class DiLoCoStrategy(LocalStrategy):
     sync = OuterSync
-
-
-def _identity(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient

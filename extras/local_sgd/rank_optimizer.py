@@ -11,6 +11,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
+from ringspark.extras.local_sgd.flat_weights import FlatWeights
 
 _PLAIN = "optimizer_values"
 _PREFIX = "optimizer/"
@@ -64,11 +65,8 @@ def average_state(
         for _, value in sorted(optimizer.state[parameter].items())
         if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point()
     ]
-    if not tensors:
-        return
-    is_double = any(value.dtype == torch.float64 for value in tensors)
-    flat = torch.cat([v.reshape(-1).to(torch.float64 if is_double else torch.float32) for v in tensors])
-    collective.start_sum(flat, "local.optimizer")()
-    flat /= collective.size
-    for value, piece in zip(tensors, torch.split(flat, [v.numel() for v in tensors]), strict=True):
-        value.copy_(piece.view(value.shape))
+    if tensors:
+        held = FlatWeights(tensors)
+        total = held.read()
+        collective.start_sum(total, "local.optimizer")()
+        held.write(total / collective.size)
