@@ -16,10 +16,11 @@ from typing import Any
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
+from ringspark.estimators.names import first_line
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, copy_checkpoint
 from ringspark.extras.search.population import Member, Population
-from ringspark.extras.search.trainings import ROUND, Trainings, check_settings, damage_error, failure_reason
+from ringspark.extras.search.trainings import ROUND, Trainings, check_settings, damage_error
 from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS, in_words
 from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import JsonText
@@ -120,7 +121,7 @@ class PopulationLoop:
         except RunRefusedError:
             raise  # not the member's fault
         except (WorkerError, ValueError) as error:
-            reason = failure_reason(error)
+            reason = first_line(error)
             if not self._trainings.is_over:
                 _logger.warning("member %d failed in round %d: %s", member.number, number, reason)
             return Trained(reason=reason, seconds=time.monotonic() - started)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
@@ -39,15 +39,6 @@ S = TypeVar("S", bound="SearchStage")
 _PARTS = ("estimator", "evaluator")
 # Prefixes of file names that only one class of search writes.
 _MARKS = {JOURNAL, STATE, ROUND}
-
-
-class SplitRows(NamedTuple):
-    """Training rows of a search, and the rows for its evaluator."""
-
-    training: DataFrame
-    held_out: DataFrame | None = None
-    num_rows: int | None = None
-    """Number of rows to train on, if the search itself has split the rows."""
 
 
 class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type: ignore[type-arg]
@@ -97,15 +88,15 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         fit = CheckedFit.of(prepared.estimator, dataset)
         choose_daemon(dataset.sparkSession, fit.config.use_gpu)
         with (
-            self._split(dataset, fit) as split,
-            closing(TrialData(split.training, run_uri, split.num_rows)) as data,
+            self._split(dataset, fit) as (training, held_out),
+            closing(TrialData(training, run_uri)) as data,
         ):
             manifest = data.manifest(fit.data)
             if run_uri is not None:
                 prepared.keep_plan(run_uri)
-            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), split.held_out)
+            objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
             trainings = Trainings(
-                space=space, objective=objective, data=data, dataset=split.training, run_uri=run_uri
+                space=space, objective=objective, data=data, dataset=training, run_uri=run_uri
             )
             about = space.fixed_settings(fit, manifest)
             about |= {"space": space.text, "value": objective.text, "seed": str(self.getSeed())}
@@ -166,15 +157,16 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         """Raises ValueError if the folder is in a store that the search cannot use."""
 
     @contextmanager
-    def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[SplitRows]:
+    def _split(self, dataset: DataFrame, fit: CheckedFit) -> Iterator[tuple[DataFrame, DataFrame | None]]:
+        """Yields the training rows, and the rows for the evaluator."""
         if self.getEvaluator() is None:
-            yield SplitRows(dataset)
+            yield dataset, None
             return
         # Without a model, fit has fixed the rows already.
         dataset = dataset if TABLE_COLUMN in dataset.columns else fix_rows(dataset)
         indicator = fit.data.validation_col
         if indicator is not None:
-            yield SplitRows(dataset, dataset.where(F.col(quote(indicator)).cast("boolean")))
+            yield dataset, dataset.where(F.col(quote(indicator)).cast("boolean"))
             return
         # Another seed than the estimator's keeps its validationFraction independent.
         seed = zlib.crc32(f"held out {self.getSeed()}".encode())
@@ -182,7 +174,6 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
         is_held_out = F.col(quote(split.indicator))
         held_out = split.dataset.where(is_held_out).drop(split.indicator).persist()
         try:
-            rows = dataset.count() - held_out.count()
-            yield SplitRows(split.dataset.where(~is_held_out).drop(split.indicator), held_out, rows)
+            yield split.dataset.where(~is_held_out).drop(split.indicator), held_out
         finally:
             held_out.unpersist()

@@ -191,7 +191,3 @@ def damage_error(run_uri: str | None, file: str, problem: object) -> ValueError:
     return ValueError(
         f"cannot resume the search in {run_uri!r}, because {file} is damaged ({problem}); set another runUri"
     )
-
-
-def failure_reason(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

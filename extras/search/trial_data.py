@@ -18,18 +18,16 @@ from ringspark.estimators.stages.fit_data import FitData
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
 from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
-from ringspark.pipelines.writing.row_counts import check_split
 
 # In the folder of a search: its rows.
 SHARDS = "shards"
 
 
 class TrialData:
-    """Shards of the training rows of a search. `num_rows` is their number, if known."""
+    """Shards of the training rows of a search."""
 
-    def __init__(self, dataset: DataFrame, run_uri: str | None, num_rows: int | None = None) -> None:
+    def __init__(self, dataset: DataFrame, run_uri: str | None) -> None:
         self._dataset = dataset
-        self._num_rows = num_rows
         self._run_uri = run_uri
         self._lock = threading.Lock()
         self._written: dict[FitData, ShardManifest] = {}
@@ -40,12 +38,9 @@ class TrialData:
             if data not in self._written:
                 if self._run_uri is None:
                     uri = storage.join(data.root, f"{SHARDS}-{uuid.uuid4().hex[:12]}")
-                    manifest = data.write(self._dataset, uri)
+                    self._written[data] = data.write(self._dataset, uri)
                 else:
-                    manifest = self._kept(data, self._run_uri)
-                if self._num_rows is not None:
-                    check_split(manifest, self._num_rows)
-                self._written[data] = manifest
+                    self._written[data] = self._kept(data, self._run_uri)
             return self._written[data]
 
     def close(self) -> None:

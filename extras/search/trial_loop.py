@@ -16,12 +16,13 @@ from typing import Any
 
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.failures import WorkerError
+from ringspark.estimators.names import first_line
 from ringspark.estimators.run.folder import RunFolder, RunRefusedError
 from ringspark.estimators.tracking.base import Listener, RunStart, Tracker
 from ringspark.estimators.training.history import EpochRecord
 from ringspark.extras.search.objective import Objective
 from ringspark.extras.search.study import import_optuna
-from ringspark.extras.search.trainings import TRIALS, Trainings, failure_reason
+from ringspark.extras.search.trainings import TRIALS, Trainings
 from ringspark.extras.search.trial_table import EPOCHS, REASON, SECONDS, rows_of
 from ringspark.models.process_state import ignore_warnings
 
@@ -145,7 +146,7 @@ class TrialLoop:
         except (WorkerError, ValueError) as error:
             if trainings.is_over:
                 return  # unfinished: a later fit resumes it
-            reason = failure_reason(error)
+            reason = first_line(error)
         trial.set_user_attr(SECONDS, time.monotonic() - started)
         trial.set_user_attr(EPOCHS, running.num_epochs)
         with trainings.lock:

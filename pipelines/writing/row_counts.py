@@ -12,7 +12,7 @@ from ringspark.pipelines.manifest import SPLITS, ShardFile, ShardManifest
 
 
 class LostRowsError(RuntimeError):
-    """The rows written are not the rows that were read or split."""
+    """The rows written are not the rows that were read."""
 
 
 def check_tasks(reports: Sequence[Mapping[str, Any]]) -> None:
@@ -43,16 +43,6 @@ def check_rows(manifest: ShardManifest, reports: Sequence[Mapping[str, Any]]) ->
         for name, stats in manifest.stats.get(split, {}).items():
             if stats.rows != rows:
                 raise _error(f"the {split} files hold {rows} rows, but column {name!r} counts {stats.rows}")
-
-
-def check_split(manifest: ShardManifest, num_rows: int) -> None:
-    """Raises LostRowsError unless the training side of a split was written whole."""
-    found = manifest.num_rows + manifest.skipped_rows
-    if found != num_rows:
-        raise LostRowsError(
-            f"the split has {num_rows} training rows, but {found} were written: the DataFrame changed "
-            "between jobs; pass df.localCheckpoint()"
-        )
 
 
 def _error(what: str) -> LostRowsError:
