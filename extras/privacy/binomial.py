@@ -158,21 +158,18 @@ def account_cpsgd(
         )
         return binomial_epsilon(trials, sensitivity, elements, step_delta / 2)
 
+    found = []
     # Either all of delta is for the steps, whose epsilons add up, or half of it is for the composition.
-    plain, strong = delta / steps, delta / (2 * steps)
-    added = one_step(plain)
-    found = BinomialAccount(
-        epsilon=steps * added,
-        delta=delta,
-        steps=steps,
-        step_epsilon=added,
-        step_delta=plain,
-        trials=trials,
-    )
-    own = one_step(strong)
-    total = compose(own, steps, delta / 2)
-    if total >= found.epsilon:
-        return found
-    return BinomialAccount(
-        epsilon=total, delta=delta, steps=steps, step_epsilon=own, step_delta=strong, trials=trials
-    )
+    for step_delta, slack in ((delta / steps, 0.0), (delta / (2 * steps), delta / 2)):
+        own = one_step(step_delta)
+        found.append(
+            BinomialAccount(
+                epsilon=compose(own, steps, slack) if slack else steps * own,
+                delta=delta,
+                steps=steps,
+                step_epsilon=own,
+                step_delta=step_delta,
+                trials=trials,
+            )
+        )
+    return min(found, key=lambda account: account.epsilon)

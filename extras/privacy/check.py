@@ -1,10 +1,6 @@
-"""Checks of a private training on the driver. They refuse whatever would publish rows without noise."""
+"""Checks of a private training on the driver, once the rows and the network are known."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,97 +9,27 @@ from ringspark.estimators import run_layout
 from ringspark.estimators.stages.persistence import DESCRIPTION
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS, samples
+from ringspark.estimators.training.check.training import Trial
 from ringspark.estimators.training.feed import Batch, zeros
 from ringspark.estimators.training.finetuning.pretrained import find_files
 from ringspark.estimators.training.objective.criterion import Criterion
-from ringspark.estimators.training.objective.heads import Head
 from ringspark.estimators.training.precision import LossScaler
-from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.step import Recipe
 from ringspark.extras.privacy.poisson_reader import plan_poisson
 from ringspark.extras.privacy.row_gradients import RowGradients
-from ringspark.pipelines import ShardManifest, storage
-from ringspark.pipelines.kinds import Kind, Padded, Vocabulary
+from ringspark.pipelines import storage
 from ringspark.pipelines.typed_json import parse_object
 
-_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
-
-def refuse_many(estimator: Any, what: str) -> None:
-    """Raises ValueError if `what` would train an estimator with the setting `privacy` several times."""
-    if estimator.hasParam("privacy") and estimator.getPrivacy() is not None:
-        raise ValueError(
-            f"privacy covers one training, but {what} publishes results of many on the same rows; fit each "
-            "setting on its own, and add up the epsilons of the models"
-        )
-
-
-def check_private_estimator(estimator: Any, *, is_table: bool) -> None:
-    """Raises ValueError for a fit that computes statistics of the training rows, before it reads any row.
-
-    `is_table` tells whether the fit completes a network for tables.
-    """
-    check_installed()
-    if is_table:
-        raise ValueError(
-            "privacy does not cover quantiles, categories and target statistics, which a network for tables "
-            "takes from all rows; give model a network of your own, and encode columns by public numbers"
-        )
-    fraction = estimator.getValidationFraction()
-    if fraction is not None:
-        raise ValueError(
-            f"privacy protects training rows only, and validationFraction={fraction} would take validation "
-            "rows from the same people and publish their exact loss; use validationIndicatorCol "
-            "for rows that need no protection, or evaluate the model on other rows"
-        )
-
-
-def check_private_fit(objects: UserObjects, kinds: Mapping[str, Kind]) -> None:
-    """Raises ValueError for functions and column types whose results depend on several rows."""
-    check_objects(objects)
-    for name, kind in kinds.items():
-        if isinstance(kind, Vocabulary) and kind.words is None:
-            raise ValueError(
-                f"privacy does not cover the words of column {name!r}, which a Vocabulary would take from "
-                f"all rows; set columns={{{name!r}: Vocabulary(words=[...])}} of public words, or HashBuckets"
-            )
-        if isinstance(kind, Padded) and kind.length is None:
-            raise ValueError(
-                f"privacy does not cover the longest array of column {name!r}, which Padded() would take "
-                "from all rows; set Padded(length=...)"
-            )
-
-
-def check_installed() -> None:
-    if find_spec("opacus") is None:
-        raise ValueError("privacy needs opacus; pip install 'ringspark[privacy]'")
-
-
-def check_objects(objects: UserObjects) -> None:
-    if objects.transform_batch is not None:
-        raise ValueError(
-            "privacy computes each row alone, but transformBatch can mix the rows of a batch; transform the "
-            "rows before fit, or inside the network"
-        )
-
-
-def check_private_training(
-    config: TrainConfig,
-    objects: UserObjects,
-    manifest: ShardManifest,
-    heads: Sequence[Head],
-    module: nn.Module,
-    num_steps: int,
-) -> None:
+def check_private_training(training: Trial) -> None:
     """Raises ValueError if the network mixes rows, or the promised epsilon cannot be kept."""
     from ringspark.extras.privacy.ledger import find_noise_multiplier  # imports opacus, which may be missing
 
-    check_installed()
-    check_objects(objects)
+    config, manifest, module = training.config, training.manifest, training.module
     privacy = config.privacy
     assert privacy is not None
     for name, layer in module.named_modules():
-        if isinstance(layer, _BATCH_NORM):
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
                 f"privacy computes each row alone, but {type(layer).__name__} {name!r} takes means over a "
                 "batch and stores them; use GroupNorm or LayerNorm"
@@ -127,8 +53,8 @@ def check_private_training(
         )
     if config.pretrained is not None and not config.charged_before:
         _refuse_private_weights(config.pretrained.uri)
-    _try_rows(config, manifest, heads, module)
-    find_noise_multiplier(privacy, plan.sample_rate, num_steps, config.charged_before)
+    _try_rows(training)
+    find_noise_multiplier(privacy, plan.sample_rate, training.num_steps, config.charged_before)
 
 
 def _refuse_private_weights(uri: str) -> None:
@@ -152,17 +78,18 @@ def _is_private_model(folder: str) -> bool:
     return bool((described.get("summary") or {}).get("privacy"))
 
 
-def _try_rows(config: TrainConfig, manifest: ShardManifest, heads: Sequence[Head], module: nn.Module) -> None:
+def _try_rows(training: Trial) -> None:
     """Computes gradients of sample rows, to raise errors here and to find layers that keep state."""
+    config, heads, module = training.config, training.heads, training.module
     assert config.privacy is not None
-    device, name = torch.device("cpu"), type(module).__name__
+    device, name = torch.device("cpu"), training.class_name
     recipe = Recipe(
         config=config, criterion=Criterion(heads, device), scaler=LossScaler("fp32", device), device=device
     )
     rows = RowGradients(recipe, module, config.privacy.max_grad_norm, PROBE_ROWS)
     batch = Batch(
-        inputs=samples(config.input_columns, manifest),
-        labels=tuple(zeros(manifest.array(head.label), PROBE_ROWS) for head in heads),
+        inputs=samples(config.input_columns, training.manifest),
+        labels=tuple(zeros(training.manifest.array(head.label), PROBE_ROWS) for head in heads),
         weight=None,
     )
     versions = {key: parameter._version for key, parameter in module.named_parameters()}

@@ -4,29 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from ringspark.estimators.techniques import Technique
 from ringspark.pipelines import open_reader
+from ringspark.pipelines.kinds import Padded, Vocabulary
 
 
 class DifferentialPrivacy(Technique):
-    # The modules are imported in the hooks: the checks import Spark, and the ledger imports opacus.
+    """Its checks refuse whatever would publish rows without noise."""
+
+    # The modules of this folder are imported in the hooks: some import Spark, and the ledger imports opacus.
 
     def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
-        from ringspark.extras.privacy.check import check_private_estimator
-
-        check_private_estimator(estimator, is_table=is_table)
+        _check_installed()
+        if is_table:
+            raise ValueError(
+                "privacy does not cover quantiles, categories and target statistics, which a network for "
+                "tables takes from all rows; give model a network of your own, and encode columns by public "
+                "numbers"
+            )
+        fraction = estimator.getValidationFraction()
+        if fraction is not None:
+            raise ValueError(
+                f"privacy protects training rows only, and validationFraction={fraction} would take "
+                "validation rows from the same people and publish their exact loss; use "
+                "validationIndicatorCol for rows that need no protection, or evaluate the model on other rows"
+            )
 
     def check_many(self, estimator: Any, caller: str) -> None:
-        from ringspark.extras.privacy.check import refuse_many
-
-        refuse_many(estimator, caller)
+        raise ValueError(
+            f"privacy covers one training, but {caller} publishes results of many on the same rows; fit each "
+            "setting on its own, and add up the epsilons of the models"
+        )
 
     def check_columns(self, objects: Any, kinds: Mapping[str, Any]) -> None:
-        from ringspark.extras.privacy.check import check_private_fit
-
-        check_private_fit(objects, kinds)
+        _check_objects(objects)
+        for name, kind in kinds.items():
+            if isinstance(kind, Vocabulary) and kind.words is None:
+                raise ValueError(
+                    f"privacy does not cover the words of column {name!r}, which a Vocabulary would take "
+                    f"from all rows; set columns={{{name!r}: Vocabulary(words=[...])}} of public words, or "
+                    "HashBuckets"
+                )
+            if isinstance(kind, Padded) and kind.length is None:
+                raise ValueError(
+                    f"privacy does not cover the longest array of column {name!r}, which Padded() would take "
+                    "from all rows; set Padded(length=...)"
+                )
 
     def complete_config(self, config: Any, objects: Any, given: Mapping[str, Any]) -> Any:
         model = given["initialModel"]
@@ -34,16 +60,11 @@ class DifferentialPrivacy(Technique):
         return config if spent is None else replace(config, charged_before=spent.charged)
 
     def check(self, training: Any) -> None:
+        _check_installed()
+        _check_objects(training.copies)
         from ringspark.extras.privacy.check import check_private_training
 
-        check_private_training(
-            training.config,
-            training.copies,
-            training.manifest,
-            training.heads,
-            training.module,
-            training.num_steps,
-        )
+        check_private_training(training)
 
     def open_reader(self, config: Any, manifest: Any, shared: Mapping[str, Any]) -> Any:
         from ringspark.extras.privacy.poisson_reader import PoissonReader
@@ -60,3 +81,16 @@ class DifferentialPrivacy(Technique):
 
     def count_privacy(self, passes: Any) -> Any:
         return passes.privacy_spent()
+
+
+def _check_installed() -> None:
+    if find_spec("opacus") is None:
+        raise ValueError("privacy needs opacus; pip install 'ringspark[privacy]'")
+
+
+def _check_objects(objects: Any) -> None:
+    if objects.transform_batch is not None:
+        raise ValueError(
+            "privacy computes each row alone, but transformBatch can mix the rows of a batch; transform the "
+            "rows before fit, or inside the network"
+        )

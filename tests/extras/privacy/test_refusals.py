@@ -29,7 +29,7 @@ from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.stages.summary import TrainingSummary
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective.losses import NETWORK_LOSS
-from ringspark.extras.privacy.check import check_private_fit
+from ringspark.extras.privacy.technique import DifferentialPrivacy
 from ringspark.extras.search import OptunaSearch, Uniform
 from ringspark.extras.tuning import cross_validate
 from ringspark.models import ModelSpec
@@ -208,9 +208,9 @@ def test_early_stopping_by_rows_without_protection_is_allowed(make_shards: Any, 
 )
 def test_column_types_that_learn_from_rows_are_refused(kind: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_private_fit(objects(), {"c": kind})
+        DifferentialPrivacy().check_columns(objects(), {"c": kind})
     public = {"a": Vocabulary(words=("x",)), "b": HashBuckets(9), "c": Padded(length=4)}
-    check_private_fit(objects(), public)
+    DifferentialPrivacy().check_columns(objects(), public)
 
 
 def test_fits_that_look_at_all_rows_or_train_often_are_refused(spark: Any) -> None:
