@@ -51,10 +51,6 @@ class ParameterClient:
         self._optimizer = optimizer
         self._bound = bound
 
-    @property
-    def is_in_step(self) -> bool:
-        return self._bound == 0
-
     def push(self, index: int, gradient: torch.Tensor) -> None:
         self._send({index: gradient}, ends_step=False)
 

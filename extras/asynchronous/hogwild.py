@@ -34,9 +34,7 @@ from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sharded.parameter_shards import is_dense, view_at
 from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
 from ringspark.estimators.parallel.sync_settings import SyncSettings
-from ringspark.extras.asynchronous.client import ParameterClient
 from ringspark.extras.asynchronous.parameter_server import open_service
-from ringspark.extras.asynchronous.server import ShardServer
 from ringspark.extras.asynchronous.table import ParameterTable
 from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensors
 
@@ -63,14 +61,8 @@ class HogwildStrategy:
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.device.type != "cpu" for p in trained):
             raise ValueError(f"sync=Hogwild() trains in the host's memory, not on a GPU; {_REMEDY}")
-        seconds = settings.timeout_seconds
-        share_memory(trained, collective, seconds)
-        optimizer = make_optimizer(module)
-        assert isinstance(settings.sync, Hogwild)
-        table = ParameterTable({}, None, collective.size, settings.sync, seconds)
-        no_slices = [dict[int, ParameterSlice]()] * collective.size
-        server, client = open_service(table, no_slices, [], optimizer, collective, settings.sync, seconds)
-        return HogwildSync(module, optimizer, server, client, collective)
+        share_memory(trained, collective, settings.timeout_seconds)
+        return HogwildSync(module, make_optimizer(module), collective, settings)
 
 
 def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
@@ -145,16 +137,18 @@ class HogwildSync(GradientSync):
         self,
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
-        server: ShardServer,
-        client: ParameterClient,
         collective: Collective,
+        settings: SyncSettings,
     ) -> None:
         super().__init__(network, optimizer)
+        sync, seconds, size = settings.sync, settings.timeout_seconds, collective.size
+        assert isinstance(sync, Hogwild)
         self.in_step = False
-        self.loss_factor = float(collective.size)
-        self._server = server
-        self._client = client
+        self.loss_factor = float(size)
         self._collective = collective
+        table = ParameterTable({}, None, size, sync, seconds)
+        no_slices = [dict[int, ParameterSlice]()] * size
+        _, self._client = open_service(table, no_slices, [], optimizer, collective, sync, seconds)
 
     def step(self, scaler: Scaler) -> None:
         groups = self.optimizer.param_groups

@@ -53,23 +53,7 @@ class ParameterServerStrategy:
         if collective.size == 1:
             return DataParallel().prepare(module, make_optimizer, mesh, settings)
         share_weights(module, mesh)
-        # The worker's optimizer holds the settings of each step but takes none; the server steps its shard.
-        worker_optimizer, optimizer = make_optimizer(module), make_optimizer(module)
-        check_optimizer(optimizer, settings.sync)
-        worker_optimizer.state.clear()
-        shard = ShardedParameters(module, optimizer, collective)
-        for tensor in shard.held.values():
-            # The server's values differ from the values that the network in this process has read.
-            tensor.data = tensor.data.clone()
-        sync, seconds = settings.sync, settings.timeout_seconds
-        assert isinstance(sync, Asynchronous)
-        held = {piece.index: tensor for piece, tensor in shard.held.items()}
-        table = ParameterTable(held, optimizer, collective.size, sync, seconds)
-        pieces = [shard.slices_of(rank) for rank in range(collective.size)]
-        server, client = open_service(
-            table, pieces, shard.parameters, worker_optimizer, collective, sync, seconds
-        )
-        return ServedSync(module, worker_optimizer, shard, optimizer, table, server, client, collective)
+        return ServedSync(module, make_optimizer, collective, settings)
 
 
 def open_service(
@@ -105,35 +89,34 @@ def open_service(
 
 class ServedSync(GradientSync):
     def __init__(
-        self,
-        network: nn.Module,
-        settings: torch.optim.Optimizer,
-        shard: ShardedParameters,
-        optimizer: torch.optim.Optimizer,
-        table: ParameterTable,
-        server: ShardServer,
-        client: ParameterClient,
-        collective: Collective,
+        self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, settings: SyncSettings
     ) -> None:
-        """Stores its arguments.
-
-        `settings` is an optimizer that takes no steps; it only holds the settings that each push sends.
-        """
-        super().__init__(network, settings)
-        self.client = client
-        self.table = table
-        self.in_step = client.is_in_step
+        # The worker's optimizer holds the settings of each step but takes none; the server steps its shard.
+        super().__init__(module, make_optimizer(module))
+        self._server_optimizer = make_optimizer(module)
+        sync, seconds, size = settings.sync, settings.timeout_seconds, collective.size
+        assert isinstance(sync, Asynchronous)
+        check_optimizer(self._server_optimizer, sync)
+        self.optimizer.state.clear()
+        self._shard = shard = ShardedParameters(module, self._server_optimizer, collective)
+        for tensor in shard.held.values():
+            # The server's values differ from the values that the network in this process has read.
+            tensor.data = tensor.data.clone()
+        held = {piece.index: tensor for piece, tensor in shard.held.items()}
+        self.table = ParameterTable(held, self._server_optimizer, size, sync, seconds)
+        pieces = [shard.slices_of(rank) for rank in range(size)]
+        self._server, self.client = open_service(
+            self.table, pieces, shard.parameters, self.optimizer, collective, sync, seconds
+        )
+        self.in_step = sync.in_step
         # Out of step, a push is the mean gradient of the worker's own rows: see `table`.
-        self.loss_factor = 1.0 if self.in_step else float(collective.size)
-        self._shard = shard
-        self._server_optimizer = optimizer
-        self._server = server
+        self.loss_factor = 1.0 if self.in_step else float(size)
         self._collective = collective
         self._sent = 0
         self._has_pushed = False
         self._read = self._copy_own()
         # The loss scaler calls this method if it takes the step.
-        settings.step = self._push_and_read  # type: ignore[method-assign, assignment]
+        self.optimizer.step = self._push_and_read  # type: ignore[method-assign, assignment]
 
     def clip_gradients(self, max_norm: float) -> None:
         if not self.in_step:
