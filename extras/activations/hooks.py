@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
@@ -121,10 +121,11 @@ def _check_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor
 
 
+@contextmanager
 def saved_tensor_hooks(
     *, offload: str, compression: str, module: nn.Module, device: torch.device
-) -> AbstractContextManager[None]:
-    """Returns a context that offloads or compresses the saved tensors of one forward pass.
+) -> Iterator[None]:
+    """Offloads or compresses the tensors that a forward pass saves in this context.
 
     The pass raises OSError if the disk of offload "disk" is full or fails.
 
@@ -134,12 +135,8 @@ def saved_tensor_hooks(
         device: Tensors on other devices are not touched. On "meta", offloaded tensors are not kept.
     """
     if not torch.is_grad_enabled() or (offload == "none" and compression == "none"):
-        return nullcontext()
-    return _hooks(offload, compression, module, device)
-
-
-@contextmanager
-def _hooks(offload: str, compression: str, module: nn.Module, device: torch.device) -> Iterator[None]:
+        yield
+        return
     saved = SavedTensors(module, device, compression, make_store(offload, device))
     mode = nullcontext() if compression == "none" else ForwardMode(saved.saving)
     try:

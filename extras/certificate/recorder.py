@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +32,6 @@ class Recorder:
         self._run_uri = config.run_uri
         self._claims = list_claims(config, objects, manifest, device)
         self._chain = Chain()
-        self._lock = threading.Lock()
 
     def start(self, step: int | None) -> None:
         """Adds a start from the checkpoint of `step`, or from the initial weights if there is none.
@@ -63,9 +61,8 @@ class Recorder:
         self._write(self._chain.add("end", step, content))
 
     def _write(self, chain: Chain) -> None:
-        with self._lock:
-            write_chain(self._run_uri, chain)
-            self._chain = chain
+        write_chain(self._run_uri, chain)
+        self._chain = chain
 
 
 def _list_before(links: Sequence[Link], step: int) -> list[Link]:

@@ -116,10 +116,10 @@ def replay(
         copy_checkpoint(checkpoints_uri(run.uri), checkpoints_uri(folder), interval.first)
     threads = interval.claims["platform"]["threads"]
     try:
+        work = partial(_train, config, user_code.dumps(objects), threads)
         if workers == 1:
-            text = _train(config, objects, threads, LocalCollective(), device, Status())
+            text = work(LocalCollective(), device, Status())
         else:
-            work = partial(_unpack_and_train, config, user_code.dumps(objects), threads)
             text = run_spawned(workers, config.collective, work, timeout_seconds=config.timeout_seconds)[0]
     except WorkerError as error:
         raise RuntimeError(str(error)) from error
@@ -135,22 +135,11 @@ def replay(
 
 
 def _train(
-    config: TrainConfig,
-    objects: UserObjects,
-    threads: int,
-    collective: Collective,
-    device: str,
-    status: Status,
+    config: TrainConfig, objects: bytes, threads: int, collective: Collective, device: str, status: Status
 ) -> str:
     # The number of threads decides the order of sums.
     with _use_threads(threads):
-        return train_worker(config, collective, objects, device, status).to_json()
-
-
-def _unpack_and_train(
-    config: TrainConfig, objects: bytes, threads: int, collective: Collective, device: str, status: Status
-) -> str:
-    return _train(config, user_code.loads(objects), threads, collective, device, status)
+        return train_worker(config, collective, user_code.loads(objects), device, status).to_json()
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.training.settings.config import UserObjects
+from ringspark.estimators.stages.model_params import _EstimatorParams
+from ringspark.estimators.stages.to_config import config_of
+from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.extras.certificate.chain import read_chain
 from ringspark.extras.certificate.claimed_run import Check, ClaimedRun, check_claims, describe_unknown_start
 from ringspark.extras.certificate.claims import describe_platform
@@ -22,9 +24,9 @@ from ringspark.extras.certificate.compare import (
     compare_weights,
     draws_random_numbers,
 )
-from ringspark.extras.certificate.objects import find_objects
 from ringspark.extras.certificate.recorder import digest_weights
 from ringspark.extras.certificate.replay import Interval, find_final, list_intervals, replay
+from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
 
 # Largest distance of the weights on other versions or numbers of workers, as a share of their change.
@@ -128,7 +130,7 @@ def verify_run(
     claimed = ClaimedRun(uri, read_chain(uri))
     if not claimed.checkpoints:
         raise ValueError(f"the hash chain of {uri} has no checkpoint; verify the run after its first one")
-    objects = find_objects(model, claimed.config(claimed.claims(claimed.checkpoints[-1].step)))
+    objects = _find_objects(model, claimed.config(claimed.claims(claimed.checkpoints[-1].step)))
     checks = tuple(check_claims(claimed, objects, key))
     all_intervals = list_intervals(claimed)
     count = len(all_intervals) if intervals is None else min(intervals, len(all_intervals))
@@ -156,6 +158,23 @@ def verify_run(
         num_intervals=len(all_intervals),
         num_drawn=count if replays else 0,
     )
+
+
+def _find_objects(model: Any, config: TrainConfig) -> UserObjects:
+    """Returns the objects in `model`. A run holds them in no form that loads without running its code."""
+    if callable(model) and not isinstance(model, torch.nn.Module | _EstimatorParams):
+        model = model()
+    if isinstance(model, _EstimatorParams):
+        return config_of(model, config.task, config.label_columns)[1]
+    if isinstance(model, ModelSpec):
+        model = None
+    objects = model if isinstance(model, UserObjects) else UserObjects(module=model)
+    if config.model is None and objects.module is None:
+        raise ValueError(
+            "the run trained a module of the user, and a run holds no code; give model=, or --model "
+            "package.module:name, a module, an estimator, or a function that returns one"
+        )
+    return objects
 
 
 def check_interval(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
+from typing import Any
 
 DESCRIPTION = "Check the certificate of a run, and train random intervals of it again."
 
@@ -20,13 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ringspark.extras.certificate.objects import import_model
     from ringspark.extras.certificate.verification import verify_run
 
-    model = None if args.model is None else import_model(args.model)
+    model = None if args.model is None else _import_model(args.model)
     found = verify_run(
         args.run_uri, model, args.intervals, workers=args.workers, key=args.key, seed=args.seed
     )
     print(found.table())
     if not found.holds:
         sys.exit(1)
+
+
+def _import_model(path: str) -> Any:
+    """Imports "package.module:name". Raises ValueError if there is no such name."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"--model must be package.module:name, got {path!r}; name an object of a module")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--model {path!r} cannot be imported: {error}; put its folder on PYTHONPATH"
+        ) from error

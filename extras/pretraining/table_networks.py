@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ringspark.extras.tables.tabm import TabM
 from ringspark.extras.tables.tabpack import TabPack
 
@@ -28,9 +26,6 @@ class MaskedTabPack(TabPack):
 
     def __init__(self, edges: Sequence[Sequence[float]], cardinalities: Sequence[int], **more: Any) -> None:
         super().__init__(edges, cardinalities, len(edges) + sum(cardinalities), **more)
-
-    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(numbers, ids)
 
 
 class MaskedTabM(TabM):

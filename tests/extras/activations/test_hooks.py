@@ -138,12 +138,10 @@ def _nothing_is_entered() -> None:
 
 
 def test_without_techniques_or_gradients_nothing_is_entered() -> None:
-    plain = _hooks()
-    with torch.no_grad():
-        idle = _hooks(offload="disk", compression="int8")
-    for hooks in (plain, idle):
-        with hooks:
-            _nothing_is_entered()
+    with _hooks():
+        _nothing_is_entered()
+    with torch.no_grad(), _hooks(offload="disk", compression="int8"), torch.enable_grad():
+        _nothing_is_entered()
 
 
 def test_tensor_saved_by_several_operations_is_stored_once(live_bytes: type) -> None:
