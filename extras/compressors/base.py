@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,12 +32,7 @@ class Compressor(ABC):
     """All-reduces vectors, but sends fewer bytes. Every method runs on every rank.
 
     A vector is the concatenation of several flattened tensors, without inf and NaN.
-
-    Attributes:
-        unbiased: Whether the expected value of the total is the sum of the inputs, without error feedback.
     """
-
-    unbiased: ClassVar[bool] = False
 
     def __init__(self, shapes: Sequence[torch.Size], seed: int, options: Compression) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]

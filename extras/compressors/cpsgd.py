@@ -43,8 +43,6 @@ class CpSgdCompressor(Compressor):
         loss_scale: Factor of the vectors, which the largest norm is multiplied by.
     """
 
-    unbiased = True
-
     def __init__(self, shapes: Sequence[torch.Size], seed: int, options: Compression) -> None:
         super().__init__(shapes, seed, options)
         self.loss_scale = 1.0

@@ -20,8 +20,6 @@ class QsgdCompressor(CodedCompressor):
     The levels run from -s to s, scaled by the largest magnitude in the bucket.
     """
 
-    unbiased = True
-
     def __init__(self, shapes: Sequence[torch.Size], seed: int, options: QSGD) -> None:
         super().__init__(shapes, seed, options)
         self._bits = options.bits

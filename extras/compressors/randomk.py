@@ -17,8 +17,6 @@ class RandomKCompressor(Compressor):
     Without error feedback, values are divided by the share, which makes them unbiased.
     """
 
-    unbiased = True
-
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         count = math.ceil(self.options.ratio * len(vector))
         random = np.random.Generator(np.random.PCG64([self.seed % 2**64, step]))

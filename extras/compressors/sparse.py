@@ -12,10 +12,6 @@ from ringspark.extras.compressors.two_rounds import as_bytes
 _BLOCK = 1 << 16
 
 
-def num_bytes(picked: int, elements: int, element_bytes: int = 4) -> int:
-    return 4 * -(-elements // _BLOCK) + (2 + element_bytes) * picked
-
-
 def all_reduce_sparse(
     vector: torch.Tensor,
     places: torch.Tensor,

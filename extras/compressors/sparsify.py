@@ -22,8 +22,6 @@ class SparsifyCompressor(Compressor):
     because the residual of g / p may be larger than g, so the residuals would grow without bound.
     """
 
-    unbiased = True
-
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         random = generator_for(vector, self.seed, step, collective.rank)
         chances = chances_for(vector, self.options.ratio)

@@ -32,13 +32,8 @@ _PRECISION = 1e-4
 
 
 @lru_cache(maxsize=256)
-def compute_epsilon(
-    charged: tuple[Charged, ...], delta: float, accountant: str, orders: tuple[float, ...] | None = None
-) -> float:
-    """Returns epsilon of several series of steps by an accountant of opacus; 0 without steps.
-
-    `orders` are the orders of the Renyi divergence for 'rdp'; None takes the orders of opacus.
-    """
+def compute_epsilon(charged: tuple[Charged, ...], delta: float, accountant: str) -> float:
+    """Returns epsilon of several series of steps by an accountant of opacus; 0 without steps."""
     history = [each for each in charged if each[2]]
     if not history:
         return 0.0
@@ -47,7 +42,7 @@ def compute_epsilon(
     with warnings.catch_warnings():
         # A hint that more orders might give a smaller bound; the bound is right.
         warnings.filterwarnings("ignore", "Optimal order is the")
-        return float(made.get_epsilon(delta, alphas=orders))
+        return float(made.get_epsilon(delta))
 
 
 def find_noise_multiplier(
